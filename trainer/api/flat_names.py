@@ -1,4 +1,4 @@
-"""Flat names of what people set most: `PPO(..., lr=1e-6, n=8)`. Other keys have dotted names."""
+"""Flat names of the most common keys: `PPO(..., lr=1e-6, n=8)`. Other keys have dotted names."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OF_TRL = {
 }
 """TRL's name -> ours, for messages. Batches here are counted over all devices."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
-"""Key of a weight -> the key that turns it on: a flat name of 0 turns it off."""
+"""Key of a weight -> the key that enables it; the flat name with 0 disables it."""
 
 
 def named(names: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def named(names: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
 def settings_of(
     keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
 ) -> dict[str, Any]:
-    """Dotted key -> value of a call's keywords: flat names, sections as dicts, dotted keys."""
+    """Return a call's keywords as dotted keys: flat names, sections as dicts, dotted keys."""
     others = {name: value for name, value in keywords.items() if name not in names}
     for name in others:
         if "." not in name and unknown_key(name, recipe):
@@ -93,7 +93,7 @@ def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
-    """The error's message, with TRL's name translated or else the nearest flat name."""
+    """Return the error's message, with our name for TRL's or the nearest flat name."""
     same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
     if OF_TRL.get(name) in names:
         hint = f" TRL's {name} is {OF_TRL[name]!r} here."

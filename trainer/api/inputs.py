@@ -1,7 +1,7 @@
-"""What a call has in memory, as files of the run folder: models, rows, prompts.
+"""Write the objects of a call into files of the run folder: models, rows, prompts.
 
-A resumed run, the report and the command line then find it there. A model may be made by a
-function, which runs once before that, and several models of one run are given by their roles:
+A resumed run, the report and the command line then find them there. A function may make a model; it
+is called once before. Several models of one run are passed by their roles:
 
     PPO(model=make_policy, ...)                                    # def make_policy(): return ...
     PPO(model={"actor": policy, "critic": value_model}, ...)
@@ -23,11 +23,11 @@ from verl_like.files import json_line, write_whole
 
 Row = dict[str, Any]
 FILE_ENDINGS = (".parquet", ".csv", ".jsonl", ".json", ".gz")
-"""Of file names in a list; a list of other texts is data."""
+"""Endings of file names in a list; a list of other texts is data."""
 
 
 def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
-    """Role -> what is given for it; the first of `roles` is that of a model alone."""
+    """Return role -> model; a single model belongs to the first of `roles`."""
     is_function = callable(model) and not isinstance(model, torch.nn.Module | Mapping)
     given = _called(model, roles) if is_function else model
     if isinstance(given, tuple | list):
@@ -58,7 +58,7 @@ def _called(function: Any, roles: Sequence[str]) -> Any:
         raise ConfigError(
             f"model={name} is called without arguments, and {error}. {_wanted(roles)}"
         ) from None
-    except ValueError:  # a builtin without a signature says so itself
+    except ValueError:  # a builtin without a signature
         pass
     made = function()
     if made is None:
@@ -73,7 +73,7 @@ def _wanted(roles: Sequence[str]) -> str:
 
 
 def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
-    """The path of a model: what is in memory is written into `folder`."""
+    """Return the path of a model, which is written to `folder` if it is in memory."""
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError(
@@ -105,7 +105,7 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
 
 
 def is_file_name(data: Any) -> bool:
-    """Whether it names one file of rows, or a list of them; a list of other texts is rows."""
+    """Return whether `data` names a file of rows or a list of files, and is not rows itself."""
     if isinstance(data, str | Path):
         return True
     return isinstance(data, list | tuple) and bool(data) and all(map(_ends_like_a_file, data))
@@ -116,14 +116,14 @@ def _ends_like_a_file(item: Any) -> bool:
 
 
 def file_names(data: Any) -> Any:
-    """One file's name, or a list of them, as the configuration has it."""
+    """Return one file's name, or a list of names, as the configuration takes them."""
     if isinstance(data, str | Path):
         return str(data)
     return [str(item) for item in data]
 
 
 def rows_in_memory(data: Any, what: str) -> list[Any]:
-    """The items of a list, of a `datasets.Dataset`, of anything that gives them one by one."""
+    """Return the items of a list, a `datasets.Dataset`, or any other iterable."""
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         parts = f" of {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
         raise ConfigError(
@@ -137,9 +137,9 @@ def rows_in_memory(data: Any, what: str) -> list[Any]:
 
 
 def write_rows(rows: Iterable[Row], what: str, path: Path, may_differ: bool = True) -> str:
-    """A JSON object a line; a value that JSON has no form for is refused with its place.
+    """Write one JSON object per line; raise for a value that JSON cannot represent, with its place.
 
-    Unless they `may_differ`, rows other than those that the file has are refused.
+    Unless rows `may_differ`, raise if the file has other rows.
     """
     lines = []
     for number, row in enumerate(rows):
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 
 def prompt_row(item: Any, prompt_key: str) -> Row:
-    """A row in verl's schema of a text, a chat, or a dict; its other columns stay."""
+    """Return a row in verl's schema for a text, a chat, or a dict, whose other columns stay."""
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
     row.setdefault("data_source", DATA_SOURCE)
     if "reward_model" not in row:
@@ -176,7 +176,7 @@ def prompt_row(item: Any, prompt_key: str) -> Row:
 
 
 def text_row(item: Any) -> Row:
-    """A row of a text, a chat, or a dict with columns."""
+    """Return a row for a text, a chat, or a dict with columns."""
     if isinstance(item, Mapping):
         return dict(item)
     return {"text" if isinstance(item, str) else "messages": item}

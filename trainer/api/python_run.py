@@ -1,4 +1,4 @@
-"""What the classes of `trainer.api.recipes` have in common: settings, files, `fit`."""
+"""The base class of `trainer.api.recipes`: settings, files, `fit`."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from verl_like.terminal import outliving_the_reader
 
 FOLDER_KEY = "trainer.default_local_dir"
 LAST_STEP_ONLY = 10**9
-"""A `trainer.save_freq` that saves after a run's last step alone."""
+"""A `trainer.save_freq` that saves only after a run's last step."""
 PLACES = ("placement", "resource_pool_spec", "role_mapping")
-"""What of the keys may put roles on pools of their own."""
+"""The keys that may put roles on separate pools."""
 ENDS = ("trainer.total_epochs", "trainer.total_training_steps", "data.total_prompts")
-"""The keys that say how long a run is."""
+"""The keys that set the length of a run."""
 
 
 class PythonRun:
     """A run of a recipe: settings, and the files that they name. `fit` starts it."""
 
     recipe: ClassVar[str]
-    """Dotted path of the recipe; it is imported when the first run of it is made."""
+    """Dotted path of the recipe, which is imported when the first run is made."""
     model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
-    """Role of a model -> its section of the configuration; the first is that of a model alone."""
+    """Role of a model -> its section of the configuration; a single model belongs to the first."""
     flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
     """Flat name -> the key that it sets."""
     presets: ClassVar[Mapping[str, str]] = {}
-    """Settings that the class stands for, unless the call says others."""
+    """Settings of the class, which the call may override."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PythonRun:
         callbacks: Sequence[object],
         keys: Mapping[str, Any],
     ) -> None:
-        """`data` has rows, or file names, by the key that they are for (data.train_files)."""
+        """`data` has rows or file names, by their key (data.train_files)."""
         refuse_runs_inside()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
@@ -77,14 +77,14 @@ class PythonRun:
         try:
             self._take(model, tokenizer, data, own)
         except BaseException:
-            if is_new:  # a run that is refused leaves no folder
+            if is_new:  # a rejected run leaves no folder
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def _take(
         self, model: Any, tokenizer: Any, data: Mapping[str, Any], own: dict[str, Any]
     ) -> None:
-        """Write what is in memory into files, and check the configuration."""
+        """Write objects in memory to files, and check the configuration."""
         make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class PythonRun:
             self.config()
 
     def _files(self, key: str, rows: Any, own: Mapping[str, Any], inputs: Path) -> Any:
-        """What stands at `key`: file names as they are, rows in a file of the run folder."""
+        """Return the value of `key`: file names unchanged, rows as a file of the run folder."""
         if is_file_name(rows):
             return file_names(rows)
         what = f"what is given for {key}"
@@ -118,10 +118,10 @@ class PythonRun:
         is_new = key != "data.train_files" or not committed(self.folder)
         return write_rows(made, what, path, may_differ=is_new)
 
-    # --------------------------------------------------------------------- what a recipe may change
+    # --------------------------------------------------------------------- for a recipe to override
 
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-        """The key of every model's path -> that path; those in memory share the tokenizer."""
+        """Return the path of every model by its key; models in memory share the tokenizer."""
         models = models_by_role(model, list(self.model_sections))
         are_all_paths = all(isinstance(one, str | Path) for one in models.values())
         paths: dict[str, Any] = {}
@@ -132,43 +132,44 @@ class PythonRun:
         return paths
 
     def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
-        """Items of data in memory as rows of the recipe's files."""
+        """Return items of data in memory as rows of the recipe's files."""
         return [text_row(item) for item in items]
 
     def defaults_for(self, num_rows: int) -> dict[str, Any]:
-        """Settings, below the user's, of a run on so many rows in memory."""
+        """Return settings, with lower priority than the user's, for a number of rows in memory."""
         return {}
 
     def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
-        """The user's settings, with what is no text or number put into files."""
+        """Return the user's settings, with objects replaced by files."""
         return dict(own)
 
     # ------------------------------------------------------------------------------------- the run
 
     def overrides(self, steps: int | None = None) -> list[str]:
-        """`key=value` of what `fit(steps)` runs next."""
+        """Return `key=value` strings for the next run by `fit(steps)`."""
         config, settings = self.config(steps), self._settings(self._length(steps))
         unset = {key: value for key, value in self._defaults.items() if key not in settings}
         read = {key: value for key, value in unset.items() if why_unused(config, key) is None}
         return overrides_of(read | settings)
 
     def config(self, steps: int | None = None) -> RunConfig:
-        """The whole configuration, checked."""
+        """Return the whole configuration, checked."""
         return self._config(self._length(steps))
 
     def command(self, steps: int | None = None) -> str:
-        """The command line of what `fit(steps)` runs next."""
+        """Return the command line for the next run by `fit(steps)`."""
         return shlex.join(["verl-like", self._recipe.name, *self.overrides(steps)])
 
     def fit(self, steps: int | None = None) -> RunResult:
-        """Run so many steps more; without `steps`, to the end that the keys say.
+        """Run `steps` more steps, or without `steps`, to the end that the keys set.
 
-        It goes on from the newest checkpoint of the run folder, and saves one after its last step.
+        The run continues from the newest checkpoint of the run folder, and saves one after its last
+        step.
         """
         return self.run_with(self._length(steps))
 
     def run_with(self, length: dict[str, int]) -> RunResult:
-        """Run to the end that this setting says."""
+        """Run to the end that this setting sets."""
         with outliving_the_reader():
             return run(self._config(length), callbacks=self.callbacks)
 
@@ -178,19 +179,19 @@ class PythonRun:
         return config
 
     def _settings(self, length: Mapping[str, int]) -> dict[str, Any]:
-        """What the call says, with the end that is asked for in place of another one."""
+        """Return the call's settings, with `length` in place of any other end."""
         ends = ENDS if length else ()
         return {key: self.settings[key] for key in self.settings if key not in ends} | dict(length)
 
     def _length(self, steps: int | None) -> dict[str, int]:
-        """The setting of a run of so many steps more."""
+        """Return the setting for a number of further steps."""
         if steps is None:
             return {}
         require_counts(steps=steps)
         return {"trainer.total_training_steps": self.steps_made() + steps}
 
     def steps_made(self) -> int:
-        """Steps that a run of these settings goes on from."""
+        """Return the step that a run with these settings continues from."""
         start = self.settings.get("trainer.resume_from_path")
         mode = self.settings.get("trainer.resume_mode", "auto")
         if mode == "resume_path" and start is not None:
@@ -199,12 +200,12 @@ class PythonRun:
 
 
 def _has_pools_apart(config: RunConfig) -> bool:
-    """Whether there are pools that would take turns in this process."""
+    """Return whether several pools would take turns in this process."""
     return len(config.resource_pool_spec.keys() - config.child_pools) > 1
 
 
 def require_counts(**counts: int | None) -> dict[str, int]:
-    """The counts; what is no number above 0 is refused."""
+    """Return the counts; raise for a count that is not above 0."""
     numbers = {}
     for name, count in counts.items():
         if count is None or count < 1:
@@ -214,7 +215,7 @@ def require_counts(**counts: int | None) -> dict[str, int]:
 
 
 def _run_folder(named: str | Path | None, recipe: str) -> Path:
-    """The folder that the call names; otherwise a new one, made at once."""
+    """Return the folder that the call names, or a new one, created at once."""
     if named is not None:
         return Path(named).expanduser().resolve()
 

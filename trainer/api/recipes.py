@@ -106,12 +106,12 @@ class PPO(PythonRun):
         max_timesteps: int | None = None,
         update_timesteps: int | None = None,
     ) -> RunResult:
-        """Run so many steps more; without `steps`, to the end that the keys say.
+        """Run `steps` more steps, or without `steps`, to the end that the keys set.
 
-        It goes on from the newest checkpoint of the run folder, and saves one after its last step.
-
-        Or `num_episodes` of `max_timesteps` rollouts, of which `update_timesteps` together make a
-        step: `data.train_batch_size` prompts. A last step of fewer rollouts is trained, too.
+        The run continues from the newest checkpoint of the run folder, and saves one after its last
+        step. You can also pass `num_episodes` of `max_timesteps` rollouts each, of which
+        `update_timesteps` together make a step: `data.train_batch_size` prompts. A last step with
+        fewer rollouts is trained, too.
         """
         counts = {
             "num_episodes": num_episodes,
@@ -129,7 +129,7 @@ class PPO(PythonRun):
     def _prompts_of(
         self, num_episodes: int, max_timesteps: int, update_timesteps: int
     ) -> dict[str, int]:
-        """The setting of a run of so many rollouts more."""
+        """Return the setting for a number of further rollouts."""
         config = self.config()
         assert isinstance(config, PPOConfig), "the recipe's schema"
         size = config.data.train_batch_size
@@ -143,26 +143,26 @@ class PPO(PythonRun):
         return {"data.total_prompts": self.steps_made() * size + prompts}
 
     def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
-        """Prompts in verl's schema."""
+        """Return prompts in verl's schema."""
         prompt_key = own.get("data.prompt_key", "prompt")
         rows = [prompt_row(item, prompt_key) for item in items]
         self._columns = other_columns(rows, prompt_key)
         return rows
 
     def defaults_for(self, num_rows: int) -> dict[str, Any]:
-        """Prompts that are fewer than the default's batch are one batch."""
+        """Put all prompts into one batch if they are fewer than the default batch."""
         few = num_rows < DataConfig.train_batch_size
         return {"data.train_batch_size": num_rows} if few and num_rows else {}
 
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-        """A reward model that is given scores, too."""
+        """Enable the reward model if one is passed."""
         settings = super().model_settings(model, tokenizer, inputs)
         if "reward_model.model.path" in settings:
             settings["reward_model.enable"] = True
         return settings
 
     def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
-        """Reward functions are named by a file."""
+        """Replace reward functions by files."""
         settings = dict(own)
         if "rewards" in own:
             settings["rewards"] = reward_list(own["rewards"], inputs / "rewards", self._columns)
@@ -180,7 +180,7 @@ class GRPO(PPO):
 
 
 class Detached(PPO):
-    """PPO with makers that generate while trainers learn."""
+    """PPO that generates and trains at the same time."""
 
     recipe = "trainer.detached.recipe.DETACHED"
 

@@ -1,9 +1,9 @@
-"""Reward functions of a call as items of the list `rewards`.
+"""Convert reward functions of a call to items of the list `rewards`.
 
-A function runs in a process of its own, which does not have the user's session, and must not start
-the user's script. One that can be imported there is named by its file or module; any other (of a
-script or notebook, a closure, a lambda) is pickled whole into the run folder, beside a file of
-Python that loads it.
+A function runs in another process, which does not have the user's session and must not start the
+user's script. A function that can be imported there is named by its file or module. Any other (of a
+script or notebook, a closure, a lambda) is pickled into the run folder, next to a Python file that
+loads it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ compute_score = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
 def reward_list(
     rewards: Sequence[Any], folder: Path, columns: Sequence[str] | None
 ) -> list[dict[str, Any]]:
-    """The items of `rewards`: functions, or dicts as the configuration has them.
+    """Return the items of `rewards`, which are functions or dicts as in the configuration.
 
-    A dict's `function` may be one, too. `columns` are those of the rows, where they are known: a
-    parameter that nothing fills is then refused. A reward model in memory is written into `folder`;
-    any other torch module is the function that its `forward` is.
+    A dict's `function` may be a function, too. `columns` are the rows' columns, if known: a
+    parameter that nothing fills is then rejected. A reward model in memory is written to `folder`;
+    any other torch module is used as its `forward` function.
     """
     items: list[dict[str, Any]] = []
     for reward in rewards:
@@ -67,7 +67,7 @@ def reward_list(
 
 
 def model_folder_of(model: Any, path: Path) -> str:
-    """The folder that a reward model in memory is written into, for a role of its own."""
+    """Write a reward model in memory to a folder for its own role, and return that."""
     if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
         raise ConfigError(
             f"a reward is a {type(model).__name__}: of models of transformers a reward is a "
@@ -79,7 +79,7 @@ def model_folder_of(model: Any, path: Path) -> str:
 
 
 def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, str]:
-    """(file or module, name) where a reward process finds it."""
+    """Return (file or module, name) where a reward process finds the function."""
     found = _importable(function)
     if found is not None:
         return found
@@ -100,19 +100,19 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """As cloudpickle has it, with the file, for which newer versions write <dynamic-code>."""
+    """Reduce as cloudpickle does, but with the file name, which newer versions replace."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Functions keep their files: an error names the user's line."""
+    """A pickler that keeps functions' file names, so that errors name the user's line."""
 
     dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """The file of a module of its own, or the name of a package's module, that has it."""
+    """Return the file or module that has the function, and its name; None if it has none."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
     if module is None or module.__name__ == "__main__" or vars(module).get(name) is not function:
@@ -125,7 +125,7 @@ def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 def _free_name(function: Callable[..., Any], taken: Sequence[str]) -> str:
-    """The function's own name, for metrics."""
+    """Return the function's name for metrics, made unique."""
     name = getattr(function, "__name__", type(function).__name__)
     name = name if name.isidentifier() else "reward"
     names = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 2))]

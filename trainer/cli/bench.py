@@ -31,18 +31,18 @@ from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, fit, terminal_width
 
 RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
-"""(makers, trainers) of the sweep."""
+"""The numbers of (makers, trainers) of the sweep."""
 PHASES = {"gen": "generate", "score": "score", "update": "update", "sync": "sync"}
 """Option -> field of `Phases`."""
 WORTH_IT = 1.05
-"""Speed-up below which makers are not advised, and within which two runs count as equal."""
+"""Speed-up below which detached runs are not advised, and within which two runs count as equal."""
 ADVICE = {
     "weights": "Taking weights limits it then: send only what changed of them.",
     "staleness bound": "The staleness bound limits it then: a wider one, or smaller pieces.",
     "makers": "The makers limit it then: with one maker more a step takes {:.3g} s.",
     "trainer": "The trainer limits it then: with one trainer more a step takes {:.3g} s.",
 }
-"""What limits a run -> what would make it faster."""
+"""Limit of a run -> advice to make it faster."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Row:
     setup: Setup
     prediction: Prediction
     speed_up: float
-    """Ratio to the synchronous run of as many makers and trainers."""
+    """Ratio to the synchronous run with as many makers and trainers."""
     limit: str
 
     @classmethod
     def of(cls, name: str, phases: Phases, setup: Setup) -> Row:
-        """Simulate the run, and the synchronous one."""
+        """Simulate the run and the synchronous one."""
         synchronous = simulate(phases, replace(setup, max_staleness=0)).seconds
         prediction = simulate(phases, setup)
         speed_up = synchronous / prediction.seconds
@@ -150,7 +150,7 @@ def overlap(arguments: Sequence[str]) -> None:
 
 
 def advise(phases: Phases, rows: Sequence[Row]) -> str:
-    """Say whether to run detached, how, and what limits the run then."""
+    """Advise whether to run detached and how, and name the limit of that run."""
     asynchronous = [row for row in rows if row.setup.max_staleness]
     fastest = min(row.prediction.seconds for row in asynchronous)
     alike = [row for row in asynchronous if row.prediction.seconds <= fastest * WORTH_IT]
@@ -180,7 +180,7 @@ def _table(rows: Sequence[Row], width: int | None) -> list[str]:
 
 
 def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
-    """Return the phases of the run folder and the command line, which wins, and notes."""
+    """Return the phases of the run folder, overridden by the command line, and notes."""
     given = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
     if options.run_dir:
         phases, notes = measured_phases(options.run_dir)

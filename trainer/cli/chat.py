@@ -37,16 +37,16 @@ from workers.agents.host import EnvironmentHost
 
 Answer = dict[str, Any]
 STEP_S = 30.0
-"""Longest time for an environment's answer."""
+"""Longest time for an environment's reply."""
 FORGET = "/new"
 PROMPT = "> "
 
 
 class Chat:
-    """A conversation with a model; the answers are shown while they are made."""
+    """A conversation with a model; its replies are shown while they are generated."""
 
     def __init__(self, folder: Path, *, system: str, max_tokens: int, temperature: float) -> None:
-        """Load the model of a folder; at temperature 0 every token is the likeliest."""
+        """Load the model of a folder; temperature 0 means greedy decoding."""
         import torch
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
@@ -69,11 +69,11 @@ class Chat:
         self.messages = list(self.first)
         self.sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": temperature > 0}
         if temperature > 0:
-            # what the folder's generation_config.json says of these is not what was asked for
+            # these override the folder's generation_config.json
             self.sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
     def answer(self, text: str, show_on: TextIO) -> str:
-        """The model's answer to the conversation with this message."""
+        """Return the model's reply to the conversation with this message."""
         self.messages.append({"role": "user", "content": text})
         tokens = self.draw(self._inputs(text), show_on)
         found: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -81,7 +81,7 @@ class Chat:
         return found
 
     def draw(self, inputs: Any, show_on: TextIO, **more: Any) -> list[int]:
-        """The ids that the model draws after these; `more` is for its `generate`."""
+        """Return the ids that the model generates; `more` are arguments of its `generate`."""
         import torch
 
         inputs = inputs.to(self.model.device)
@@ -100,7 +100,7 @@ class Chat:
         self.messages = list(self.first)
 
     def _inputs(self, text: str) -> Any:
-        """Token ids of the conversation; without a chat template, of the message alone."""
+        """Return the token ids of the conversation, or without a chat template, of the message."""
         if self.tokenizer.chat_template is None:
             return self.tokenizer(text, return_tensors="pt")
         try:
@@ -111,7 +111,7 @@ class Chat:
 
 
 def _streamer(tokenizer: Any, show_on: TextIO) -> Any:
-    """Prints the answer word by word."""
+    """Return a streamer that prints the reply word by word."""
     from transformers import TextStreamer
 
     class Shown(TextStreamer):  # type: ignore[misc, unused-ignore]
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def talk(chat: Chat) -> None:
-    """Messages from the terminal, until Ctrl-D or Ctrl-C."""
+    """Read messages from the terminal until Ctrl-D or Ctrl-C."""
     print(f"{FORGET} begins anew, Ctrl-D ends")
     while True:
         try:
@@ -170,7 +170,7 @@ def talk(chat: Chat) -> None:
 
 
 def play(chat: Chat, options: argparse.Namespace) -> None:
-    """One trajectory, turn by turn, to its end or `--turns`."""
+    """Play one trajectory, turn by turn, to its end or for `--turns` turns."""
     tools = [in_full(path) for path in options.tools]
     forms = forms_of(str(chat.tokenizer.chat_template))
     spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools, call_parser=forms)
@@ -196,10 +196,10 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
 
 
 class Game:
-    """A trajectory's ids, which model and user write by turns."""
+    """A trajectory's ids, which model and user extend in turns."""
 
     def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: Answer) -> None:
-        """The policy sees the prompt and the first observation, or an agent's first request."""
+        """Begin with the prompt and the first observation, or with an agent's first request."""
         eos = chat.model.generation_config.eos_token_id
         named = eos if isinstance(eos, list) else [eos]
         self._stops = sorted({chat.tokenizer.eos_token_id, *named} - {None})
@@ -207,7 +207,7 @@ class Game:
         self._renderer = TurnRenderer(chat.tokenizer, host.tools, self._stops)
         self._ids: list[int] = []
         self._most: dict[str, int] = {}
-        """Tokens of a turn, where an agent asks for so many."""
+        """The token limit of a turn, if an agent sets it."""
         if "messages" in first:
             self._observe(None, first)
             return
@@ -216,7 +216,7 @@ class Game:
         self._ids = self._renderer.prompt(with_observation(prompt, observed))
 
     def turn(self) -> Answer | None:
-        """What the environment answers to this turn; None: the user ends."""
+        """Return the environment's reply to the next turn, or None if the user ends."""
         tokenizer = self._chat.tokenizer
         text = _user_turn()
         if text is None:
@@ -258,7 +258,7 @@ class Game:
 
 
 def _user_turn() -> str | None:
-    """What the user says; "": it is the model's turn; None: it is over."""
+    """Return the user's turn; "" if it is the model's turn; None at the end."""
     if sys.stdin.isatty():
         try:
             return input(PROMPT).strip()

@@ -1,10 +1,10 @@
 """usage: verl-like check-environment FILE.py:CLASS|PREFIX:ID [--say TEXT ...] [--turns N]
            [--row JSON] [--kwargs JSON] [--tools FILE.py:FUNCTION ...] [--step-s SECONDS]
 
-Plays an environment without a model: each TEXT is what the policy says in a turn, the last one
-again and again. It says what is observed, what a step costs, what is earned by not ending, and
-whether the same seed plays the same game, alone and beside another one. What raises, hangs for
-longer than --step-s (30) or is otherwise wrong ends it with exit code 1.
+Plays an environment without a model. Each TEXT is the policy's response in a turn; the last one is
+repeated. It prints the observations, the time of a step, and the reward of a trajectory that does
+not end. It checks that the same seed gives the same trajectory, also next to another one. If the
+environment raises, takes longer than --step-s (30) or is otherwise wrong, the exit code is 1.
 
   verl-like check-environment guess.py:Guess --say 5 3 8
 """
@@ -29,29 +29,29 @@ from workers.agents.host import EnvironmentHost
 
 @dataclass
 class Played:
-    """What a trajectory observed."""
+    """The observations of a trajectory."""
 
     answers: list[dict[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def problem(self) -> str:
-        """What it failed of; "" if it did not."""
+        """Why the trajectory failed, or ""."""
         return str(self.answers[-1].get("failed", ""))
 
     @property
     def has_ended(self) -> bool:
-        """Whether the environment ended it."""
+        """Whether the environment ended the trajectory."""
         return bool(self.answers[-1].get("end"))
 
     @property
     def reward(self) -> float:
-        """Of all its turns."""
+        """The sum of the rewards of all turns."""
         return float(sum(answer.get("reward", 0.0) for answer in self.answers))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Play, and print what was found."""
+    """Play the environment, and print the findings."""
     parser = argparse.ArgumentParser("verl-like check-environment", add_help=False)
     parser.add_argument("path")
     parser.add_argument("--say", nargs="+", default=["1", "2", "3"])
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
 def check(
     host: EnvironmentHost, row: dict[str, Any], said: Sequence[str], turns: float
 ) -> tuple[list[str], list[str]]:
-    """Lines about the environment, and what is wrong with it."""
+    """Return lines about the environment, and its problems."""
     tools = [tool["function"]["name"] for tool in host.tools]
     lines = [f"tools: {', '.join(tools)}"] if tools else []
     (first,) = play(host, [0], row, said, turns)
@@ -119,7 +119,7 @@ def play(
     said: Sequence[str],
     turns: float,
 ) -> list[Played]:
-    """These samples of one prompt, side by side."""
+    """Play these samples of one prompt, concurrently."""
     played = {number: Played() for number in samples}
     asked = {}
     for number in samples:
@@ -161,7 +161,7 @@ def _story(played: Played, said: Sequence[str]) -> list[str]:
 
 
 def refuse_ids(request: Mapping[str, Any]) -> None:
-    """Refuse an agent that asks by token ids: there are texts alone to answer it with."""
+    """Reject an agent that sends token ids, because there are only texts to reply with."""
     if request.get("ids") is not None:
         raise ConfigError(
             "the agent asks by token ids (inference/v1/generate), which a run alone answers; "
@@ -170,7 +170,7 @@ def refuse_ids(request: Mapping[str, Any]) -> None:
 
 
 def heard(answer: dict[str, Any]) -> str:
-    """An environment's answer in words."""
+    """Describe an environment's reply."""
     if "failed" in answer:
         return "failed"
     if "text" in answer:
@@ -192,7 +192,7 @@ def _above_0(text: str) -> float:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The value of an option that is an object."""
+    """Parse an option that is a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -43,12 +43,12 @@ GB = 2.0**30
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """CUDA's major version -> the oldest NVIDIA driver that programs built for it run with."""
 PROBE_LIMIT_S = 300
-"""A busy machine is not a broken one: on an idle one a probe takes up to 30 s."""
+"""Much more than the 30 s of a probe on an idle machine, because a machine may be busy."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it is, and for a failure the command that fixes it."""
+    """One line: the subject, its state, and for a failure the command that fixes it."""
 
     subject: str
     detail: str
@@ -62,7 +62,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Every check, the quick ones first."""
+    """Yield the findings of every check, the quick ones first."""
     required = _requirements()
     installed = [name for name in PROBED_IF_THERE if name in required and _version(name)]
     there = {PROBED_IF_THERE[name]: name for name in installed}
@@ -90,7 +90,7 @@ def findings() -> Iterator[Finding]:
 
 
 def check_python() -> Finding:
-    """Whether the interpreter is of a version that is tested."""
+    """Check that the interpreter has a tested version."""
     version = sys.version_info[:2]
     if version < TESTED_PYTHON[0]:
         return Finding(
@@ -101,7 +101,7 @@ def check_python() -> Finding:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """What the project's metadata asks for, by package; of the extras only those in `OPTIONAL`."""
+    """Return the project's requirements by package; of the extras only those in `OPTIONAL`."""
     from packaging.requirements import Requirement
 
     found: dict[str, Requirement] = {}
@@ -113,13 +113,13 @@ def _requirements() -> dict[str, Requirement]:
 
 
 def _named(requirement: Requirement) -> str:
-    """What pip is given; flash-attn is built against the torch that is there."""
+    """Return pip's arguments; flash-attn is built against the installed torch."""
     flags = "--no-build-isolation " if requirement.name == "flash-attn" else ""
     return f"{flags}'{requirement.name}{requirement.specifier}'"
 
 
 def check_packages() -> Iterator[Finding]:
-    """Every package that the project names: installed, and in the range that it names."""
+    """Check that every required package is installed, in the required range."""
     for name, requirement in _requirements().items():
         need = OPTIONAL.get(name, "")
         mend = f"{PIP} {_named(requirement)}"
@@ -149,7 +149,7 @@ def _version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver names it."""
+    """A GPU as its driver describes it."""
 
     name: str
     memory: str
@@ -157,7 +157,7 @@ class Gpu:
 
     @property
     def driver_major(self) -> int:
-        """550 of 550.54.15."""
+        """550 for 550.54.15."""
         return int(self.driver.partition(".")[0])
 
 
@@ -182,7 +182,7 @@ def cuda_of_torch() -> str | None:
 
 
 def check_gpus(torch: Requirement) -> Finding:
-    """Check that torch is built for GPUs where there are some, and that their driver runs it."""
+    """Check that torch is built for the machine's GPUs, and that their driver can run it."""
     gpus = nvidia_gpus()
     if not gpus:
         return Finding("GPUs", "none, roles run on the CPU")
@@ -200,7 +200,7 @@ def check_gpus(torch: Requirement) -> Finding:
 
 
 def _torch_for(driver: int, torch: Requirement) -> str:
-    """Return the way to a torch that runs with a driver; what pip installs is for CUDA 13."""
+    """Return advice for a torch that runs with a driver; pip installs one for CUDA 13."""
     install = f"{PIP} --force-reinstall {_named(torch)}"
     newest = max(OLDEST_DRIVERS)
     if driver >= OLDEST_DRIVERS[newest]:
@@ -215,7 +215,7 @@ def _torch_for(driver: int, torch: Requirement) -> str:
 
 
 def check_allocator() -> Finding:
-    """Say who has set the allocator of CPU processes: the user, or each process itself."""
+    """Report whether the user or each process sets the allocator of CPU processes."""
     if chosen := settings_of_user():
         names = " ".join(setting.partition("=")[0] for setting in chosen)
         return Finding(
@@ -249,7 +249,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_network() -> Iterator[Finding]:
-    """By what this machine's processes reach others, and what NCCL and gloo are told of it."""
+    """Report the network interfaces, and check the settings of NCCL and gloo."""
     networks, hcas, given = network.interfaces(), network.adapters(), network.settings()
     shown = [f"{name} {address}" for name, address in networks.items() if address]
     shown += [f"{name} ({state})" for name, state in hcas.items()]
@@ -262,7 +262,7 @@ def check_network() -> Iterator[Finding]:
 
 
 def check_works(name: str, mend: str) -> Finding:
-    """A probe of `trainer.cli.probes`, in a process of its own."""
+    """Run a probe of `trainer.cli.probes` in its own process."""
     command = [sys.executable, "-P", "-m", "trainer.cli.probes", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     try:
@@ -283,7 +283,7 @@ def check_works(name: str, mend: str) -> Finding:
 
 
 def show(found: Iterable[Finding]) -> None:
-    """Print every finding as it comes; exit code 1 if a needed thing fails."""
+    """Print every finding as it comes; exit with 1 if a required item fails."""
     failed = 0
     for finding in found:
         print_or_end(fit(str(finding), terminal_width(), "      "))

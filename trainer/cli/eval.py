@@ -34,7 +34,7 @@ CARRIED = (
     "environment.",
     "trainer.seed",
 )
-"""What a run's configuration says of its validation."""
+"""The keys of a run's configuration that its validation reads."""
 LEFT = ("data.train_files", "data.total_prompts")
 POLICY = "actor_rollout_ref.model.path"
 FOLDER = "trainer.default_local_dir"
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def model_and_settings(path: Path, scratch: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder to load, and what its run says of validations.
+    """Return the folder to load, and the settings of its run's validations.
 
     A checkpoint without an export is exported into `scratch`.
     """
@@ -68,7 +68,7 @@ def model_and_settings(path: Path, scratch: Path) -> tuple[Path, dict[str, Any]]
 
 
 def settings_of_run(saved: SavedModel) -> dict[str, Any]:
-    """The keys of a PPO run that an evaluation has, too; rows of other recipes are no prompts."""
+    """Return the keys of a PPO run that an evaluation also has; none for other recipes."""
     if POLICY not in saved.config:
         return {}
     settings: dict[str, Any] = {}

@@ -54,13 +54,13 @@ def explain(
     max_columns: int | None = None,
     measured: str = "",
 ) -> str:
-    """Everything, section by section, with tables no wider than `max_columns`.
+    """Return all sections, with tables no wider than `max_columns`.
 
-    `measured` is the folder of a run whose phases say how long a detached one will take.
+    `measured` is the folder of a run whose phases predict the time of a detached run.
     """
     config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
-    assert issubclass(trainer_cls, PPOTrainer), "recipes that are explained are PPO's kin"
+    assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
     own = own_stages(trainer_cls)
     sections = {
         "What a step does": describe(config, max_columns, own).splitlines(),
@@ -83,7 +83,7 @@ def explain(
 def makers_sections(
     config: PPOConfig, max_columns: int | None, measured: str
 ) -> dict[str, list[str]]:
-    """The makers and trainers of a detached run, and how fast it will be where that is known."""
+    """Return the makers and trainers of a detached run, and its predicted speed if known."""
     if not isinstance(config, DetachedConfig):
         return {}
     if not measured:
@@ -95,7 +95,7 @@ def makers_sections(
 
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
-    """The placement on the nodes that the configuration names, and what follows from it."""
+    """Describe the placement on the configured nodes, and its consequences."""
     num_roles = Counter(expand_roles(config.role_mapping).values())
     shared = [pool for pool, count in num_roles.items() if count > 1]
 
@@ -118,7 +118,7 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
 
 
 def watch_lines(config: PPOConfig) -> list[str]:
-    """The metrics that show whether estimator and policy loss do well; none of the user's own."""
+    """Return the metrics that show whether estimator and policy loss do well; not for user code."""
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     chosen: dict[str, Callable[..., Any] | None] = {}
     if why_unused(config, "algorithm.adv_estimator") is None:
@@ -130,7 +130,7 @@ def watch_lines(config: PPOConfig) -> list[str]:
 
 
 def said_of(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
-    """(formula, what to watch, source) by its docstring; "" where it does not say."""
+    """Return (formula, what to watch, source) from an algorithm's docstring, "" if missing."""
     formula, said = [], {"Watch": "", "Source": ""}
     for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
         label, colon, text = paragraph.partition(": ")
@@ -142,7 +142,7 @@ def said_of(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
 
 
 def change_lines(config: PPOConfig) -> list[str]:
-    """Key, value, default and meaning of every key that is not at its default."""
+    """Return key, value, default and meaning of every key that is not at its default."""
     schema: type = type(config)
     default, docs = schema(), field_docs(schema)
     lines = []
@@ -165,7 +165,7 @@ def _show(value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the explanation, wrapped to the terminal; of a detached run after that word."""
+    """Print the explanation, wrapped to the terminal."""
     parser = argparse.ArgumentParser("verl-like explain", add_help=False, allow_abbrev=False)
     parser.add_argument("--measured", default="")
     options, settings = parser.parse_known_args(arguments)

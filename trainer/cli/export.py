@@ -1,14 +1,14 @@
 """usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
            [--model BASE]
 
-Writes the folder OUT, which `from_pretrained` and vLLM load, of a run folder's trained model or of
-the global_step_N that is named; LoRA is merged. It needs no GPU and no cluster, whatever number
-of ranks wrote the checkpoint, and the run need not have saved hf_model.
+Writes the folder OUT for `from_pretrained` and vLLM. CHECKPOINT is a run folder, whose trained
+model is exported, or a global_step_N in one; LoRA is merged. It needs no GPU and no cluster,
+whatever number of ranks wrote the checkpoint, and the run need not have saved hf_model.
 
-  --role critic    whose model; by default the policy
+  --role critic    the role whose model is exported; by default the policy
   --adapter        the LoRA adapter for peft, not merged
   --average        the moving average of the weights (actor.ema_decay)
-  --model BASE     the folder that it was trained from, where that has moved
+  --model BASE     the folder that it was trained from, if that has moved
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl_like.errors import ConfigError
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the folder, and say what it is of."""
+    """Write the folder, and print its source."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options = _parser().parse_args(arguments)
     out = Path(options.out)

@@ -1,26 +1,26 @@
 """usage: verl-like COMMAND ...
 
-  ppo [key=value ...]           train by PPO, GRPO and their kin
-  detached [key=value ...]      PPO, with makers that generate beside it
+  ppo [key=value ...]           train with PPO, GRPO and more
+  detached [key=value ...]      PPO that generates and trains at the same time
   sft [key=value ...]           supervised fine-tuning on chats and texts
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
-  best-of-n [key=value ...]     a model's best answers as rows for sft or dpo
-  explain [key=value ...]       say in words what a step of ppo will do
-  plan [key=value ...]          which role on which cards, before any is rented
-  bench overlap|job [...]       what detached makers would gain; a job's speed
+  best-of-n [key=value ...]     save a model's best responses for sft or dpo
+  explain [key=value ...]       describe what a step of ppo will do
+  plan [key=value ...]          choose GPUs for every role before you rent any
+  bench overlap|job [...]       predict the gain of detached; a job's speed
   check-environment FILE:CLASS  play an environment without a model
-  check-loss FILE.py:NAME       whether a loss stays right when its batch is cut
-  doctor                        what a run needs, and whether it works
-  make-tiny DIR                 a model and data for trying things
+  check-loss FILE.py:NAME       check that a loss is right on any split of a batch
+  doctor                        check that everything a run needs works
+  make-tiny DIR                 write a tiny model and data for experiments
   serve-reward [...]            answer reward requests over HTTP
-  migrate SYSTEM FILE           a script of verl's, TRL's, ... in our keys
-  report RUN_DIR                write RUN_DIR/report.html anew
-  compare RUN RUN ...           runs side by side: settings, curves, times
-  replay RUN --step K           a step of a run once more, to compare or debug
-  eval MODEL [key=value ...]    validate a model, or that of a run
-  chat MODEL                    talk to a model, or to that of a run
-  export CHECKPOINT OUT         a trained model as a Hugging Face folder
+  migrate SYSTEM FILE           translate a script of verl, TRL, ... into our keys
+  report RUN_DIR                write RUN_DIR/report.html again
+  compare RUN RUN ...           compare runs: settings, curves, times
+  replay RUN --step K           repeat a step of a run, to compare or debug
+  eval MODEL [key=value ...]    validate a model or a run's model
+  chat MODEL                    talk to a model or a run's model
+  export CHECKPOINT OUT         write a trained model as a Hugging Face folder
 More: COMMAND --help; down to best-of-n --cfg all, all keys; --version
 """
 
@@ -42,7 +42,7 @@ RECIPES = {
     "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
     "detached": "trainer.detached.recipe.DETACHED",
 }
-"""Commands of a recipe alone."""
+"""Commands that run a recipe."""
 COMMANDS = {
     **RECIPES,
     "explain": "trainer.cli.explain.main",
@@ -106,14 +106,14 @@ def hint_for(name: str) -> str:
 
 
 def help_of(command: str) -> str:
-    """The docstring of the command's module, which is read without the module's imports."""
+    """Return the docstring of the command's module, read without importing the module."""
     module = COMMANDS[command].rpartition(".")[0]
     file = Path(__file__).resolve().parents[2] / f"{module.replace('.', '/')}.py"
     return ast.get_docstring(ast.parse(file.read_bytes())) or ""
 
 
 def _run(command: str, arguments: list[str]) -> None:
-    """An error of ours ends with its one line."""
+    """Run a command; one of our errors ends it with one line."""
     from verl_like.errors import VerlLikeError
     from verl_like.process.garbage import no_collection
     from verl_like.registry import load_object
@@ -132,19 +132,20 @@ def _run(command: str, arguments: list[str]) -> None:
 
 
 def find_modules_here() -> None:
-    """Let modules of the current folder be imported, after all else: namesakes do no harm."""
+    """Make modules of the current folder importable, with the lowest priority."""
     here = os.getcwd()
     if "" not in sys.path and here not in sys.path:
         ours = str(Path(__file__).resolve().parents[2])
-        if ours not in sys.path:  # an editable install has a finder instead, which is asked last
+        if ours not in sys.path:  # an editable install has a finder, which comes last, instead
             sys.path.append(ours)
         sys.path.append(here)
 
 
 def only_prints(command: str, arguments: list[str]) -> bool:
-    """Whether a command starts no process that it writes to.
+    """Return whether a command starts no process that it writes to.
 
-    Others hear of a child's death by an error on its pipe, and must not end without a word then.
+    Other commands detect a child's death by an error on its pipe, so they must not end silently on
+    such an error.
     """
     works = command in ("ppo", "eval", "replay", "chat", "doctor", "serve-reward", *RECIPES)
     works = works or [command, *arguments[:1]] == ["bench", "job"]

@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(words: Iterable[str] = CHARACTERS, pattern: str = r"[\s\S]") -> Any:
-    """A token for each of `words`, which `pattern` finds in texts; special ones; a template."""
+    """Return a tokenizer with a chat template and a token per word; `pattern` finds words."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,7 @@ def make_tokenizer(words: Iterable[str] = CHARACTERS, pattern: str = r"[\s\S]") 
 
 
 def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers: int = 2) -> Any:
-    """A Llama of random weights that fits the tokenizer."""
+    """Return a Llama with random weights that fits the tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,7 +80,7 @@ def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers:
 
 
 def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int = 1000) -> None:
-    """Train on rows of one length, 32 a step, until their loss is below `until`."""
+    """Train on rows of one length, 32 per step, until their loss is below `until`."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -96,7 +96,7 @@ def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int 
 
 
 def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows in verl's schema; every letter is asked for equally often."""
+    """Return rows in verl's schema; every letter occurs equally often."""
     rng = random.Random(f"{seed}-{split}")
     letters = [LETTERS[index % len(LETTERS)] for index in range(num_rows)]
     rng.shuffle(letters)
@@ -132,7 +132,7 @@ def make(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Command line of `make`."""
+    """Run `make` from the command line."""
     parser = argparse.ArgumentParser("verl-like make-tiny")
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)

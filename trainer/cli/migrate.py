@@ -29,7 +29,7 @@ from verl_like.terminal import terminal_width
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what a script or command of another framework is here."""
+    """Print the equivalent commands for a script or command of another framework."""
     if len(arguments) < 2 or arguments[0].startswith("-"):
         sys.exit(__doc__)
     logging.basicConfig(format="%(message)s", level=logging.ERROR)

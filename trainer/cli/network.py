@@ -1,7 +1,7 @@
-"""What a machine's processes reach others by, and what NCCL and gloo are told of it.
+"""The network interfaces of a machine, and the settings of NCCL and gloo about them.
 
-A name that is none of the machine's makes them fail, or hang, only once they meet: it is found
-here, in the words of the variable.
+A setting that names no interface of the machine makes processes fail or hang only when they
+connect. These checks report it earlier, by the name of the variable.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SIOCGIFADDR = 0x8915
 DEBUG_LEVELS = ("VERSION", "WARN", "INFO", "ABORT", "TRACE")
 LOOPBACK = "lo"
 Wrong = tuple[str, str]
-"""What is wrong, and the command that mends it."""
+"""The problem, and the command that fixes it."""
 
 
 def interfaces() -> dict[str, str]:
-    """Network interface -> its address, of IPv4 before IPv6; empty where it has none."""
+    """Return network interface -> its address, IPv4 before IPv6; "" if it has none."""
     wide = _ipv6_addresses()
     return {name: _ipv4_address(name) or wide.get(name, "") for _, name in socket.if_nameindex()}
 
@@ -39,7 +39,7 @@ def _ipv4_address(name: str) -> str:
 
 
 def _ipv6_addresses() -> dict[str, str]:
-    """Those of global scope, as Linux lists them."""
+    """Return addresses of global scope by interface, as Linux lists them."""
     lines = IPV6.read_text(encoding="utf-8").splitlines() if IPV6.is_file() else []
     rows = [line.split() for line in lines]
     return {
@@ -50,7 +50,7 @@ def _ipv6_addresses() -> dict[str, str]:
 
 
 def adapters(folder: Path = INFINIBAND) -> dict[str, str]:
-    """InfiniBand adapter -> the state of its first port, as ACTIVE."""
+    """Return InfiniBand adapter -> the state of its first port, such as ACTIVE."""
     found = {}
     for adapter in sorted(folder.iterdir()) if folder.is_dir() else []:
         state = adapter / "ports" / "1" / "state"
@@ -60,7 +60,7 @@ def adapters(folder: Path = INFINIBAND) -> dict[str, str]:
 
 
 def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of NCCL and gloo that are set."""
+    """Return the variables of NCCL and gloo that are set."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -71,14 +71,14 @@ def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def wrong_settings(
     given: Mapping[str, str], networks: Mapping[str, str], hcas: Collection[str]
 ) -> Iterator[Wrong]:
-    """What of them names nothing of this machine, or has no meaning."""
+    """Yield settings that name nothing on this machine, or have no meaning."""
     usable = [name for name, address in networks.items() if address and name != LOOPBACK]
     there = ", ".join(usable or networks)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = given.get(variable)
         if not value:
             continue
-        is_exact = variable.startswith("GLOO")  # gloo takes whole names, NCCL beginnings of names
+        is_exact = variable.startswith("GLOO")  # gloo takes whole names, NCCL prefixes
         chosen = _matching(value, list(networks), is_exact)
         mend = f"export {variable}={usable[0]}" if usable else f"unset {variable}"
         unknown = [name for name, found in chosen.items() if not found]
@@ -106,7 +106,7 @@ def wrong_settings(
 
 
 def name_that_leads_nowhere(given: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:
-    """The host's name, where gloo would listen by it, and it is loopback's or unknown."""
+    """Return the problem if gloo would listen at a host's name that is loopback or unknown."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -123,10 +123,10 @@ def name_that_leads_nowhere(given: Mapping[str, str], networks: Mapping[str, str
 
 
 def _matching(value: str, names: Collection[str], is_exact: bool = False) -> dict[str, list[str]]:
-    """Word of a list -> the names that it takes; a list of what to leave out takes the others.
+    """Return each word of a list -> the names that match it; an exclusion list matches the others.
 
-    NCCL's own form: `eth,ib` are beginnings, `=eth0` whole names, `^docker` what is left out;
-    `mlx5_0:1` is a port of an adapter.
+    NCCL's syntax: `eth,ib` are prefixes, `=eth0` is a whole name, `^docker` is excluded; `mlx5_0:1`
+    is a port of an adapter.
     """
     leaves_out = not is_exact and value.startswith("^")
     rest = value.removeprefix("^") if leaves_out else value

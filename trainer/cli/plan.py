@@ -65,7 +65,7 @@ OPTIONS = ("gpus", "per_node", *NUMBERS, "device", "lengths", *OF_PPO, *OF_ROWS)
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan."""
-    logging.getLogger("trainer.config.compose").setLevel(logging.ERROR)  # dropped pools
+    logging.getLogger("trainer.config.compose").setLevel(logging.ERROR)  # notices of dropped pools
     torch.set_num_threads(1)  # models are tried out at tiny sizes, where more threads cost time
     print(plan(arguments, terminal_width()))
     gc.freeze()  # the process ends: Python's last collection would take a second
@@ -78,7 +78,7 @@ def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
 
 
 def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the recipe that is named first, and the rest."""
+    """Return the recipe, which may be named first, and the other arguments."""
     first = arguments[0] if arguments else ""
     if not first or "=" in first:
         return "ppo", arguments
@@ -94,11 +94,11 @@ def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def job_of(arguments: Sequence[str]) -> Job:
-    """Return what is planned for these arguments, with the user's axes checked."""
+    """Return the job for these arguments, with the user's axes checked."""
     recipe, rest = _recipe_of(arguments)
     options, keys = _parse(rest, recipe)
     if not any(key.startswith("data.train_files=") for key in keys):
-        keys = [*keys, "data.train_files=rows.parquet"]  # which nobody opens here
+        keys = [*keys, "data.train_files=rows.parquet"]  # a file that is not opened here
     numbers = {name: options[name] for name in NUMBERS if name in options}
     device = device_of(options["device"], numbers)
     num_gpus, per_node = options["gpus"], options.get("per_node", 8)
@@ -164,7 +164,7 @@ def _mean(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> f
 
 
 def read_lengths(path: str) -> Sequence[float]:
-    """Return the lengths of a JSON list, as the equally likely ones that stand for all."""
+    """Return quantiles of the lengths in a JSON list, which represent all of them."""
     file = Path(path)
     if file.exists() and not file.is_file():
         raise ConfigError(f"plan.lengths={path} is not a regular file.")

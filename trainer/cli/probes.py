@@ -1,7 +1,7 @@
-"""The probes of `verl-like doctor`, each in a process of its own.
+"""The probes of `verl-like doctor`, each in its own process.
 
-`python -m trainer.cli.probes NAME` prints what works. A probe that fails ends with the error, whose
-last line says what is wrong.
+`python -m trainer.cli.probes NAME` prints what works. A probe that fails ends with an error, whose
+last line names the problem.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainer.cli.make_tiny import make_model, make_tokenizer
 
 
 def torch() -> str:
-    """Name the GPUs, and say whether torch can connect them."""
+    """Name the GPUs, and report whether torch can connect them."""
     import torch
     import torch.distributed as dist
 
@@ -27,12 +27,12 @@ def torch() -> str:
 
 
 def local() -> str:
-    """A token of a tiny model in this process."""
+    """Generate a token with a tiny model in this process."""
     return _generate("local", 1)
 
 
 def ray() -> str:
-    """A token of a tiny model in two processes of a Ray cluster on this machine."""
+    """Generate a token with a tiny model in two processes of a Ray cluster on this machine."""
     return _generate("ray", 2)
 
 
@@ -67,7 +67,7 @@ def fsdp(device: str = "cuda") -> str:
 
 
 def _generate(backend: str, num_processes: int) -> str:
-    """Weights of a tiny model are synced once from actor to rollout; then one token is made."""
+    """Sync the weights of a tiny model once from actor to rollout; then generate one token."""
     import torch
 
     from trainer import WorkerGroups, load_config
@@ -111,7 +111,7 @@ def _generate(backend: str, num_processes: int) -> str:
 
 
 def vllm() -> str:
-    """An engine of vLLM's: takes weights, generates one token."""
+    """Start a vLLM engine, send it weights, and generate one token."""
     import torch
 
     from workers.rollout.vllm.engine import check_vllm
@@ -123,7 +123,7 @@ def vllm() -> str:
 
 
 def flash_attention() -> str:
-    """flash-attn's kernel beside torch's own; without a GPU, its import alone.
+    """Compare flash-attn's kernel with torch's; without a GPU, only import it.
 
     A build for another torch fails at the import.
     """

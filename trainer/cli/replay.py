@@ -2,19 +2,19 @@
            [--from-start] [--backend local|run]
        verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
-Goes on from the newest checkpoint before step K of the run folder RUN, in a folder of its own, and
-makes step K again: same samples, same numbers. Prints every number and every kept batch that is not
-as it was, bit for bit; the exit code is then 1. RUN is only read.
+Repeats step K of the run folder RUN in a new folder, from the newest checkpoint before it: same
+samples, same numbers. It prints every metric and every saved batch that differs in any bit; the
+exit code is then 1. RUN is only read.
 
-  --stage update     that stage alone, of the batch that trainer.max_batches_to_keep left in RUN,
-                     or else of one that the stages before it make
-  --break            the debugger, right before; roles of one process run in this one: breakpoint()
-                     works in their code, too
-  --from-start       where no earlier checkpoint is left: all K steps, from the beginning
-  --trajectory UID   samples of that uid in rollouts/ alone, played against the observations that
-                     trainer.max_batches_to_keep left in RUN; says which token differs first
-  --live             against the environment as it is; says which observation differs first
-  --backend run      the run's own backend; local needs no cluster, with as many processes
+  --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
+                     RUN, or otherwise with one that the earlier stages make again
+  --break            open the debugger right before; roles of one process run in this process, so
+                     breakpoint() also works in their code
+  --from-start       if no earlier checkpoint exists: repeat all K steps from the beginning
+  --trajectory UID   only the samples of that uid in rollouts/, played against the observations
+                     that trainer.max_batches_to_keep saved in RUN; names the first different token
+  --live             play against the live environment; names the first different observation
+  --backend run      use the run's backend; local needs no cluster, with as many processes
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trainer.replay.trajectory import Played, replay_trajectory
 from trainer.roadside.saved_batches import STAGES
 
 MOST_LINES = 20
-"""Differences that are printed."""
+"""The most differences that are printed."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make it again; exit code 1 where anything differs."""
+    """Replay; exit with 1 if anything differs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def verdict_of(one: Played) -> str:
-    """Whether a trajectory came out as it was."""
+    """Describe whether a trajectory came out equal."""
     what = f"trajectory {one.name}, {one.num_tokens} tokens drawn in {one.num_turns} turns"
     if one.difference:
         return f"{what}: differs first in {one.difference}"
@@ -76,7 +76,7 @@ def verdict_of(one: Played) -> str:
 
 
 def verdict(found: Replayed, step: int, stage: str) -> str:
-    """What was compared, and what was not as it had been."""
+    """Describe what was compared, and what differs."""
     what = f"{stage} of step {step}" if stage else f"step {step}"
     compared = f"{found.num_metrics} numbers"
     if found.kept_batches:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{options.host}:{options.port} cannot be listened on: {err}") from err
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        # in a thread of its own: shutdown waits for the loop that the signal interrupts
+        # in a thread, because shutdown waits for the loop that the signal interrupts
         signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
     print(f"{spec} answers at {server.url}", flush=True)
     try:
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The object that an option is given as; argparse names this function in its refusals."""
+    """Parse an option that is a JSON object; argparse names this function in its errors."""
     found = parse_json(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f'{text} is no JSON object, such as {{"key": 1}}')

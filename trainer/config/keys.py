@@ -43,7 +43,7 @@ class Key:
 
     @cached_property
     def item_schema(self) -> type | None:
-        """The schema of an item in a list of sections, such as `rewards`, or in named sections."""
+        """The schema of the items of a list of sections, such as `rewards`, or of a dict."""
         is_collection = typing.get_origin(self.kind) in (list, dict)
         item = typing.get_args(self.kind)[-1] if is_collection else None
         return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None

@@ -1,1 +1,1 @@
-"""Which role on which cards, how many, and how long a step takes: said before a card is rented."""
+"""Plan GPUs: choose their number per role, and predict the seconds per step, before renting any."""

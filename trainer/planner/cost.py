@@ -1,13 +1,13 @@
-"""Seconds of a role's calls on GPUs, by arithmetic.
+"""Estimate the seconds of a role's calls on GPUs by arithmetic.
 
     model = ModelCost.of(held)
     seconds = pass_seconds(model, rows, dims, 16384, gpus, trains=True)
 
 A pass takes two operations per token for every weight that multiplies it, and the operations of
-attention. Gradients take twice as many, and recomputation adds the forward pass once more. Weights
-that FSDP gathers travel meanwhile. A step of decoding reads all weights, and the keys and values of
-the unfinished rows. Nothing here is measured: GPUs are taken to reach fixed shares of what their
-data sheets promise.
+attention. Gradients take twice as many, and recomputation adds another forward pass. FSDP gathers
+weights during the computation. A step of decoding reads all weights, and the keys and values of the
+unfinished rows. Nothing here is measured: GPUs are assumed to reach fixed shares of the rates in
+their data sheets.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FLOPS_REACHED = 0.5
 BYTES_REACHED = 0.7
 """Share of the bytes of memory and links."""
 CALL_S = 0.2
-"""Seconds that a call takes beside its passes."""
+"""Seconds of a call besides its passes."""
 DECODE_LAYER_S = 60e-6
-"""Seconds per layer and decoding step beside its bytes."""
+"""Seconds per layer and decoding step besides memory traffic."""
 ALL_REDUCE_S = 15e-6
 """Seconds of a small all-reduce in a node."""
 PCIE = 32e9
@@ -46,7 +46,7 @@ POINTS = 32
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The numbers of a model that the time of its passes depends on."""
+    """The properties of a model that determine the time of its passes."""
 
     weights: float
     active: float
@@ -64,7 +64,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, held: HeldModel) -> ModelCost:
-        """Read them from config.json."""
+        """Read the properties from config.json."""
         shapes = model_shapes(held.model, held.head, torch.bfloat16)
         config: Any = hf_config_of(held.model).get_text_config()
         looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
@@ -82,7 +82,7 @@ class ModelCost:
         )
 
     def read_by(self, num_tokens: float) -> float:
-        """Weights that so many tokens read: of the experts, those that any token is sent to."""
+        """Return the weights that a number of tokens read, including only experts that they use."""
         read: float = 1 - (1 - self.expert_share) ** num_tokens
         return self.active + (read - self.expert_share) * self.in_experts
 
@@ -119,21 +119,21 @@ class StepRows:
 
 
 def spread(mean: float, most: float) -> tuple[float, ...]:
-    """Return lengths of this mean: the one of rank u in [0, 1] is most * u^(most/mean - 1)."""
+    """Return lengths with this mean; quantile u in [0, 1] is most * u^(most/mean - 1)."""
     power = most / mean - 1
     return tuple(most * ((i + 0.5) / POINTS) ** power for i in range(POINTS))
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """So many GPUs of a kind, on nodes of `per_node`."""
+    """A number of equal GPUs, on nodes of `per_node` GPUs."""
 
     device: Device
     count: int
     per_node: int
 
     def rate(self, num_ranks: int, apart: int = 1) -> float:
-        """Bytes per second into each rank of a collective over ranks that are `apart` in number.
+        """Return bytes per second into each rank of a collective over ranks `apart` GPUs apart.
 
         Between nodes it uses the ports of all GPUs that take part, as NCCL's rings do.
         """
@@ -155,7 +155,7 @@ def pass_seconds(
     offloads: bool = False,
     num_stages: int = 1,
 ) -> float:
-    """Seconds of a call over all rows: a forward pass, or an update in mini-batches and epochs.
+    """Return the seconds of a call over all rows: a forward pass, or an update with its epochs.
 
     `num_stages` counts the stages on each rank of a pipeline.
     """
@@ -202,7 +202,7 @@ def pass_seconds(
 def decode_seconds(
     model: ModelCost, rows: StepRows, gpus: Gpus, tp: int, cache_bytes: float, most_at_once: int
 ) -> float | None:
-    """Seconds of all responses by engines of `tp` GPUs each; None if no row has room."""
+    """Return the seconds of generation by engines of `tp` GPUs each; None if no row has room."""
     device, engines = gpus.device, gpus.count // tp
     samples = -(-rows.samples // engines)
     per_token = BYTES * model.key_value_numbers / tp
@@ -220,7 +220,7 @@ def decode_seconds(
     seconds = (samples - slots) * rows.mean_response / slots * step(slots)
     seconds += samples / slots * rows.waits
     start = 0.0
-    for number, length in enumerate(rows.responses):  # the last rows end one after the other
+    for number, length in enumerate(rows.responses):  # the last rows end one by one
         seconds += (length - start) * step(slots * (1 - number / len(rows.responses)))
         start = length
     prompts = 2 * model.active * rows.prompts * rows.prompt / (gpus.count * flops)
@@ -228,10 +228,10 @@ def decode_seconds(
 
 
 def sync_seconds(model: ModelCost, gpus: Gpus, is_shared: bool) -> float:
-    """Seconds until engines on these GPUs have new weights.
+    """Return the seconds until engines on these GPUs have new weights.
 
-    On the trainer's GPUs each fetches the shards that it lacks, elsewhere all weights from another
-    node.
+    On the trainer's GPUs, each GPU fetches the shards that it lacks. Other GPUs fetch all weights
+    from another node.
     """
     missing = 1 - 1 / gpus.count if is_shared else 1.0
     rate = gpus.rate(gpus.count) if is_shared else gpus.rate(2, gpus.per_node)

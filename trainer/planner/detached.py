@@ -1,7 +1,7 @@
-"""Detached runs on GPUs: how many train, how many generate, in how many rollout groups.
+"""Plan detached runs on GPUs: the GPUs that train, and the makers that generate.
 
-The roles of the trainer share one pool, and the makers are alike. The seconds of a step are
-simulated from the seconds of its phases (`trainer.planner.simulate`).
+The trainer's roles share one pool, and all makers are alike. The seconds of a step are simulated
+from the seconds of its phases (`trainer.planner.simulate`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from trainer.planner.simulate import Phases, Setup, simulate, what_limits
 from verl_like.errors import ConfigError
 
 NUM_STEPS = 30
-"""Steps of a simulation: the first ones, beside which nothing runs, count for little then."""
+"""Steps of a simulation: enough that the first steps, without overlap, count little."""
 NUMS_OF_MAKERS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class DetachedPlacement(PlannedPlacement):
-    """A pool that trains, and makers beside it."""
+    """A pool that trains, and makers."""
 
     phases: Phases = Phases([0.0], [0.0], [0.0])
     setup: Setup = Setup()
 
     @functools.cached_property
     def step(self) -> float:
-        """Seconds of a step, simulated."""
+        """Simulated seconds of a step."""
         return simulate(self.phases, self.setup, NUM_STEPS).seconds
 
     @property
@@ -56,17 +56,17 @@ class DetachedPlacement(PlannedPlacement):
 
     @property
     def partition(self) -> Hashable:
-        """How many GPUs train, and how many makers there are."""
+        """The number of training GPUs and the number of makers."""
         return self.pools[0].gpus, self.setup.num_makers
 
     def limit(self, stages: Sequence[str]) -> str:
-        """Whose speed a step depends on most."""
+        """Return the role that limits the speed of a step most."""
         return what_limits(self.phases, self.setup)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DetachedJob(PPOJob):
-    """A run whose samples are generated beside the training."""
+    """A run that generates samples while it trains."""
 
     recipe: ClassVar[Recipe[Any]] = DETACHED
     config: DetachedConfig
@@ -77,7 +77,7 @@ class DetachedJob(PPOJob):
         return tuple(role for role in self.roles if self.config.kind_of(role) != "rollout")
 
     def check(self) -> None:
-        """Raise what cannot be planned, and axes that a model cannot have."""
+        """Raise for runs that cannot be planned, and for axes that do not fit a model."""
         if self.config.detached.score_on == "maker":
             raise ConfigError(
                 "detached.score_on=maker is not planned: seconds of scores are counted on the "
@@ -105,7 +105,7 @@ class DetachedJob(PPOJob):
                     yield self._placed(trainer, maker, num_makers)
 
     def _placed(self, trainer: PoolPlan, maker: PoolPlan, num_makers: int) -> DetachedPlacement:
-        """Return the placement with the phases of a step, of which makers make pieces."""
+        """Return the placement with the phases of a step, which the makers divide into pieces."""
         detached = replace(self.config.detached, makers=num_makers, trainers=trainer.gpus)
         setup = setup_of(replace(self.config, detached=detached))
         gen, _, _, sync = maker.seconds
@@ -121,7 +121,7 @@ class DetachedJob(PPOJob):
         return DetachedPlacement((trainer, shown), self.least, phases, setup)
 
     def _piece_seconds(self, maker: PoolPlan, pieces: int) -> float:
-        """Return the seconds of a piece on the GPUs of a maker."""
+        """Return the seconds of a piece on a maker's GPUs."""
         rows = self.rows("rollout")
         prompts, samples = (-(-number // pieces) for number in (rows.prompts, rows.samples))
         gpus = Gpus(self.device, maker.gpus, self.per_node)

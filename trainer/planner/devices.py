@@ -13,7 +13,7 @@ from workers.training.mfu import PEAKS
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, and how it reaches others. Rates are per second."""
+    """A GPU, with its memory and its links. Rates are per second."""
 
     name: str
     gib: float
@@ -54,7 +54,7 @@ NUMBERS = ("gib", "flops", "memory", "link", "network")
 
 
 def data_sheet(name: str) -> Device | None:
-    """Return the GPU that a driver calls by this name ("NVIDIA H100 80GB HBM3"), if it is known."""
+    """Return the GPU of a driver's name ("NVIDIA H100 80GB HBM3"), if it is known."""
     words = re.split(r"[\s-]+", name)
     return next((DEVICES[word] for word in words if word in DEVICES), None)
 

@@ -1,7 +1,7 @@
-"""What is planned: a run's configuration on GPUs, and the ways to lay its models out on them.
+"""A planning job: a run's configuration, GPUs, and the layouts of its models on them.
 
-A layout is a set of keys. Its memory is what `workers.memory` says of the configuration with these
-keys, as for a run, and its seconds are those of `trainer.planner.cost`. A key that the user has set
+A layout is a set of keys. Its memory is computed by `workers.memory` from the configuration with
+these keys, as for a run, and its seconds by `trainer.planner.cost`. A key that the user has set
 keeps its value.
 """
 
@@ -44,16 +44,16 @@ SIZES = (2, 4, 8)
 WORTH_A_KEY = 0.01
 """Seconds that a key must save before it is changed."""
 PLACING = ("placement", "resource_pool_spec", "role_mapping")
-"""Keys that say where roles run: the plan sets them."""
+"""Keys that place roles, which the plan sets."""
 LONG = 8192
-"""Tokens of a row from which ranks share rows, also where there are rows for all ranks."""
+"""From this row length on, ranks also share rows if there are enough rows for all ranks."""
 Keys = dict[str, Any]
 """Dotted keys and their values."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job(ABC):
-    """A configuration to plan, the settings that it was made from, and the GPUs."""
+    """A configuration to plan, its settings, and the GPUs."""
 
     recipe: ClassVar[Recipe[Any]]
     stages: ClassVar[tuple[str, ...]]
@@ -64,52 +64,52 @@ class Job(ABC):
     num_gpus: int
     per_node: int
 
-    # ------------------------------------------------------------------ what a recipe says
+    # ------------------------------------------------------------------ for a recipe to define
 
     @property
     @abstractmethod
     def rows_in_words(self) -> str:
-        """The data of a step."""
+        """The data of a step in words."""
 
     @abstractmethod
     def models_in(self, config: Any) -> dict[str, HeldModel]:
-        """The model of every role that holds one."""
+        """Return the model of every role that has one."""
 
     @abstractmethod
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """(stage, method) of every call of the role in a step."""
+        """Return (stage, method) for every call of the role in a step."""
 
     @abstractmethod
     def rows(self, role: str) -> StepRows:
-        """The samples of a call of the role."""
+        """Return the samples of a call of the role."""
 
     @abstractmethod
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Return the tokens of the longest row."""
 
     @abstractmethod
     def pass_tokens(self, config: Any, held: HeldModel) -> int:
-        """Tokens of a pass of this model."""
+        """Return the tokens of a pass of this model."""
 
     @abstractmethod
     def smaller_passes(self, role: str) -> list[Keys]:
-        """Keys of smaller passes that are tried for a model that is trained."""
+        """Return keys of smaller passes to try for a trained model."""
 
     @abstractmethod
     def role_memory(self, config: Any, role: str, held: HeldModel) -> RoleMemory:
-        """What the role takes in this run, as the run counts it."""
+        """Return the memory of the role in this run, as the run computes it."""
 
     @abstractmethod
     def memories(self, config: Any) -> list[RoleMemory]:
-        """What all roles take in this run, as the run counts it."""
+        """Return the memory of all roles in this run, as the run computes it."""
 
     @abstractmethod
     def check_run(self, config: Any) -> None:
-        """Raise what the run would raise before it takes a device."""
+        """Raise the errors that the run would raise before it allocates a device."""
 
     @functools.cached_property
     def models(self) -> dict[str, HeldModel]:
-        """The model of every role that holds one, as configured."""
+        """The model of every role that has one, as configured."""
         return self.models_in(self.config)
 
     @property
@@ -119,7 +119,7 @@ class Job(ABC):
 
     @property
     def least(self) -> tuple[float, ...]:
-        """Seconds of every stage that the driver takes beside the roles."""
+        """Seconds of every stage that the driver needs, in parallel with the roles."""
         return ()
 
     # ------------------------------------------------------------------ placements
@@ -131,13 +131,14 @@ class Job(ABC):
 
     @functools.cached_property
     def costs(self) -> dict[str, ModelCost]:
-        """The numbers of every role's model that its times depend on."""
+        """The properties of every role's model that determine its times."""
         return {role: ModelCost.of(held) for role, held in self.models.items()}
 
     def best(self, num_gpus: int) -> list[PlannedPlacement]:
-        """Return the placements on so many GPUs, fastest first.
+        """Return the placements on a number of GPUs, fastest first.
 
-        They are the fastest one of every partition of the roles; for a single role, its layouts.
+        These are the fastest placements of each partition of the roles; for a single role, its
+        layouts.
         """
         sizes = sizes_of(num_gpus, self.per_node)
         if len(self.roles) > 1:
@@ -157,22 +158,22 @@ class Job(ABC):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def lay_out(self, roles: tuple[str, ...], num_gpus: int) -> PoolPlan | None:
-        """Return the roles on a pool of so many GPUs; None where they have no room."""
+        """Return the plan of these roles on a pool of this size; None if they do not fit."""
         layouts = [self.worthwhile(role, num_gpus) for role in roles]
         chosen = fit_together(self.device, layouts)
         saved = self.saved_together(roles, num_gpus)
         return None if chosen is None else PoolPlan(num_gpus, chosen, saved)
 
     def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
-        """Seconds per stage that the roles save because they share a pool."""
+        """Return the seconds per stage that the roles save by sharing a pool."""
         return ()
 
     def fits(self, layout: Layout) -> bool:
-        """Whether a GPU has room for the role without others."""
+        """Return whether a GPU has room for the role by itself."""
         return fit_together(self.device, [[layout]]) is not None
 
     def overrides(self, placement: PlannedPlacement) -> list[str]:
-        """Return the keys that place and lay out the roles so."""
+        """Return the keys of this placement and its layouts."""
         pools = placement.pools
         keys = ["placement=colocate"] if len(pools) == 1 else []
         if len(pools) > 1:
@@ -192,7 +193,7 @@ class Job(ABC):
         return config
 
     def why_rejected(self, placement: PlannedPlacement) -> str | None:
-        """Return what a run with these keys would raise; None if it would start."""
+        """Return the error of a run with these keys; None if it would start."""
         try:
             config = self.configured(placement)
             nominal_placement(config)
@@ -202,12 +203,12 @@ class Job(ABC):
         return None
 
     def memory(self, placement: PlannedPlacement) -> tuple[list[RoleMemory], Any]:
-        """Return the memory of every role, and the devices that have to hold it."""
+        """Return the memory of every role, and the devices that must hold it."""
         config = self.configured(placement)
         return self.memories(config), devices_of(config.trainer)
 
     def check(self) -> None:
-        """Raise if the user places roles, or if a model cannot have the axes that the user set."""
+        """Raise if the user places roles, or sets axes that a model cannot have."""
         placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACING]
         if placing:
             raise ConfigError(f"{placing[0]}: the plan chooses where roles run; leave the key out.")
@@ -219,15 +220,15 @@ class Job(ABC):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def worthwhile(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return the layouts that no other one beats in both speed and memory."""
+        """Return the layouts that no other layout beats in both speed and memory."""
         layouts = self.layouts(role, num_gpus)
         return [each for each in layouts if not any(other.beats(each) for other in layouts)]
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return all layouts of a model on so many GPUs, also those that do not fit.
+        """Return all layouts of a model on a number of GPUs, also those that do not fit.
 
-        Stages of layers wait for each other, so `pp` is tried only where nothing else fits.
+        Pipeline stages wait for each other, so `pp` is tried only if nothing else fits.
         """
         found = list(self._layouts(role, num_gpus, self._axes(role, num_gpus)))
         may_have_stages = self.models[role].trains and self.axes_are_tried(role)
@@ -280,12 +281,12 @@ class Job(ABC):
             yield {key: value for keys in combination for key, value in keys.items()}
 
     def axes_are_tried(self, role: str) -> bool:
-        """Whether the role's axes are searched."""
+        """Return whether the role's axes are searched."""
         held = self.models[role]
         return held.parallel is not None and not held.quantization
 
     def _axes(self, role: str, num_gpus: int) -> list[tuple[str, int]]:
-        """Return sizes of axes to try, of one at a time."""
+        """Return sizes of axes to try, one axis at a time."""
         if not self.axes_are_tried(role):
             return []
         rows, axes = self.rows(role), [("tp", size) for size in SIZES]
@@ -315,7 +316,7 @@ class Job(ABC):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def _axes_error(self, role: str, dims: ParallelDims) -> ConfigError | None:
-        """Return what the model says of these axes; None if it can have them."""
+        """Return the model's error for these axes; None if it can have them."""
         held = self.models[role]
         schedule = held.sharding.pp_schedule
         try:
@@ -339,7 +340,7 @@ def _per_node(num_gpus: int, per_node: int) -> list[int]:
 
 
 def cluster_keys(device: Device, num_gpus: int, per_node: int) -> list[str]:
-    """Return the overrides of a run that pretends to have these GPUs."""
+    """Return the overrides of a run that simulates these GPUs."""
     on_node = min(num_gpus, per_node)
     return [
         f"trainer.pretend={on_node}x{device.gib:g}GiB",
@@ -349,7 +350,7 @@ def cluster_keys(device: Device, num_gpus: int, per_node: int) -> list[str]:
 
 
 def sizes_of(num_gpus: int, per_node: int) -> list[int]:
-    """Return the sizes of pools that are tried: powers of two in a node, and whole nodes."""
+    """Return the sizes of pools to try: powers of two in a node, and whole nodes."""
     nodes = num_gpus // per_node
     of_nodes = [n for n in range(1, nodes + 1) if nodes <= 8 or n == nodes or _has_few_factors(n)]
     in_node = [n for n in (1, 2, 4, 8, 16) if n <= min(num_gpus, per_node)]
@@ -357,14 +358,14 @@ def sizes_of(num_gpus: int, per_node: int) -> list[int]:
 
 
 def _has_few_factors(number: int) -> bool:
-    """Whether it is a power of two, or three times one."""
+    """Return whether it is a power of two, or three times one."""
     while number % 2 == 0:
         number //= 2
     return number in (1, 3)
 
 
 def pool_key(name: str, gpus: int, per_node: int) -> str:
-    """Return the override of a pool of so many GPUs."""
+    """Return the override of a pool's size."""
     return f"resource_pool_spec.{name}={_per_node(gpus, per_node)}".replace(" ", "")
 
 

@@ -1,4 +1,4 @@
-"""PPO's roles on GPUs: how their calls are cut, and the ways to lay out engines that generate."""
+"""Plan PPO's roles on GPUs: their calls, and the layouts of engines that generate."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from workers.memory import HeldModel, RoleMemory, hf_config_of, rollout_memory
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_SIZES = (1, 2, 4, 8)
 UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
-"""Shares of a GPU's memory that are tried for an engine."""
+"""Shares of a GPU's memory to try for an engine."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PPOJob(Job):
-    """A run of PPO, and how long its samples are."""
+    """A PPO run, and the lengths of its samples."""
 
     recipe: ClassVar[Recipe[Any]] = PPO
     stages: ClassVar[tuple[str, ...]] = ("gen", "score", "update", "update_weights")
@@ -47,7 +47,7 @@ class PPOJob(Job):
 
     @property
     def rows_in_words(self) -> str:
-        """Prompts, samples, lengths."""
+        """Prompts, samples and lengths in words."""
         data, rows = self.config.data, self.rows("actor")
         each = rows.samples // rows.prompts
         return (
@@ -59,11 +59,11 @@ class PPOJob(Job):
 
     @property
     def least(self) -> tuple[float, ...]:
-        """Seconds of every stage that the driver takes beside the roles."""
+        """Seconds of every stage that the driver needs, in parallel with the roles."""
         return tuple(self.rewards * (stage == "score") for stage in self.stages)
 
     def models_in(self, config: PPOConfig) -> dict[str, HeldModel]:
-        """The model of every role that holds one."""
+        """Return the model of every role that has one."""
         return models_of(config, without_users=True)
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class PPOJob(Job):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """(stage, method) of every call of the role in a step."""
+        """Return (stage, method) for every call of the role in a step."""
         named = [(node.stage, *node.name.partition(".")) for node in step_nodes(self.config)]
         return [
             (stage, method)
@@ -83,7 +83,7 @@ class PPOJob(Job):
         ]
 
     def rows(self, role: str) -> StepRows:
-        """The samples of a call of the role."""
+        """Return the samples of a call of the role."""
         config, actor = self.config, self.config.actor_rollout_ref.actor
         prompts = config.data.train_batch_size
         mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
@@ -101,15 +101,15 @@ class PPOJob(Job):
         )
 
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Return the tokens of the longest row."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     def pass_tokens(self, config: PPOConfig, held: HeldModel) -> int:
-        """Tokens of a pass of this model."""
+        """Return the tokens of a pass of this model."""
         return held.tokens or tokens_per_pass(config)
 
     def smaller_passes(self, role: str) -> list[Keys]:
-        """Keys of smaller passes that are tried for a model that is trained."""
+        """Return keys of smaller passes to try for a trained model."""
         if not self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             return []
         section = "critic" if role == "critic" else "actor_rollout_ref.actor"
@@ -118,16 +118,16 @@ class PPOJob(Job):
         return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
 
     def role_memory(self, config: PPOConfig, role: str, held: HeldModel) -> RoleMemory:
-        """What the role takes in this run, as the run counts it."""
+        """Return the memory of the role in this run, as the run computes it."""
         return held_memory(config, role, held, "cuda", largest_pass(config, role))
 
     def memories(self, config: PPOConfig) -> list[RoleMemory]:
-        """What all roles take in this run, as the run counts it."""
+        """Return the memory of all roles in this run, as the run computes it."""
         devices = devices_of(config.trainer)
         return role_memories(config, devices.type, devices.bytes)
 
     def check_run(self, config: PPOConfig) -> None:
-        """Raise if the roles do not fit; the rest is checked while the keys are composed."""
+        """Raise if the roles do not fit; other checks run while the keys are composed."""
         check_memory(config, devices_of(config.trainer))
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
@@ -138,13 +138,13 @@ class PPOJob(Job):
             return list(self.engines(role, gpus, self.rows(role)))
         found = super().layouts(role, num_gpus)
         if role in model_rewards(self.config) and may_rest(self.config, "cuda"):
-            # an engine on its GPUs is awake while it computes, and asleep beside others
+            # an engine on its GPUs is awake while it computes, and asleep during other roles' calls
             awake = [replace(layout.memory, beside_engine=True) for layout in found]
             return [replace(each, memory=m) for each, m in zip(found, awake, strict=True)]
         return found
 
     def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
-        """Seconds that a weight sync saves where the engine shares the actor's GPUs."""
+        """Return the seconds that a weight sync saves if the engine shares the actor's GPUs."""
         if not {"actor", "rollout"} <= set(roles):
             return ()
         gpus, model = Gpus(self.device, num_gpus, self.per_node), self.costs["actor"]
@@ -152,7 +152,7 @@ class PPOJob(Job):
         return (0.0, 0.0, 0.0, apart - together)
 
     def engines(self, role: str, gpus: Gpus, rows: StepRows) -> Iterator[Layout]:
-        """Yield engines that generate these rows: GPUs of each, and their share of the memory."""
+        """Yield layouts of engines for these rows, by GPUs per engine and share of memory."""
         policy = self.config.of_role(role).actor_rollout_ref
         rollout = policy.rollout
         tp_key, share_key = (
@@ -177,9 +177,9 @@ class PPOJob(Job):
     def decoding(
         self, role: str, policy: ActorRolloutRefConfig, rows: StepRows, gpus: Gpus
     ) -> tuple[float | None, RoleMemory]:
-        """Return the seconds of these rows by engines of the policy, and the memory of an engine.
+        """Return the seconds of these rows with the policy's engines, and the memory of an engine.
 
-        The seconds are None where no row has room.
+        The seconds are None if no row has room.
         """
         rollout, width, num_bytes = policy.rollout, self.longest(), gpus.device.bytes
         memory = rollout_memory(policy, width, role, "", "cuda", num_bytes, ranks_of_actor=None)

@@ -14,9 +14,9 @@ from verl_like.errors import ConfigError
 
 
 def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
-    """The phases of the run in `folder`, synchronous or detached, and what to know of them.
+    """Return the phases of the run in `folder`, synchronous or detached, and notes on them.
 
-    The first step is left out where there are others: caches and compilers warm up in it.
+    The first step is left out if there are others, because caches and compilers warm up in it.
     """
     data = read_run(folder)
     timed = [line for line in data.metrics if line.get("timing_s/gen", 0.0) > 0.0]
@@ -38,9 +38,9 @@ def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
 
 
 def _phases_of(line: Mapping[str, float]) -> tuple[float, float, float, float]:
-    """Seconds of a step's generation, scores, update and weights.
+    """Return the seconds of a step's generation, scores, update and weight sync.
 
-    A detached run's generation is what its makers did, not how long it was awaited.
+    The generation of a detached run is the busy time of its makers, not the wait for it.
     """
     generate, score = line["timing_s/gen"], line.get("timing_s/score", 0.0)
     sync = line.get("timing_s/update_weights", 0.0)
@@ -55,7 +55,7 @@ def _phases_of(line: Mapping[str, float]) -> tuple[float, float, float, float]:
 
 
 def _shared_pools(data: RunData) -> set[str]:
-    """The pools that generated as well as trained."""
+    """Return the pools that both generated and trained."""
     made, trained = (
         {call.pool for call in data.calls if call.method in methods}
         for methods in (("generate_sequences", "take"), ("update_actor",))
@@ -64,14 +64,14 @@ def _shared_pools(data: RunData) -> set[str]:
 
 
 def setup_of(config: DetachedConfig) -> Setup:
-    """The run as the simulation has it: pieces that a maker begins together are one."""
+    """Return the setup of the simulation; pieces that a maker begins together count as one."""
     detached, topology = config.detached, config.topology
     numbers = {config.pieces_at_once(maker) for maker in range(topology.makers)}
-    at_once = numbers.pop() if len(numbers) == 1 else 1  # one by one is no faster than they are
+    at_once = numbers.pop() if len(numbers) == 1 else 1  # one by one is no faster
     prompts = config.piece_size * at_once
     return Setup(
         num_makers=topology.makers,
-        num_trainers=1,  # the measured seconds are those of its ranks together
+        num_trainers=1,  # the measured seconds include all of its ranks
         max_staleness=detached.max_staleness,
         pieces=config.data.train_batch_size // prompts,
         limit=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
@@ -87,7 +87,7 @@ def makers_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
 
 
 def prediction_line(config: DetachedConfig, phases: Phases) -> str:
-    """Seconds a step, who is busy, and what limits the run, if its phases take as long."""
+    """Describe the seconds per step, the busy shares, and the limit, if phases take as long."""
     setup = setup_of(config)
     found = simulate(phases, setup)
     shares = {role: f"{states['busy']:.0%}" for role, states in sorted(found.shares.items())}

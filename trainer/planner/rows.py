@@ -1,4 +1,4 @@
-"""Recipes on rows of a file: one model that is trained, and perhaps a reference."""
+"""Plan recipes on rows of a file: one trained model, and perhaps a reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RowsJob(Job):
 
     @property
     def rows_in_words(self) -> str:
-        """Rows and their lengths."""
+        """Rows and their lengths in words."""
         sides = "pairs" if self.num_sides == 2 else "rows"
         mean = sum(self.lengths) / len(self.lengths)
         return (
@@ -48,35 +48,35 @@ class RowsJob(Job):
 
     @functools.cached_property
     def num_sides(self) -> int:
-        """Rows of an item of the data."""
+        """Rows per item of the data."""
         sides: int = trainer_class(self.config).num_sides(self.config)  # type: ignore[attr-defined]
         return sides
 
     def models_in(self, config: RowConfig) -> dict[str, HeldModel]:
-        """The model of every role. A reference is called before the first step only."""
+        """Return the model of every role; a reference is called only before the first step."""
         return held_models(config)
 
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """(stage, method) of every call of the role in a step."""
+        """Return (stage, method) for every call of the role in a step."""
         return [("update", "update_model")] if self.models[role].trains else []
 
     def rows(self, role: str) -> StepRows:
-        """The rows of a step."""
+        """Return the rows of a step."""
         samples = self.config.data.train_batch_size * self.num_sides
         return StepRows(samples=samples, prompts=0, prompt=0.0, responses=self.lengths)
 
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Return the tokens of the longest row."""
         return longest_row(self.config)
 
     def pass_tokens(self, config: RowConfig, held: HeldModel) -> int:
-        """Tokens of a pass of this model."""
+        """Return the tokens of a pass of this model."""
         if config.data.use_dynamic_bsz:
             return config.data.max_token_len_per_gpu
         return config.data.micro_batch_size_per_gpu * self.num_sides * self.longest()
 
     def smaller_passes(self, role: str) -> list[Keys]:
-        """Keys of smaller passes that are tried for a model that is trained."""
+        """Return keys of smaller passes to try for a trained model."""
         data = self.config.data
         if not data.use_dynamic_bsz:
             items = data.micro_batch_size_per_gpu
@@ -87,21 +87,21 @@ class RowsJob(Job):
         return [{"data.max_token_len_per_gpu": size} for size in sizes]
 
     def role_memory(self, config: RowConfig, role: str, held: HeldModel) -> RoleMemory:
-        """What the role takes in this run, as the run counts it."""
+        """Return the memory of the role in this run, as the run computes it."""
         dims = dims_of(sum(config.resource_pool_spec["pool"]), held.sharding)
         largest = largest_pass(config, held, self.num_sides, dims)
         return held_memory(config, role, held, "cuda", largest)
 
     def memories(self, config: RowConfig) -> list[RoleMemory]:
-        """What all roles take in this run, as the run counts it."""
+        """Return the memory of all roles in this run, as the run computes it."""
         return role_memories(config, self.num_sides, devices_of(config.trainer).type)
 
     def check_run(self, config: RowConfig) -> None:
-        """Raise what the run would raise before it takes a device."""
+        """Raise the errors that the run would raise before it allocates a device."""
         preflight(config, self.num_sides)
 
     def axes_are_tried(self, role: str) -> bool:
-        """Whether axes are searched: those that a reference shares stay as they are."""
+        """Return whether axes are searched; axes that a reference shares stay unchanged."""
         return len(self.models) == 1 and super().axes_are_tried(role)
 
 

@@ -1,9 +1,9 @@
-"""Placements of roles on GPUs: every partition into pools, each pool as large as its share of work.
+"""Search placements of roles on GPUs: all partitions into pools, sized by their share of work.
 
     for groups in partitions(["actor", "rollout", "critic"]):
         placement = allocate(groups, [1, 2, 4, 8], 8, lay_out)
 
-Roles of a pool take turns and pools run side by side, so a stage takes as long as its slowest pool,
+Roles of a pool take turns and pools run in parallel, so a stage takes as long as its slowest pool,
 and a step takes the sum of its stages.
 """
 
@@ -37,23 +37,23 @@ class Layout:
         return sum(self.seconds)
 
     def beats(self, other: Layout) -> bool:
-        """Whether it is faster in all and takes less memory, or as much."""
+        """Return whether it is at least as good in time and memory, and better in one."""
         mine, others = ((each.total, each.memory.kept, each.memory.call) for each in (self, other))
         return all(a <= b for a, b in zip(mine, others, strict=True)) and mine != others
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Roles that share so many GPUs."""
+    """Roles that share a number of GPUs."""
 
     gpus: int
     layouts: tuple[Layout, ...]
     saved: Seconds = ()
-    """Seconds per stage that the roles save because they share a pool."""
+    """Seconds per stage that the roles save by sharing a pool."""
 
     @property
     def roles(self) -> list[str]:
-        """In order."""
+        """The roles, in order."""
         return [layout.role for layout in self.layouts]
 
     @cached_property
@@ -65,18 +65,18 @@ class PoolPlan:
 
     @cached_property
     def bytes(self) -> float:
-        """Bytes on each GPU at most."""
+        """The most bytes on each GPU."""
         roles = [replace(layout.memory, pool="") for layout in self.layouts]
         return pool_bytes(roles)[""]
 
 
 @dataclass(frozen=True)
 class PlannedPlacement:
-    """Pools that run side by side."""
+    """Pools that run in parallel."""
 
     pools: tuple[PoolPlan, ...]
     least: Seconds = ()
-    """Seconds of every stage that the driver takes meanwhile."""
+    """Seconds of every stage that the driver needs in parallel."""
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -95,28 +95,28 @@ class PlannedPlacement:
         return sum(pool.gpus for pool in self.pools)
 
     def by_speed(self) -> tuple[float, int]:
-        """Sort key: the fastest first, and among equals the one on fewer GPUs."""
+        """Return the sort key: fastest first, then fewest GPUs."""
         return self.step, self.gpus
 
     @property
     def in_words(self) -> str:
-        """Roles and GPUs of every pool."""
+        """Roles and GPUs of every pool in words."""
         return " | ".join(f"{' + '.join(pool.roles)} on {pool.gpus}" for pool in self.pools)
 
     @property
     def partition(self) -> Hashable:
-        """Which roles share GPUs."""
+        """The groups of roles that share GPUs."""
         return frozenset(tuple(pool.roles) for pool in self.pools)
 
     def limit(self, stages: Sequence[str]) -> str:
-        """The longest stage, and the pool that it waits for."""
+        """Describe the longest stage, and the pool that it waits for."""
         number = max(range(len(stages)), key=self.seconds.__getitem__)
         pool = max(self.pools, key=lambda pool: pool.seconds[number])
         return f"{stages[number]} of {' + '.join(pool.roles)}"
 
 
 def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Yield all ways to put the roles into groups."""
+    """Yield all ways to divide the roles into groups."""
     if not roles:
         yield ()
         return
@@ -128,10 +128,10 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[Layout, ...] | None:
-    """Choose a layout for every role so that a GPU has room for all; None if it never has.
+    """Choose a layout for every role so that a GPU has room for all; None if none has.
 
     Every role starts with its fastest layout. While bytes are missing, the layout changes that
-    saves the most of them per second that it loses.
+    saves the most bytes per second lost.
     """
 
     def missing(chosen: Sequence[Layout]) -> float:
@@ -157,7 +157,7 @@ def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[L
 
 
 LayOut = Callable[[tuple[str, ...], int], PoolPlan | None]
-"""Lays roles out on a pool of so many GPUs; None where they have no room."""
+"""Lays roles out on a pool of a given size; None if they do not fit."""
 
 
 def allocate(
@@ -169,8 +169,8 @@ def allocate(
 ) -> PlannedPlacement | None:
     """Return the fastest pools for these groups, with GPUs in proportion to their work.
 
-    A pool has half to four times its share, or else the fewest GPUs that have room. None if nothing
-    fits.
+    A pool has half to four times its share, or otherwise the fewest GPUs that have room. Return
+    None if nothing fits.
     """
     rooms = [[pool for n in sizes if (pool := lay_out(group, n))] for group in groups]
     if not all(rooms):

@@ -1,15 +1,15 @@
-"""Simulate a detached run: seconds per step, and who waits for whom.
+"""Simulate a detached run: seconds per step, and the waits of its roles.
 
     simulate(Phases([60.0], [5.0], [30.0]), Setup(num_makers=2, max_staleness=1)).seconds
 
-The simulation takes the seconds of each phase, given or measured in a run, and the pacing of a
-detached run. It uses no thread and no device.
+The input is the seconds of each phase, as configured or measured in a run, and the pacing of a
+detached run. The simulation uses no thread and no device.
 
 - A batch is `pieces` pieces of equal rows. One maker makes each. Between two pieces a maker takes
   the newest published weights, if it has older ones.
 - A piece of batch b may begin once version b - max_staleness is published. With a limit, it may
   begin once fewer pieces than that are queued or in generation.
-- The trainer takes a batch when all its pieces are there, scores it, updates, and publishes a
+- The trainer takes a batch when all its pieces have arrived, scores it, updates, and publishes a
   version.
 """
 
@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 STEPS = 200
-"""So many that the first step, during which nothing else runs, does not count."""
+"""Enough steps that the first one, without overlap, does not count."""
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of each phase: one number, or those of several steps, which repeat."""
+    """Seconds of each phase: one number, or the numbers of several steps, which repeat."""
 
     generate: Sequence[float]
     """Seconds of a whole batch by one maker."""
@@ -47,7 +47,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Setup:
-    """Who generates and who trains, and how far apart they may be."""
+    """The numbers of makers and trainers, and their largest distance."""
 
     num_makers: int = 1
     num_trainers: int = 1
@@ -55,15 +55,15 @@ class Setup:
     max_staleness: int = 0
     """Versions; 0 is the synchronous run."""
     pieces: int = 0
-    """Pieces of a batch; 0: as many as makers."""
+    """Pieces of a batch; 0: one per maker."""
     limit: int = 0
-    """Pieces that may be queued or in generation at once; 0: as many as the staleness allows."""
+    """Pieces that may be queued or in generation at once; 0: limited only by the staleness."""
     weights_at_once: bool = False
-    """Whether a maker takes new weights in the middle of a piece, not before its next one."""
+    """Whether a maker takes new weights in the middle of a piece, and not only between pieces."""
     fixed_share: float = 0.0
-    """Share of generation that fewer rows do not shorten: the longest response's."""
+    """Share of generation that fewer rows do not shorten, because the longest response takes it."""
     makers_by_rank: tuple[tuple[int, ...], ...] = ()
-    """The makers of each trainer rank, if each rank has a part of a batch; () if all serve all."""
+    """The makers of each trainer rank, if each rank has a part of a batch; () if all feed all."""
 
     @property
     def num_pieces(self) -> int:
@@ -87,28 +87,28 @@ class Prediction:
     shares: dict[str, dict[str, float]]
     """Share of the wall time in which each role is busy, waiting, syncing."""
     staleness: Counter[int]
-    """Number of pieces by versions between draw and update."""
+    """Number of pieces by versions between generation and update."""
 
     def share(self, role: str, state: str) -> float:
-        """Return the mean over the roles whose names begin so."""
+        """Return the mean over roles whose names begin with `role`."""
         shares = [states[state] for name, states in self.shares.items() if name.startswith(role)]
         return sum(shares) / len(shares)
 
 
 class _Maker:
-    """A simulated maker: when it is free again, and what it did until then."""
+    """A simulated maker, and its time so far."""
 
     version = 0
     free_at = busy = syncing = 0.0
 
     def take(self, version: int, now: float, sync: Sequence[float]) -> float:
-        """Take these weights from now on, and return when it has them."""
+        """Begin to take these weights now, and return when it has them."""
         seconds = sync[version % len(sync)]
         self.version, self.syncing = version, self.syncing + seconds
         return now + seconds
 
     def begin(self, allowed: float, published: Sequence[float], sync: Sequence[float]) -> float:
-        """Return when it begins a piece that is allowed then, with the newest weights.
+        """Return when it begins a piece that is allowed at `allowed`, with the newest weights.
 
         It takes every version as soon as it is idle and the version is published.
         """
@@ -168,7 +168,7 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 
 
 def what_limits(phases: Phases, setup: Setup) -> str:
-    """Return what the run depends on most: `makers`, `trainer`, `weights` or `staleness bound`.
+    """Return the main limit of the run: `makers`, `trainer`, `weights` or `staleness bound`.
 
     Each is made a fifth faster, or the bound one version wider, and the run is simulated again.
     """

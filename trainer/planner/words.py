@@ -47,7 +47,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
 
 
 def sifted(job: Job, found: Sequence[PlannedPlacement]) -> tuple[list[PlannedPlacement], list[str]]:
-    """Return the fastest placements that a run would start with, and why it rejects faster ones."""
+    """Return the fastest valid placements, and why a run rejects faster ones."""
     best: list[PlannedPlacement] = []
     rejected = []
     for placement in found:
@@ -62,7 +62,7 @@ def sifted(job: Job, found: Sequence[PlannedPlacement]) -> tuple[list[PlannedPla
 
 
 def fits_nowhere(job: Job) -> ConfigError:
-    """Say which role is too large, and how many GPUs are enough."""
+    """Return an error that names the memory of each role and a sufficient number of GPUs."""
     needs = []
     for role in job.roles:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
@@ -103,7 +103,7 @@ def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
 
 
 def _speed(job: Job, placement: PlannedPlacement) -> str:
-    """The samples per second of a placement, and the hours of the whole run."""
+    """Describe the samples per second of a placement, and the hours of the whole run."""
     trained = next(role for role, held in job.models.items() if held.trains)
     samples = job.rows(trained).samples
     steps = job.config.trainer.total_training_steps
@@ -117,7 +117,7 @@ def _speed(job: Job, placement: PlannedPlacement) -> str:
 def _other_partitions(
     job: Job, found: Sequence[PlannedPlacement], best: Sequence[PlannedPlacement]
 ) -> Iterator[str]:
-    """Say where every other way to share the GPUs loses."""
+    """Yield where every other partition of the roles is slower."""
     shown = {placement.partition for placement in best}
     for placement in found:
         if placement.partition not in shown:
@@ -132,7 +132,7 @@ def _other_partitions(
 
 
 def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
-    """Say how fast the layouts with other values of a key are, or how large the smallest is."""
+    """Yield how fast layouts with other values of a key are, or how large the smallest is."""
     shown = {key for placement in best for key in layout_keys(placement)}
     layouts: dict[str, list[Layout]] = {}
     for layout in job.layouts(job.roles[0], best[0].pools[0].gpus):

@@ -1,1 +1,1 @@
-"""`report.html`: a run folder as one page."""
+"""`report.html`: a run folder as one HTML page."""

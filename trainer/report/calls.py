@@ -1,4 +1,4 @@
-"""The calls of workers, as `timeline.json` has them, and what the report draws of them."""
+"""The calls of workers in `timeline.json`, prepared for the report's figures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from verl_like.files import parse_json
 
 AFTER_STEP = ("testing", "save_checkpoint")
-"""What is timed beside a step's stages, and `timing_s/step` does not include."""
+"""Phases outside a step's stages, which `timing_s/step` does not include."""
 LONGEST_PAUSE = 0.2
-"""Of a step's mean length: the part of a pause between two steps that is drawn."""
+"""The longest pause between two steps that is drawn, as a share of a step's mean length."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Call:
     end: float
     step: int
     stage: str = ""
-    """Of the step, as the trainer's clock calls it; empty in traces that do not say."""
+    """The stage of the step, as the trainer's clock names it; "" in traces without stages."""
     about: str = ""
-    """More of it in words."""
+    """Further facts in words."""
 
 
 def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
-    """The calls of a run's Chrome trace, in order of their starts, and the stages of a step."""
+    """Return the calls of a run's Chrome trace, ordered by start, and the stages of a step."""
     if not path.is_file():
         notes.append(f"{path.name} is not there.")
         return [], []
@@ -78,14 +78,14 @@ def _of_environments(facts: Mapping[str, Any]) -> str:
 
 
 def last_steps(calls: Sequence[Call], count: int) -> list[Call]:
-    """The calls of the last `count` training steps, without validation and checkpoints."""
+    """Return the calls of the last `count` training steps, without validation and checkpoints."""
     trained = [call for call in calls if call.step > 0 and call.stage not in AFTER_STEP]
     steps = sorted({call.step for call in trained})[-count:]
     return [call for call in trained if call.step in steps]
 
 
 def without_pauses(calls: Sequence[Call]) -> tuple[list[Call], list[float]]:
-    """The calls with the pauses between steps cut short, and the times where they were.
+    """Return the calls with shortened pauses between steps, and the times of these pauses.
 
     A pause is a validation, a checkpoint, or a restart.
     """
@@ -114,9 +114,9 @@ def _span(calls: Sequence[Call]) -> tuple[float, float]:
 
 
 def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
-    """(start, end, number of pools at work) of every stretch from the first call to the last.
+    """Return (start, end, number of busy pools) for every interval from the first call to the last.
 
-    A stretch is as long as that number stays: there are few, however many ranks work.
+    An interval lasts while the number stays the same, so there are few, however many ranks work.
     """
     starts = [(call.start, 1, call.pool) for call in calls]
     ends = [(call.end, -1, call.pool) for call in calls]
@@ -135,7 +135,7 @@ def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
 
 
 def overlap_share(calls: Sequence[Call]) -> float:
-    """Share of the time with any pool at work in which two or more were."""
+    """Return the share of the busy time in which two or more pools were busy."""
     stretches = pools_at_work(calls)
     working = sum(end - start for start, end, number in stretches if number)
     overlapping = sum(end - start for start, end, number in stretches if number > 1)

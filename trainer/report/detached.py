@@ -1,7 +1,7 @@
-"""What a detached run's makers and trainers did, for the report.
+"""The makers and trainers of a detached run, for the report.
 
-The seconds are those of the steps in `metrics.jsonl`; what became of the samples is in
-`detached.json`, which the run's end writes.
+Their seconds are in the steps of `metrics.jsonl`. The account of the samples is in `detached.json`,
+which is written at the end of the run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from verl_like.terminal import draw_table
 
 STATES = ("busy", "waiting", "syncing")
 ACCOUNT = ("made", "trained", "queued", "dropped", "in_flight")
-"""What became of a maker's samples, as the ledger counts them."""
+"""The columns of the account of a maker's samples."""
 MOST_MAKERS = 16
-"""Rows for makers."""
+"""The most rows for makers."""
 PREFIX = "detached/"
 Metrics = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class DetachedRun:
-    """What the report shows of makers and trainers."""
+    """The report's data about makers and trainers."""
 
     seconds: Mapping[str, Mapping[str, float]]
     """Role -> state -> seconds of all steps."""
     ledger: Sequence[Sequence[str]] = ()
-    """Cells: a heading, then a row for each maker."""
+    """Table cells: a heading, then a row for each maker."""
 
 
 def read_detached(folder: Path, metrics: Metrics, notes: list[str]) -> DetachedRun | None:
-    """The makers and trainers of a run; None if it has none."""
+    """Return the makers and trainers of a run; None if it has none."""
     seconds = seconds_by_role(metrics)
     path, table = folder / "detached.json", list[list[str]]()
     if path.is_file():
@@ -48,7 +48,7 @@ def read_detached(folder: Path, metrics: Metrics, notes: list[str]) -> DetachedR
 
 
 def seconds_by_role(metrics: Metrics) -> dict[str, dict[str, float]]:
-    """The sums of `detached/<role>/<state>_s`."""
+    """Return the sums of `detached/<role>/<state>_s`."""
     found: dict[str, dict[str, float]] = {}
     for line in metrics:
         for name, value in line.items():
@@ -61,9 +61,9 @@ def seconds_by_role(metrics: Metrics) -> dict[str, dict[str, float]]:
 
 
 def ledger_table(makers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A heading, a row for each maker, and one for all where there are several.
+    """Return a heading, a row for each maker, and a total row if there are several.
 
-    Of very many makers most share a row.
+    If there are very many makers, most of them share a row.
     """
     accounts = {
         f"maker {maker}": Counter({**account, "dropped": sum(account["dropped"].values())})
@@ -81,7 +81,7 @@ def ledger_table(makers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def log_in_words(log: Mapping[str, Any]) -> str:
-    """The log of a run: a row for each maker, the reasons of what was dropped, and its tokens."""
+    """Describe the log of a run: a row for each maker, the reasons for drops, and its tokens."""
     rows, reasons = log["makers"], Counter[str]()
     for row in rows.values():
         reasons.update(row["dropped"])

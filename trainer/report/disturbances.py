@@ -1,4 +1,4 @@
-"""Faults on purpose (`trainer.roadside.fault_injection`) and restarts of a run, in words."""
+"""Injected faults (`trainer.roadside.fault_injection`) and restarts of a run, in words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from verl_like.files import json_objects
 
 CHAOS_FILE, RESTARTS_FILE = "chaos.jsonl", "restarts.jsonl"
 LEDGER = "ledger"
-"""The kind of the last line, which is no fault."""
+"""The kind of the last line, which is not a fault."""
 OUTCOMES = ("kept", "made_again", "not_finished")
-"""What may become of a step that was begun."""
+"""The possible outcomes of a step that has begun."""
 
 
 def faults_in_words(folder: Path) -> list[str]:
-    """A line about the faults by kind, and about the ledger; none without faults."""
+    """Describe the faults by kind, and the ledger, in one line; none without faults."""
     if not (folder / CHAOS_FILE).is_file():
         return []
     lines, _ = json_objects(folder / CHAOS_FILE)
@@ -45,7 +45,7 @@ def _samples_in_words(samples: dict[str, Any]) -> str:
 
 
 def restarts_in_words(folder: Path) -> list[str]:
-    """A line about the restarts, and about samples that were being made; none without any."""
+    """Describe the restarts, and the samples that lost groups were making, in one line, if any."""
     lines, _ = json_objects(folder / RESTARTS_FILE)
     steps = [str(line.get("step")) for line in lines if "lost" in line]
     if not steps:
@@ -64,7 +64,7 @@ def restarts_in_words(folder: Path) -> list[str]:
 
 
 def lost_in_words(num_steps: int) -> str:
-    """What a restart has cost of the steps that were finished."""
+    """Describe how many finished steps a restart has lost."""
     if num_steps == 0:
         return "no finished step is lost"
     return f"{num_steps} finished step{'s' * (num_steps > 1)} made again"

@@ -1,4 +1,4 @@
-"""The report's figures, drawn by matplotlib as SVG that stands inside a page."""
+"""The report's figures, drawn by matplotlib as SVG for the HTML page."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ ABOVE: Mapping[str, Any] = {
     "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3, "handlelength": 1.4,
     "columnspacing": 1.2,
 }  # fmt: skip
-"""Where a legend stands: above the axes, so that it covers no curve."""
+"""The place of a legend: above the axes, so that it covers no curve."""
 SMOOTHED_FROM, WINDOWS = 300, 50
-"""Points from which a curve has its running mean on top, over a part in so many of them."""
+"""The number of points from which a curve gets a running mean, and its number of windows."""
 STYLE = Path(__file__).with_name("figures.mplstyle")
 PANELS_FILE = Path(__file__).with_name("panels.yaml")
 
 
 class Panel(NamedTuple):
-    """One figure of curves, as `panels.yaml` has them."""
+    """One figure of curves, as in `panels.yaml`."""
 
     title: str
     about: str
@@ -54,24 +54,24 @@ class Panel(NamedTuple):
     band: str = ""
     leaves_out_zero: bool = False
     only_if_there: bool = False
-    """Whether nothing is said of it where a run has none of its metrics."""
+    """Whether the report omits the panel without a remark if a run has none of its metrics."""
 
 
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")
-"""How the names of numbers begin that say nothing of what is learned."""
+"""Prefixes of metrics that do not show what a run learned."""
 MOST_OWN_PANELS = 12
 
 
 @functools.cache
 def known_panels() -> list[Panel]:
-    """The figures of a PPO run."""
+    """Return the figures of a PPO run."""
     import yaml  # type: ignore[import-untyped]
 
     return [Panel(**facts) for facts in yaml.safe_load(PANELS_FILE.read_text(encoding="utf-8"))]
 
 
 def panels_of(metrics: Metrics) -> list[Panel]:
-    """The figures of a run: the known ones, or one for each number of another recipe's steps."""
+    """Return the figures of a run: PPO's, or one for each metric of another recipe's steps."""
     known = dict.fromkeys(name for line in metrics for name in line)
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
     always = [panel for panel in known_panels() if not panel.only_if_there]
@@ -121,7 +121,7 @@ def curves(metrics: Metrics, panel: Panel) -> str:
     drawn: list[Any] = []
     for name, colour in zip(names, COLOURS, strict=False):
         steps, values = _thin(*series(metrics, name))
-        if values in drawn:  # rewards are the scores where nothing is subtracted
+        if values in drawn:  # rewards equal the scores if nothing is subtracted
             continue
         drawn.append(values)
         if len(steps) > SMOOTHED_FROM:
@@ -138,13 +138,13 @@ def curves(metrics: Metrics, panel: Panel) -> str:
 
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
-    # beside the exponent of the numbers, which stands at the axes' corner
+    # next to the exponent of the numbers, which is at the axes' corner
     axes.legend(**{**ABOVE, "bbox_to_anchor": (0.1, 1)}, ncols=columns)
     return as_svg(figure, f"{panel.title} by step: {', '.join(names)}")
 
 
 def _panel_axes(lines: int) -> tuple[Figure, Any]:
-    """Axes of one size in every panel, with room above them for a legend of so many lines."""
+    """Return axes of one size for every panel, with room above for a legend of this many lines."""
     height = 2.3 + 0.17 * lines
     edges = {"bottom": 0.42 / height, "top": 1 - (0.1 + 0.17 * lines) / height}
     figure = new_figure(4.4, height, {"left": 0.16, "right": 0.98, **edges})
@@ -159,7 +159,7 @@ class Bar(NamedTuple):
     length: float
     colour: str
     title: str = ""
-    """Shown on hovering over it."""
+    """Shown as a tooltip."""
     text: str = ""
     """Written on it."""
     height: float = 0.7
@@ -178,9 +178,9 @@ def bars(
     lines: Sequence[float] = (),
     cuts: Sequence[float] = (),
 ) -> str:
-    """Bars in rows from top to bottom, as SVG.
+    """Return bars in rows from top to bottom, as SVG.
 
-    `rows` are places and names, `legend` names and colours; `lines` part rows, `cuts` times.
+    `rows` are positions and names, `legend` names and colours; `lines` separate rows, `cuts` times.
     """
     figure = new_figure(9.5, height)
     axes = figure.add_subplot()
@@ -210,9 +210,9 @@ def bars(
 
 
 def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
-    """The calls as a Gantt chart, a lane for each pool, role and rank; dotted where time was cut.
+    """Return the calls as a Gantt chart: a lane per pool, role and rank; dotted lines at cuts.
 
-    Under several pools stands when they worked at the same time.
+    With several pools, a row at the bottom shows when they were busy at the same time.
     """
     shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
@@ -245,7 +245,7 @@ def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
 
 
 def shares(rows: Sequence[tuple[str, float, float]]) -> str:
-    """Phase shares as one bar of 100 per cent."""
+    """Return phase shares as one bar of 100 per cent."""
     left, drawn, legend = 0.0, [], {}
     for (name, _, share), colour in zip(rows, COLOURS, strict=False):
         drawn.append(Bar(0, left, share, colour, height=0.6))
@@ -258,7 +258,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """A bar of 100 per cent for each role of a detached run."""
+    """Return a bar of 100 per cent for each role of a detached run."""
     roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
     if not roles:
         return ""
@@ -282,7 +282,7 @@ def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
-    """A bar of trajectories for each number of turns, parted by how they came out."""
+    """Return a bar of trajectories for each number of turns, divided by outcome."""
     drawn = []
     for row, counts in enumerate(by_turns.values()):
         left, whole = 0, sum(counts.values())
@@ -306,7 +306,7 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
-    """Names and their colours above the axes."""
+    """Add a legend of names and colours above the axes."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in colour_of.items()]
@@ -314,7 +314,7 @@ def colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
 
 
 def new_figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
-    """An empty figure; given `margins` need not be found, which takes twice as long as drawing."""
+    """Return an empty figure; fixed `margins` save the layout, which takes longer than drawing."""
     from matplotlib.figure import Figure
 
     if margins is None:
@@ -327,7 +327,7 @@ def new_figure(width: float, height: float, margins: Mapping[str, float] | None 
 def running_mean(
     steps: Sequence[float], values: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The mean over a window around each step; narrower at the ends. nan and inf do not count."""
+    """Return the mean over a window around each step, narrower at the ends, without nan and inf."""
     import numpy as np
 
     finite = np.isfinite(values)
@@ -342,15 +342,15 @@ def running_mean(
 
 
 def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most `MOST_POINTS` points: more cannot be told apart on a screen."""
+    """Return at most `MOST_POINTS` points, because a screen cannot show more."""
     points = spread(list(zip(steps, values, strict=True)), MOST_POINTS)
     return [step for step, _ in points], [value for _, value in points]
 
 
 def as_svg(figure: Figure, description: str, titles: Mapping[str, str] | None = None) -> str:
-    """The figure as an `svg` element with a description.
+    """Return the figure as an `svg` element with a description.
 
-    `titles` are shown on hovering over the groups they name.
+    `titles` are tooltips of the groups that they name.
     """
     text = io.StringIO()
     figure.savefig(

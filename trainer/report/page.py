@@ -1,7 +1,7 @@
-"""`report.html`: a run folder as one page that needs nothing else.
+"""`report.html`: a run folder as one page that needs no other files.
 
-It reads the run folder alone, so a report can be made anew at any time, of a run that goes on or
-failed as well.
+It is made only from the run folder, so a report can be made again at any time, also of a run that
+is in progress or has failed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 def close_run(folder: str | Path, failure: BaseException | None) -> None:
-    """At a run's end: keep how it ended, write the report.
+    """At a run's end, save its outcome and write the report.
 
-    An error here is only logged: it must not hide `failure`.
+    An error here is only logged, because it must not hide `failure`.
     """
     if not (Path(folder) / "metrics.jsonl").exists():
-        return  # it ended before it began: the folder may hold anything
+        return  # the run never began: the folder may be anything
     try:
         note = Path(folder) / FAILURE_FILE
         if failure is None:
@@ -72,21 +72,21 @@ def _in_words(failure: BaseException) -> str:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write the report of the run in `folder`, whole or not at all, and return its path."""
+    """Write the report of the run in `folder` atomically, and return its path."""
     return _write(read_run(folder))
 
 
 def _write(data: RunData) -> Path:
     page = page_of(TEMPLATE).render(_content(data))
     path = data.folder / REPORT_FILE
-    # a lone surrogate of a sample has no UTF-8: it is shown by its number
+    # a sample's lone surrogate has no UTF-8 form, so it is escaped
     write_whole(path, page.encode(errors="backslashreplace"), to_disk=False)
     return path
 
 
 @functools.cache
 def page_of(template: Path) -> Template:
-    """A page to be filled in: text is escaped, and what is missing an error."""
+    """Return a page template that escapes text and raises for missing values."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -94,7 +94,7 @@ def page_of(template: Path) -> Template:
 
 
 def _content(data: RunData) -> dict[str, Any]:
-    """What the template shows."""
+    """Return the template's values."""
     from markupsafe import Markup
 
     panels = report_figures.panels_of(data.metrics)
@@ -134,7 +134,7 @@ def _content(data: RunData) -> dict[str, Any]:
 
 
 def _steps(data: RunData) -> str:
-    """How many were trained; the validation before the first is none, a resumed run goes on."""
+    """Describe the number of training steps, which may not begin at 1 in a resumed run."""
     steps = {line["step"] for line in data.metrics if line["step"] > 0}
     if not steps or len(steps) == max(steps):
         return str(len(steps))
@@ -142,7 +142,7 @@ def _steps(data: RunData) -> str:
 
 
 def _facts(data: RunData) -> list[tuple[str, str]]:
-    """The numbers at the top: (what, how much)."""
+    """Return the facts at the top: (name, value)."""
     outcome = "failed" if data.failure else "no failure"
     if data.failure.startswith(STOPPED):
         outcome = "stopped"

@@ -1,4 +1,4 @@
-"""A run folder read for the report: whole, half written, or of a run that failed."""
+"""Read a run folder for the report, whether the run is complete, in progress or failed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Metrics = Sequence[Mapping[str, float]]
 """A line for each step."""
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
-"""How the failure of a run begins that was asked to stop."""
+"""The beginning of the failure text of a run that was asked to stop."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5
 WRITTEN_FIELDS = (
     "step", "uid", "sample", "data_source", "input", "output", "gts", "score", "turns", "ended",
     "problem",
 )  # fmt: skip
-"""Of a sample's line; what else is there, a reward has returned."""
+"""The known fields of a sample's line; other fields come from rewards."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Sample:
     response: str
     truth: str
     parts: str = ""
-    """What the rewards returned beside the score, by name."""
+    """The numbers that rewards returned besides the score, by name."""
     trajectory: Trajectory | None = None
-    """Its turns, where it has several."""
+    """Its turns, if it has several."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the run, or of its going on."""
+    """A start of the run, or a resume."""
 
     time: str
     host: str
@@ -61,7 +61,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RunData:
-    """All that the report shows, and in `notes` what could not be read."""
+    """All data of the report; `notes` lists what could not be read."""
 
     folder: Path
     metrics: Metrics
@@ -75,24 +75,24 @@ class RunData:
     """Makers and trainers, if the run has them."""
     validated: Sequence[Sample] = ()
     by_turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of the last step's trajectories: number of turns -> how they came out -> how many."""
+    """For the last step's trajectories: number of turns -> outcome -> count."""
     starts: Sequence[Start] = ()
     config: str = ""
-    """`config.yaml` as it is."""
+    """The text of `config.yaml`."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """(steps, values) of a metric, from the lines that have it."""
+        """Return (steps, values) of a metric, from the lines that have it."""
         return series(self.metrics, name)
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric, from the lines that have it."""
+    """Return (steps, values) of a metric, from the lines that have it."""
     lines = [line for line in metrics if name in line]
     return [line["step"] for line in lines], [line[name] for line in lines]
 
 
 def read_run(folder: str | Path) -> RunData:
-    """The run in `folder`; a folder that holds none is refused with those near it that do."""
+    """Read the run in `folder`; raise if it is no run folder, and name run folders nearby."""
     folder = Path(folder)
     if not (folder / "metrics.jsonl").is_file() and not (folder / "timeline.json").is_file():
         near = (
@@ -132,12 +132,12 @@ def read_run(folder: str | Path) -> RunData:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file; empty where it is not there."""
+    """Return the text of a file, or "" if it does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _read_starts(path: Path, notes: list[str]) -> list[Start]:
-    """The first and the last starts of the run; none of one that older code has made."""
+    """Return the first and the last starts of the run, if they were recorded."""
     rows = _read_lines(path, notes) if path.is_file() else []
     starts = []
     for row in spread(rows, SHOWN_STARTS):
@@ -150,7 +150,7 @@ def _read_starts(path: Path, notes: list[str]) -> list[Start]:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a file, line by line; a line that is none is left out and noted."""
+    """Return the JSON objects of a file, line by line; broken lines are noted and left out."""
     if not path.is_file():
         notes.append(f"{path.name} is not there.")
         return []
@@ -163,7 +163,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
-    """The numbers of every step."""
+    """Return the metrics of every step."""
     rows = [
         {name: v for name, v in row.items() if _is_number(v)} for row in _read_lines(path, notes)
     ]
@@ -181,7 +181,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_placement(path: Path) -> list[list[str]]:
-    """The printed placement's cells: a heading, then a row for each pool."""
+    """Return the printed placement's cells: a heading, then a row for each pool."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -189,7 +189,7 @@ def _read_placement(path: Path) -> list[list[str]]:
 
 
 def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
-    """Samples of some steps, first and last, the best and the worst of each among them."""
+    """Return samples of some steps, first and last included, with the best and worst of each."""
     samples = []
     for path in spread(_sample_files(folder), SAMPLED_STEPS):
         rows = _read_lines(path, notes)
@@ -214,13 +214,13 @@ def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
 
 
 def _sample_files(folder: Path) -> list[Path]:
-    """A file for each step, in their order."""
+    """Return a file for each step, in their order."""
     files = (path for path in folder.glob("*.jsonl") if path.stem.isdecimal())
     return sorted(files, key=lambda path: int(path.stem))
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[str]:
-    """Each thing that a reward returned, with its name."""
+    """Yield each value that a reward returned, with its name."""
     for name, value in row.items():
         if name not in WRITTEN_FIELDS and value is not None:
             yield f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
@@ -231,16 +231,16 @@ def _shorten(text: Any) -> str:
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """At most `limit` of the items, evenly from the first to the last."""
+    """Return at most `limit` of the items, evenly from the first to the last."""
     if len(items) <= limit:
         return list(items)
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def phase_shares(metrics: Metrics, stages: Sequence[str]) -> list[tuple[str, float, float]]:
-    """(phase, seconds a step, per cent of the step) over all steps.
+    """Return (phase, seconds per step, per cent of the step) over all steps.
 
-    What is left of `timing_s/step` beside its stages is `other`. The per cents, to one decimal, sum
+    The part of `timing_s/step` outside its stages is `other`. The percentages, to one decimal, sum
     to 100.
     """
     timed = [line for line in metrics if line.get("timing_s/step", 0.0) > 0.0]

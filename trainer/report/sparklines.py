@@ -1,4 +1,4 @@
-"""A run's curves as lines of the terminal, printed at its end.
+"""A run's curves as lines of text, printed at its end.
 
 reward  0.301 ▁▁▂▃▅▆▇█ 0.752
 """
@@ -19,14 +19,15 @@ WATCHED = {
     "accuracy": ("train/accuracy", "train/rewards/accuracy"),
     "val loss": ("val/loss", "val-core/rm/loss"),
 }
-"""Name of a line -> metrics, of which the first that is there is drawn; a KL that is 0 is none."""
+"""Name of a line -> metrics, of which the first existing one is drawn; a KL of only 0 is
+skipped."""
 MOST_LINES = 4
 PIPE_WIDTH, MOST_COLUMNS = 80, 60
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
 def sparklines(metrics: Metrics, width: int | None) -> list[str]:
-    """At most four lines, no wider than a terminal of `width` columns; None: it is no terminal."""
+    """Return at most four lines, no wider than `width` columns; None means no terminal."""
     drawn = []
     for name, wanted in WATCHED.items():
         found = filter(None, (series(metrics, metric)[1] for metric in wanted))
@@ -48,7 +49,7 @@ def sparklines(metrics: Metrics, width: int | None) -> list[str]:
 
 
 def curve(values: Sequence[float], room: int, blocks: str = BLOCKS) -> str:
-    """A character for the mean of so many values; a blank where none of them is finite."""
+    """Return a character per column for the mean of its values; a blank without finite values."""
     columns = max(min(len(values), room, MOST_COLUMNS), 1)
     means = []
     for column in range(columns):

@@ -1,7 +1,7 @@
-"""A run in a few lines, printed at its end and shown on top of its report.
+"""A run in a few lines, printed at its end and shown at the top of its report.
 
-Where the time went, the best validation, and what to look at: numbers beyond the limits that
-`docs/reading_the_report.md` names.
+They show the phases of a step, the best validation, and what to look at: metrics beyond the limits
+in `docs/reading_the_report.md`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trainer.report.read import RunData, phase_shares
 from trainer.report.trajectories import SECONDS
 
 ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP, FAILED_CALLS = 0.05, 0.3, 0.2, 0.2, 0.3
-"""The limits: share of the first entropy, of answers, of tokens, nats, share of tool calls."""
+"""The limits: share of the first entropy, of responses, of tokens, nats, share of tool calls."""
 FEWEST_STEPS = 5
-"""A run of fewer is too short to say that it does not learn."""
+"""A shorter run cannot show whether it learns."""
 BIGGEST_PHASES = 3
 
 
 def summary(data: RunData) -> list[str]:
-    """The lines; none for a run that trained no step."""
+    """Return the lines; none for a run that trained no step."""
     if not phase_shares(data.metrics, data.stages):
         return []
     best = list(_best_validations(data))
@@ -31,7 +31,7 @@ def summary(data: RunData) -> list[str]:
 
 
 def what_to_look_at(data: RunData) -> list[str]:
-    """What is beyond its limits at the run's end, each with what helps."""
+    """Return the metrics beyond their limits at the run's end, each with advice."""
     found = [
         _answers_cut(data),
         _entropy_gone(data),
@@ -44,13 +44,15 @@ def what_to_look_at(data: RunData) -> list[str]:
 
 
 def _time(data: RunData) -> str:
-    """How long the steps took, and in which phases."""
+    """Describe how long the steps took, and in which phases."""
     shares = phase_shares(data.metrics, data.stages)
     _, seconds = data.series("timing_s/step")
     largest = sorted(shares, key=lambda phase: phase[2], reverse=True)[:BIGGEST_PHASES]
     names = [*(name for name, _, _ in largest), "the rest"]
     ends = [round(end) for end in accumulate((share for *_, share in largest), initial=0.0)]
-    wholes = [end - start for start, end in pairwise([*ends, 100])]  # of rounded sums: 100 in all
+    wholes = [
+        end - start for start, end in pairwise([*ends, 100])
+    ]  # rounded sums make 100 in total
     phases = ", ".join(f"{n} {whole} %" for n, whole in zip(names, wholes, strict=True) if whole)
     mean = sum(seconds) / len(seconds)
     steps = f"{len(seconds)} steps" if len(seconds) > 1 else "1 step"
@@ -58,7 +60,7 @@ def _time(data: RunData) -> str:
 
 
 def _trajectories(data: RunData) -> Iterator[str]:
-    """Turns, time and ends of the last steps' trajectories, where samples are such."""
+    """Yield a line about turns, time and ends of the last steps' trajectories, if there are any."""
     turns = _last(data, "agents/num_turns/mean")
     if math.isnan(turns):
         return
@@ -73,7 +75,7 @@ def _trajectories(data: RunData) -> Iterator[str]:
 
 
 def _best_validations(data: RunData) -> Iterator[str]:
-    """The highest value of each validated number, and the last."""
+    """Yield the highest value of each validation metric, and the last."""
     names = dict.fromkeys(name for line in data.metrics for name in line)
     for name in names:
         steps, values = data.series(name)
@@ -88,7 +90,7 @@ def _best_validations(data: RunData) -> Iterator[str]:
 
 def _answers_cut(data: RunData) -> str:
     first, share = (end(data, "response_length/clip_ratio") for end in (_first, _last))
-    if not share > max(CUT_ANSWERS, first / 2):  # a policy that learns to end its answers is well
+    if not share > max(CUT_ANSWERS, first / 2):  # a policy that learns to stop is fine
         return ""
     return (
         f"{share:.0%} of the answers end at data.max_response_length: a larger one, or a reward "
@@ -151,7 +153,7 @@ def _first(data: RunData, name: str) -> float:
 
 
 def _last(data: RunData, name: str) -> float:
-    """Mean of the last steps; nan, which no limit catches, where there are none."""
+    """Return the mean over the last steps, or nan without any, which exceeds no limit."""
     return _mean(data.series(name)[1][-FEWEST_STEPS:])
 
 

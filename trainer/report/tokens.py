@@ -1,4 +1,4 @@
-"""The tokens of a run: drawn = trained + left out (by reason), from the metrics of its steps."""
+"""The tokens of a run: sampled = trained + left out (by reason), from the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 DRAWN, TRAINED = "training/num_drawn_tokens", "training/num_trained_tokens"
 LEFT_OUT = "training/num_left_out_tokens/"
-"""The reason follows."""
+"""A prefix, which the reason follows."""
 
 
 def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
-    """Tokens of these steps that were trained on, and those left out by reason."""
+    """Return the tokens of these steps that were trained on, and those left out, by reason."""
     trained, left_out = 0, Counter[str]()
     for line in lines:
         trained += int(line.get(TRAINED, 0))
@@ -22,12 +22,12 @@ def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
 
 
 def drawn_of(lines: Iterable[Mapping[str, float]]) -> int:
-    """Tokens that came from the rollout in these steps, as they were counted there."""
+    """Return the tokens that the rollout sampled in these steps, as counted there."""
     return sum(int(line.get(DRAWN, 0)) for line in lines)
 
 
 def tokens_in_words(drawn: int, trained: int, left_out: Mapping[str, int], queued: int = 0) -> str:
-    """The tokens of a run in a line."""
+    """Describe the tokens of a run in one line."""
     total = sum(left_out.values())
     reasons = "; ".join(f"{reason}: {num:,}" for reason, num in left_out.items())
     parts = [f"{trained:,} trained", *([f"{queued:,} queued"] if queued else [])]

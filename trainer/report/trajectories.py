@@ -1,4 +1,4 @@
-"""Samples of several turns, as a report shows them: their turns, and how they came out."""
+"""Samples of several turns for the report: their turns, and their outcomes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN = 6, 24, 600
-"""Shown of a step, of a trajectory, and of a turn, in characters."""
+"""The most trajectories per step, turns per trajectory, and characters per turn."""
 SUCCESS, NO_SUCCESS, FAILED = "success", "no success", "environment failed"
 MOST_ROWS = 12
 SECONDS = ("engine", "environment", "waiting")
@@ -16,16 +16,16 @@ SECONDS = ("engine", "environment", "waiting")
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """What was said, or observed."""
+    """A response or an observation."""
 
     role: str
     text: str
     is_drawn: bool
     reward: float | None = None
     seconds: tuple[float, ...] = ()
-    """In the engine, in the environment, waiting."""
+    """Seconds in the engine, in the environment, waiting."""
     facts: str = ""
-    """Its tokens, and calls of tools."""
+    """Its tokens, and its tool calls."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Trajectory:
     ended: str
     problem: str
     facts: str
-    """Turns, tokens and seconds in all."""
+    """Turns, tokens and seconds in total."""
     longest: float
-    """Seconds of the turn that took longest."""
+    """Seconds of the longest turn."""
 
 
 def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """The turns of a line of samples; a line that has none has none here."""
+    """Return the turns of a sample's line, which may have none."""
     found = _turns(row)
     said = _said(found)
     turns = [_shown(turn) for turn in found[:MOST_TURNS]]
@@ -70,7 +70,7 @@ def _said(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_drawn(turn: Mapping[str, Any]) -> bool:
-    """What an agent has sent once more of its history is not."""
+    """Return whether the policy sampled this turn; resent history does not count."""
     return turn.get("role") == "assistant" and "tokens" in turn
 
 
@@ -100,9 +100,9 @@ def _number(turn: Mapping[str, Any], name: str) -> float:
 
 
 def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Number of turns -> how trajectories of so many came out -> how many.
+    """Return number of turns -> outcome -> number of trajectories.
 
-    A success scores above 0. The longest are one row, where there are too many.
+    A success scores above 0. The longest trajectories share a row if there are too many rows.
     """
     counts: dict[int, Counter[str]] = {}
     for row in rows:
@@ -117,7 +117,7 @@ def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def shorten(text: Any, longest: int) -> str:
-    """The text, or its beginning and how much more there is."""
+    """Return the text, or its beginning and the number of further characters."""
     text = str(text)
     more = len(text) - longest
     return text if more <= 0 else f"{text[:longest]} … ({more} more characters)"
