@@ -21,7 +21,7 @@ OF_RAY_DEFAULT = {("DashboardAgent", "node"), ("DashboardAgent", "loopback")}
 def documented() -> set[tuple[str, str]]:
     """(process, kind of address) of the table's rows."""
     lines = (ROOT / "docs/security.md").read_text(encoding="utf-8").splitlines()
-    start = lines.index("| Process | Address | For | Who may |") + 2
+    start = lines.index("| Process | Address | Purpose | Who can connect |") + 2
     rows = set()
     for line in lines[start:]:
         if not line.startswith("|"):

@@ -2,7 +2,7 @@
 
     calls, text = parse(said, forms_of(chat_template))
 
-`docs/agents.md` lists the forms. No text raises: a call says what is wrong with it.
+`docs/agents.md` names the models of each form. No text raises: a call says what is wrong with it.
 """
 
 from __future__ import annotations
