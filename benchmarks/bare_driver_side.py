@@ -1,8 +1,9 @@
-"""The Ray calls of a detached step of 64 samples with nothing done: what the driver pays Ray alone.
+"""The Ray calls of an asynchronous step of 64 samples with nothing done: what the driver pays Ray
+alone.
 
     python benchmarks/bare_driver_side.py [STEPS]
 
-prints JSON; `bench_detached.py` runs it. A trainer and a maker are plain actors that sleep as long
+prints JSON; `bench_async.py` runs it. A trainer and a generator are plain actors that sleep as long
 as a step's methods take. As in a real step, the driver's main thread reads the samples, has them
 read twice and learnt from twice, each at the same time, and publishes; a thread of its own has
 weights received and samples made. Headers and payloads have the sizes that ours have.
@@ -46,11 +47,13 @@ class Idle:
         return bytes(BATCH), bytes(HEADER)
 
 
-def make_samples(maker: ray.actor.ActorHandle, samples: queue.Queue[list[ray.ObjectRef]]) -> None:
-    """The maker's thread: weights, then samples, as long as the process lives."""
+def make_samples(
+    generator: ray.actor.ActorHandle, samples: queue.Queue[list[ray.ObjectRef]]
+) -> None:
+    """The generator's thread: weights, then samples, as long as the process lives."""
     while True:
-        ray.get(maker.small.remote(RECEIVE_S))
-        payload, header = maker.batch.remote(GENERATE_S, bytes(PROMPTS))
+        ray.get(generator.small.remote(RECEIVE_S))
+        payload, header = generator.batch.remote(GENERATE_S, bytes(PROMPTS))
         ray.wait([header], fetch_local=False)
         ray.get(header)
         samples.put([header, payload])
@@ -72,9 +75,9 @@ def main() -> None:
     os.environ.update(SESSION)
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
     actor = ray.remote(Idle)
-    trainer, maker = actor.remote(), actor.remote()
+    trainer, generator = actor.remote(), actor.remote()
     samples: queue.Queue[list[ray.ObjectRef]] = queue.Queue(1)
-    threading.Thread(target=make_samples, args=(maker, samples), daemon=True).start()
+    threading.Thread(target=make_samples, args=(generator, samples), daemon=True).start()
     for _ in range(WARM_UP):
         step(trainer, samples)
 

@@ -1,4 +1,4 @@
-"""What the folder of a synchronous run predicts of detached ones, beside what these take.
+"""What the folder of a synchronous run predicts of asynchronous ones, beside what these take.
 
     python benchmarks/bench_prediction.py [--longer 4] [--json FILE]
 
@@ -22,8 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 from trainer import load_config, run
+from trainer.async_training.recipe import ASYNC
 from trainer.cli import make_tiny
-from trainer.detached.recipe import DETACHED
 from trainer.planner.prediction import measured_phases, setup_of
 from trainer.planner.simulate import Phases, simulate
 from trainer.ppo.config import PPOConfig
@@ -54,15 +54,15 @@ SETTINGS = (
     "role_workers.actor=bench_prediction.SleepingActor",
 )
 A_POOL_EACH = (
-    "role_mapping.rollout=maker_pool",
-    "resource_pool_spec.maker_pool=[1]",
+    "role_mapping.rollout=generator_pool",
+    "resource_pool_spec.generator_pool=[1]",
     "trainer.n_gpus_per_node=2",
 )
 TOPOLOGIES = (
-    ("detached.makers=1", "detached.max_staleness=1"),
-    ("detached.makers=2", "detached.max_staleness=0"),
+    ("async_training.generators=1", "async_training.max_staleness=1"),
+    ("async_training.generators=2", "async_training.max_staleness=0"),
 )
-"""The makers' seconds decide the one, those of all phases the other."""
+"""The generators' seconds decide the one, those of all phases the other."""
 
 
 def sleep(seconds: float) -> None:
@@ -109,8 +109,8 @@ class Times:
 def phases_of_synchronous(tiny: list[str], folder: Path) -> Phases:
     """Those of its middle step: all have the same work, and others may disturb some of them."""
     where = f"trainer.default_local_dir={folder}"
-    # A synchronous run's pools of one are processes, too, as those of makers and trainers are.
-    apart = property(lambda config: frozenset({"global_pool", "maker_pool"}))
+    # A synchronous run's pools of one are processes, too, as those of generators and trainers are.
+    apart = property(lambda config: frozenset({"global_pool", "generator_pool"}))
     with patch.object(PPOConfig, "child_pools", apart):
         run(load_config([*tiny, *SETTINGS, *A_POOL_EACH, where]))
     found = measured_phases(folder)[0]
@@ -121,9 +121,9 @@ def phases_of_synchronous(tiny: list[str], folder: Path) -> Phases:
 def measured_and_predicted(
     phases: Phases, tiny: list[str], folder: Path, topology: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Seconds a step of a detached run, and those that the phases predict of it."""
+    """Seconds a step of an asynchronous run, and those that the phases predict of it."""
     where = f"trainer.default_local_dir={folder}"
-    config = load_config([*tiny, *SETTINGS, *topology, where], DETACHED)
+    config = load_config([*tiny, *SETTINGS, *topology, where], ASYNC)
     times = Times()
     run(config, callbacks=[times])
     steps = [end - before for before, end in pairwise(times.ends[1:])]  # the first two warm up

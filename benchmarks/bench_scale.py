@@ -1,6 +1,6 @@
 """What whole PPO steps cost the driver, for 64 to 4,096 ranks that stand in this process.
 
-    python benchmarks/bench_scale.py [--ranks 64 256 1024 4096] [--tp 8] [--recipe detached]
+    python benchmarks/bench_scale.py [--ranks 64 256 1024 4096] [--tp 8] [--recipe async]
     python benchmarks/bench_scale.py --ranks 1024 4096 --samples 1
     python benchmarks/bench_scale.py --ranks 1024 --profile
     python benchmarks/bench_scale.py --ranks 1024 --folder FOLDER     # leaves its run folder
@@ -10,7 +10,7 @@ run folder and the checkpoint after the last step are those of a run. Workers ar
 (`simulated_roles.py`): nodes of eight devices, half of them with actor, rollout and reference, half
 with critic and reward model. A batch has `--samples` for each rank (4), of up to 512 + 512 tokens:
 4,096 at 1,024 ranks. With `--tp 8` eight ranks share a model, and the batch is as large. With
-`--recipe detached` half of the nodes are a maker each, with buffer, ledger and deliveries of
+`--recipe async` half of the nodes are a generator each, with buffer, ledger and deliveries of
 weights.
 
 Every number of ranks has a process of its own. `driver s` are the driver's CPU seconds of a step,
@@ -37,7 +37,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024, 4096])
-    parser.add_argument("--recipe", default="ppo", choices=("ppo", "detached"))
+    parser.add_argument("--recipe", default="ppo", choices=("ppo", "async"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)

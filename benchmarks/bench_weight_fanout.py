@@ -1,12 +1,12 @@
-"""What it costs to bring a version of the weights to 1, 2 and 4 makers at once.
+"""What it costs to bring a version of the weights to 1, 2 and 4 generators at once.
 
     python benchmarks/bench_weight_fanout.py [--rounds 9] [--small]
 
-A trainer with LoRA adapters in this process publishes, and makers in processes of their own
+A trainer with LoRA adapters in this process publishes, and generators in processes of their own
 receive, verify and load; all of the weights (`full`) or the factors alone (`changed`). In every
-round each number of makers has its turn. `--small` is for the tests. Prints JSON: medians over the
-rounds of the seconds until the last maker has its weights, their ratio to those of one maker, and
-the MiB that each maker was sent.
+round each number of generators has its turn. `--small` is for the tests. Prints JSON: medians over
+the rounds of the seconds until the last generator has its weights, their ratio to those of one
+generator, and the MiB that each generator was sent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from workers.weights.receiver import WeightReceiver
 from workers.weights.sender import WeightSender
 from workers.weights.sync import deliver_weights, publish_weights
 
-NUMBERS_OF_MAKERS = (1, 2, 4)
+NUMBERS_OF_GENERATORS = (1, 2, 4)
 SIZES = {"whole": (25, 1024), "small": (3, 64)}
 """Layers, and their width: 25 weights of 4 MiB."""
 
@@ -81,7 +81,7 @@ class Trainer(WeightSender, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Comparable with a maker's."""
+        """Comparable with a generator's."""
         return checksum_of(self.engine.named_full_tensors())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -111,7 +111,7 @@ class Rollout:
         self.version = version
 
 
-class Maker(WeightReceiver, Worker):
+class Generator(WeightReceiver, Worker):
     """Receives."""
 
     def __init__(self, size: str) -> None:
@@ -130,7 +130,7 @@ class Maker(WeightReceiver, Worker):
 
 
 def measure(size: str, rounds: int) -> dict[str, Any]:
-    """Figures of both ways to send, by number of makers."""
+    """Figures of both ways to send, by number of generators."""
     with ExitStack() as stack:
 
         def group(role: str, cls: type, own_processes: bool) -> Any:
@@ -140,42 +140,48 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
             return made.spawn([role])[role]
 
         trainer = group("trainer", Trainer, own_processes=False)
-        numbers = range(max(NUMBERS_OF_MAKERS))
-        makers = [group(f"maker_{number}", Maker, own_processes=True) for number in numbers]
+        numbers = range(max(NUMBERS_OF_GENERATORS))
+        generators = [
+            group(f"generator_{number}", Generator, own_processes=True) for number in numbers
+        ]
         found = {}
         for sync in ("full", "changed"):
-            for each in (trainer, *makers):
+            for each in (trainer, *generators):
                 each.begin(sync)
-            found[sync] = figures_of(trainer, makers, rounds)
+            found[sync] = figures_of(trainer, generators, rounds)
     return found
 
 
-def figures_of(trainer: Any, makers: list[Any], rounds: int) -> dict[str, Any]:
-    """By number of makers; the weights of every maker are compared with the trainer's."""
-    seconds: dict[int, list[float]] = {number: [] for number in NUMBERS_OF_MAKERS}
+def figures_of(trainer: Any, generators: list[Any], rounds: int) -> dict[str, Any]:
+    """By number of generators; the weights of every generator are compared with the trainer's."""
+    seconds: dict[int, list[float]] = {number: [] for number in NUMBERS_OF_GENERATORS}
     publish_s, sent_mb = [], {}
-    with ThreadPoolExecutor(len(makers)) as threads:
+    with ThreadPoolExecutor(len(generators)) as threads:
 
         def deliver(receiving: list[Any]) -> list[dict[str, float]]:
-            return list(threads.map(lambda maker: deliver_weights(trainer, maker), receiving))
+            return list(
+                threads.map(lambda generator: deliver_weights(trainer, generator), receiving)
+            )
 
         publish_weights(trainer, 0)
-        deliver(makers)  # the first one is whole, and connects
-        turns = [number for _ in range(rounds) for number in NUMBERS_OF_MAKERS]
+        deliver(generators)  # the first one is whole, and connects
+        turns = [number for _ in range(rounds) for number in NUMBERS_OF_GENERATORS]
         for version, number in enumerate(turns, 1):
             trainer.learn()
             publish_s.append(publish_weights(trainer, version)["timing_s/publish_weights"])
             began = time.perf_counter()
-            figures = deliver(makers[:number])
+            figures = deliver(generators[:number])
             seconds[number].append(time.perf_counter() - began)
             sent_mb[number] = max(figure["perf/weight_sync_mb"] for figure in figures)
             published = trainer.weights_checksum()
-            assert all(maker.weights_checksum() == published for maker in makers[:number])
+            assert all(
+                generator.weights_checksum() == published for generator in generators[:number]
+            )
 
     found: dict[str, Any] = {"publish_s": statistics.median(publish_s)}
     medians = {number: statistics.median(values) for number, values in seconds.items()}
     for number, median in medians.items():
-        found[f"{number} makers"] = {
+        found[f"{number} generators"] = {
             "seconds": median,
             "ratio_to_one": median / medians[1],
             "mib_each": sent_mb[number],

@@ -238,7 +238,7 @@ def run_figures(run: Run, folder: Path, gpu: Device | None) -> Figures:
     first, *steps = [json.loads(line) for line in text.splitlines()]
     figures: dict[str, float | str] = {"first step s": first["timing_s/step"]}
     for name, metric in (
-        METRICS | (ASYNCHRONOUS if run.recipe == "detached" else SYNCHRONOUS)
+        METRICS | (ASYNCHRONOUS if run.recipe == "async" else SYNCHRONOUS)
     ).items():
         if values := [step[metric] for step in steps if metric in step]:
             figures[name] = statistics.median(values)
@@ -373,11 +373,11 @@ def of_several(makes: Makes) -> Iterator[Part]:
     yield makes.run("GRPO 7B, offloaded", 130, "7b", (*GRPO, offload), needs_gpu=True)
     asynchronous = (
         *GRPO,
-        "detached.makers=1",
-        f"detached.trainers={half}",
-        f"resource_pool_spec.maker_0_pool=[{half}]",
+        "async_training.generators=1",
+        f"async_training.trainers={half}",
+        f"resource_pool_spec.generator_0_pool=[{half}]",
     )
     yield makes.run(
         f"asynchronous 7B, {half} + {half}", 140, "7b", asynchronous,
-        recipe="detached", generating_gpus=half,
+        recipe="async", generating_gpus=half,
     )  # fmt: skip

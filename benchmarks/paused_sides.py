@@ -5,7 +5,7 @@
     facts = sides[name].end()           # of one window; the other sides rest
     sides[name].close()
 
-The sides are those of `detached_side.py`, and any other script that prints JSON.
+The sides are those of `async_side.py`, and any other script that prints JSON.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from detached_side import NUM_SAMPLES
+from async_side import NUM_SAMPLES
 from sides import ENV, HERE
 
-SIDE = str(HERE / "detached_side.py")
+SIDE = str(HERE / "async_side.py")
 SETTLE = 5
 """Steps of a window that do not count."""
 WITHOUT_END = 10**6

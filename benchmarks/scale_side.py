@@ -27,9 +27,9 @@ from bench_detection import make_judge
 from simulated import FarEnds
 from simulated_roles import PROMPT, RESPONSE, Workers
 
+from trainer.async_training.recipe import ASYNC
+from trainer.async_training.step import AsyncTrainer
 from trainer.config.compose import load_config
-from trainer.detached.recipe import DETACHED
-from trainer.detached.step import DetachedTrainer
 from trainer.groups import worker_groups
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import show_plan
@@ -139,8 +139,8 @@ class MeasuredPPO(Measured, PPOTrainer):
     """A run of PPO."""
 
 
-class MeasuredDetached(Measured, DetachedTrainer):
-    """A run with makers."""
+class MeasuredAsync(Measured, AsyncTrainer):
+    """A run with generators."""
 
 
 def make_inputs(folder: Path, num_prompts: int) -> Path:
@@ -171,21 +171,24 @@ def on_two_pools(nodes: int) -> list[str]:
     ]
 
 
-def with_makers(nodes: int) -> list[str]:
-    """Half of the nodes are a maker each, the others train."""
-    makers = nodes // 2
-    pools = {f"maker_{maker}_pool": [ON_NODE] for maker in range(makers)}
-    pools["trainer_pool"] = [ON_NODE] * makers
+def with_generators(nodes: int) -> list[str]:
+    """Half of the nodes are a generator each, the others train."""
+    generators = nodes // 2
+    pools = {f"generator_{generator}_pool": [ON_NODE] for generator in range(generators)}
+    pools["trainer_pool"] = [ON_NODE] * generators
     spec = ", ".join(f"{name}: {sizes}" for name, sizes in pools.items())
     return [
-        *(f"detached.makers={makers}", f"detached.trainers={makers * ON_NODE}"),
+        *(
+            f"async_training.generators={generators}",
+            f"async_training.trainers={generators * ON_NODE}",
+        ),
         f"resource_pool_spec={{{spec}}}",
     ]
 
 
 RECIPES = {
     "ppo": (PPO, MeasuredPPO, on_two_pools),
-    "detached": (DETACHED, MeasuredDetached, with_makers),
+    "async": (ASYNC, MeasuredAsync, with_generators),
 }
 
 

@@ -151,7 +151,7 @@ class Workers(Simulated):
         return (False if call.method == "start_checkpoint" else None), {}
 
     def _taken(self, rank: int, seconds: float) -> DataProto | None:
-        """What is there after so long, as a maker's rank gives it."""
+        """What is there after so long, as a generator's rank gives it."""
         making, now = self._making[rank], time.monotonic()
         first = min(done_at for done_at, _ in making)
         self._take_s = min(max(0.0, first - now), seconds)

@@ -27,11 +27,11 @@ from cards import (
 )
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
+from trainer.async_training.recipe import ASYNC
 from trainer.cli.explain import said_of
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.detached.recipe import DETACHED
 from trainer.migrate.flags import Row, Table, read_table
 from trainer.ppo import verl
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
@@ -419,7 +419,7 @@ def flat_name_table() -> str:
         assert OF_POLICY.sub("", f"`{OF_PPO[name]}`") == f"`{OF_ROWS[name]}`", name
     own = [f"`{name}` (`{key}`)" for name, key in OF_ROWS.items() if name not in OF_PPO]
     return (
-        f"`PPO`, `GRPO` and `Detached` have\n\n{_list(rows)}\n\n`SFT`, `RewardModel` and `DPO` "
+        f"`PPO`, `GRPO` and `AsyncPPO` have\n\n{_list(rows)}\n\n`SFT`, `RewardModel` and `DPO` "
         f"have {_code(alike)}, without `actor_rollout_ref.` and `actor.`, and {', '.join(own)}."
     )
 
@@ -522,7 +522,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "rewards": ("rewards.md", reward_key_table),
     "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
     "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
-    "detached-keys": ("detached.md", partial(recipe_key_table, DETACHED, PPOConfig)),
+    "async-keys": ("async.md", partial(recipe_key_table, ASYNC, PPOConfig)),
     "columns": ("dataflow.md", column_table),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),

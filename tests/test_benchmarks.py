@@ -100,14 +100,14 @@ def test_a_reference_as_int8_loads_in_three_fifths_of_its_float32_memory() -> No
     assert 0 < report["|log-prob apart|, mean"] < 0.2
 
 
-def test_the_benchmark_of_deliveries_compares_one_maker_with_more() -> None:
+def test_the_benchmark_of_deliveries_compares_one_generator_with_more() -> None:
     fanout = load("benchmarks/bench_weight_fanout.py")
     full, changed = fanout.measure("small", rounds=1).values()
     number, width = fanout.SIZES["small"]
-    for makers in ("1 makers", "2 makers", "4 makers"):
-        assert full[makers]["mib_each"] * 2**20 == number * width * width * 4
-        assert changed[makers]["mib_each"] * 2**20 == number * 2 * 4 * width * 4
-        assert full[makers]["ratio_to_one"] > 0
+    for generators in ("1 generators", "2 generators", "4 generators"):
+        assert full[generators]["mib_each"] * 2**20 == number * width * width * 4
+        assert changed[generators]["mib_each"] * 2**20 == number * 2 * 4 * width * 4
+        assert full[generators]["ratio_to_one"] > 0
 
 
 def test_the_benchmark_of_checkpoints_compares_steps_beside_a_write_with_steps_alone(
@@ -120,10 +120,10 @@ def test_the_benchmark_of_checkpoints_compares_steps_beside_a_write_with_steps_a
     assert found["write_s"] > 0
 
 
-def test_the_memory_of_a_detached_run_is_bounded_in_samples(tmp_path: Path) -> None:
-    rows = load("benchmarks/bench_detached_memory.py").measure(tmp_path, steps=4)
+def test_the_memory_of_an_async_run_is_bounded_in_samples(tmp_path: Path) -> None:
+    rows = load("benchmarks/bench_async_memory.py").measure(tmp_path, steps=4)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert all(row["driver_mib"] > 50 and row["maker_mib"] > 50 for row in rows)
+    assert all(row["driver_mib"] > 50 and row["generator_mib"] > 50 for row in rows)
     assert all(row["open_samples"] <= 4 * 8 and row["queued"] <= 2 * 16 for row in rows)
 
 

@@ -19,11 +19,11 @@ import pytest
 from tests import ROOT
 from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
+from trainer.async_training.config import AsyncConfig
 from trainer.cli.main import RECIPES
 from trainer.config.keys import named_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
-from trainer.detached.config import DetachedConfig
 from trainer.hooks import Hooks
 from trainer.launch import nominal_placement
 from workers.training.schedules import LR_SCHEDULES
@@ -34,7 +34,7 @@ STARTS = (
     rf"(?:verl-like |-m trainer\.(?:cli\.)?main[ _])({NAMES}) +((?:\.{{3}} )?\+?[\w.]+=[^`#\n]+)"
 )
 """A command that starts a run, and its settings."""
-NUMBER_OF_SHELL = re.compile(r"(detached|trainer)\.\w+=\$")
+NUMBER_OF_SHELL = re.compile(r"(async_training|trainer)\.\w+=\$")
 
 
 def pages() -> list[object]:
@@ -168,19 +168,19 @@ def test_a_command_composes_and_its_pools_have_room(
 
 
 KEYS = re.compile(
-    r"`((?:actor_rollout_ref|algorithm|critic|data|detached|reward_model|trainer)(?:\.\w+)+)"
+    r"`((?:actor_rollout_ref|algorithm|critic|data|async_training|reward_model|trainer)(?:\.\w+)+)"
 )
 
 
-@pytest.mark.parametrize(
-    "page", ["detached.md", "coming_from_colossalchat.md", "troubleshooting.md"]
-)
+@pytest.mark.parametrize("page", ["async.md", "coming_from_colossalchat.md", "troubleshooting.md"])
 def test_the_keys_that_a_page_names_are_there(page: str) -> None:
     named = set(KEYS.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
-    keys = set(named_keys(DetachedConfig))
-    of_makers = {name for name in named if name.startswith("detached.maker_settings.")}
+    keys = set(named_keys(AsyncConfig))
+    of_generators = {
+        name for name in named if name.startswith("async_training.generator_settings.")
+    }
     assert len(named) > 15
-    assert named - keys - of_makers - {"detached.json"} == set()
+    assert named - keys - of_generators - {"async.json"} == set()
 
 
 def test_the_hooks_beside_colossalchats_callbacks_are_ours() -> None:

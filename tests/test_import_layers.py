@@ -69,7 +69,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("rollouts", "rows"),
         ("ppo", "preference", "reward_model", "sft"),
         ("best_of_n", "compare", "planner.simulate"),
-        ("detached",),
+        ("async_training",),
         ("planner",),
         ("migrate",),
         ("check_loss", "evaluation", "replay"),

@@ -1,7 +1,7 @@
 """The driver: recipes, their loop, and their configuration. Names are imported on first use.
 
 `trainer.ppo.stages` is PPO; `trainer.loop` is the loop that every recipe shares. `PPO`, `GRPO`,
-`Detached`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
+`AsyncPPO`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.api.recipes import DPO, GRPO, PPO, SFT, Detached, RewardModel
+    from trainer.api.recipes import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
     from trainer.config.flat import config_hash
     from trainer.groups.worker_groups import WorkerGroups
     from trainer.launch import run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DPO",
-    "Detached",
+    "AsyncPPO",
     "GRPO",
     "PPO",
     "PPOConfig",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 _MODULE_OF = {
     "DPO": "api.recipes",
-    "Detached": "api.recipes",
+    "AsyncPPO": "api.recipes",
     "GRPO": "api.recipes",
     "PPO": "api.recipes",
     "PPOConfig": "ppo.config",

@@ -65,7 +65,9 @@ class Trainer(Hooks, ABC):
     learns_from_samples: ClassVar[bool] = False
     """Whether a step trains on samples that it has generated, which the sample log follows."""
     origins: Any = None
-    """Facts for the observers about samples that come from a queue (`trainer.detached.origins`)."""
+    """Facts for the observers about samples that come from a queue
+    (`trainer.async_training.origins`).
+    """
 
     def __init__(self, run: Run) -> None:
         """Load no model: the loop does that when it starts."""

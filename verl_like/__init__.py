@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from trainer.api.recipes import GRPO as GRPO
     from trainer.api.recipes import PPO as PPO
     from trainer.api.recipes import SFT as SFT
-    from trainer.api.recipes import Detached as Detached
+    from trainer.api.recipes import AsyncPPO as AsyncPPO
     from trainer.api.recipes import RewardModel as RewardModel
     from trainer.check_loss import check_loss as check_loss
     from trainer.launch import run as run
@@ -95,7 +95,7 @@ _MODULE_OF = {
     "DataProto": "verl_like.batch.protocol",
     "DataProtoFuture": "verl_like.calls.future",
     "DataProtoItem": "verl_like.batch.protocol",
-    "Detached": "trainer.api.recipes",
+    "AsyncPPO": "trainer.api.recipes",
     "Dispatch": "verl_like.calls.dispatch",
     "End": "workers.agents",
     "Environment": "workers.agents",

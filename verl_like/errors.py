@@ -88,7 +88,7 @@ class WeightSyncError(VerlLikeError, RuntimeError):
 
 
 class LedgerError(VerlLikeError, RuntimeError):
-    """The ledger of a detached run does not add up: a sample was lost, or counted twice."""
+    """The ledger of an asynchronous run does not add up: a sample was lost, or counted twice."""
 
 
 class CheckpointError(VerlLikeError, RuntimeError):

@@ -109,7 +109,9 @@ COLUMNS: dict[str, Column] = {
         _of_role("sum_pi_squared", "actor.compute_log_prob", ", for an estimator"),
         _of_role("ref_log_prob", "ref.compute_ref_log_prob"),
         _of_role("values", "critic.compute_values"),
-        Column("value_version", "[rows]", "int64", ", for makers", "critic_copy", "compute_values"),
+        Column(
+            "value_version", "[rows]", "int64", ", for generators", "critic_copy", "compute_values"
+        ),
         _of_role("rm_scores", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
         Column("step_ends", "[rows, R]", "bool", "the reward: where it put a score"),

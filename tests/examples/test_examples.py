@@ -11,7 +11,7 @@ COVERED = {
     "data": "tests/examples/test_prepare_gsm8k.py",
     "remote_reward": "tests/examples/test_remote_reward.py",
     "rlhf_pipeline": "tests/examples/test_rlhf_pipeline.py",
-    "detached": "tests/examples/test_detached.py",
+    "async": "tests/examples/test_async.py",
     "notebook": "tests/examples/test_notebook.py",
     "agents": "tests/examples/test_agents.py",
     "cluster": "tests/examples/test_cluster.py",

@@ -47,7 +47,7 @@ REF_IN_INT8 = "actor_rollout_ref.ref.quantization=int8"
 LORA = "actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4"
 AVERAGED = "actor_rollout_ref.actor.ema_decay=0.5", "data.val_files={tiny}/val.parquet"
 CLASSIFIER = "reward_model.enable=true", "reward_model.model.path={classifier}"
-MAKERS = "detached.topology=2m{num_ranks}t", "detached.max_staleness=0"
+GENERATORS = "async_training.topology=2m{num_ranks}t", "async_training.max_staleness=0"
 BESIDE = {
     "actor, reference, critic": Beside("ppo"),
     "LoRA": Beside("ppo", LORA, sections=BOTH),
@@ -58,8 +58,10 @@ BESIDE = {
     "int8 reference on such ranks": Beside("ppo", (REF_IN_INT8,)),
     "int8 reference, whole on each": Beside("ppo", (REF_IN_INT8,), sections=BOTH),
     "reward model that scores": Beside("ppo", CLASSIFIER),
-    "makers (`detached`)": Beside("detached", MAKERS),
-    "makers that score": Beside("detached", (*MAKERS, "detached.score_on=maker"), sections=BOTH),
+    "generators (`async`)": Beside("async", GENERATORS),
+    "generators that score": Beside(
+        "async", (*GENERATORS, "async_training.score_on=generator"), sections=BOTH
+    ),
     "`sft`": Beside("sft", ("data.train_files={rows}",), ROWS),
     "`sft` with LoRA": Beside("sft", ("data.train_files={rows}", "model.lora_rank=4"), ROWS),
     "`dpo`": Beside("dpo", ("data.train_files={pairs}",), ROWS),

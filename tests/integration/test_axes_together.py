@@ -13,24 +13,24 @@ from tests.integration import axes
 from tests.integration.runs import numbers, overrides
 from tests.integration.test_axes import with_experts
 from trainer import load_config, run
-from trainer.detached.recipe import DETACHED
+from trainer.async_training.recipe import ASYNC
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 
-RECIPES = {"ppo": PPO, "detached": DETACHED, "sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
+RECIPES = {"ppo": PPO, "async": ASYNC, "sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
 QUICK = [
     ("actor, reference, critic", "shard x tp"),
     ("LoRA", "shard x sp"),
-    ("makers (`detached`)", "ep x sp"),
+    ("generators (`async`)", "ep x sp"),
     ("`sft` with LoRA", "ep x shard"),
     ("`dpo`", "sp x tp"),
     ("actor, reference, critic", "shard x pp"),
     ("`dpo`", "tp x pp"),
 ]
-OF_THE_CLOCK = ("detached/", "training/weight")
+OF_THE_CLOCK = ("async/", "training/weight")
 TEXTS = [{"prompt": f"say {x}", "response": x * (1 + n % 3)} for n, x in enumerate("abcdefghijkl")]
 PAIRS = [
     {"prompt": f"say {x}", "chosen": x * 2, "rejected": "cd"[: 1 + n % 2]}
@@ -78,9 +78,9 @@ class Runs:
         self.count += 1
         folder = self.folder / str(self.count)
         steps = ["trainer.backend=local", "trainer.total_training_steps=2"]
-        if what.recipe != "detached":
+        if what.recipe != "async":
             steps.append(f"trainer.n_gpus_per_node={layout.num_ranks}")
-        if what.recipe in ("ppo", "detached"):
+        if what.recipe in ("ppo", "async"):
             policy = "actor_rollout_ref"
             steps += [f"{policy}.model.path={model}", f"{policy}.actor.use_kl_loss=true"]
             steps += [f"critic.model.path={model}"]

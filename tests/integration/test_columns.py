@@ -127,7 +127,7 @@ def recorders(
             made.append(Recorder(patch))
             changes = [*changes, "trainer.backend=local", "trainer.total_training_steps=1"]
             run(load_config(overrides(tiny_dir, folder / name, *changes)))
-    # of detached runs, where it works in a maker's process and has the critic's column, too
+    # of asynchronous runs, where it works in a generator's process and has the critic's column, too
     critic_copy = started(CriticCopyWorker, tiny_config(tiny_dir))
     critic_copy.engine.commit(1)
     samples = DataProto.from_dict({name: made[0].given["update_actor"][name] for name in INPUTS})

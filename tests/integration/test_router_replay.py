@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import POLICY_ALONE, numbers, overrides, with_experts
-from tests.trainer.detached.test_environments import numbers as own_numbers
-from tests.trainer.detached.test_environments import play
+from tests.trainer.async_training.test_environments import numbers as own_numbers
+from tests.trainer.async_training.test_environments import play
 from trainer import load_config, run
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
@@ -103,14 +103,14 @@ def test_what_cannot_be_replayed_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", ["as_drawn", "as_template"])
-def test_a_detached_run_of_pieces_of_turns_is_the_synchronous_one(
+def test_an_async_run_of_pieces_of_turns_is_the_synchronous_one(
     history: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     model = with_experts(tiny_dir, tmp_path / "model")
     more = (model, R3, f"environment.history={history}")
     plain = play(tiny_dir, tmp_path / "plain", *more, recipe=PPO)
-    parts = (f"{POLICY}.rollout.max_new_tokens_per_call=3", "detached.max_staleness=0")
-    found = play(tiny_dir, tmp_path / "detached", *more, *parts)
+    parts = (f"{POLICY}.rollout.max_new_tokens_per_call=3", "async_training.max_staleness=0")
+    found = play(tiny_dir, tmp_path / "async", *more, *parts)
     for own, expected in zip(own_numbers(found), own_numbers(plain), strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", GAP):
             assert own[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.async_training.config import AsyncConfig
 from trainer.config.schema import RunConfig
-from trainer.detached.config import DetachedConfig
 
 BACKENDS = {
     "local": ("trainer.backend=local",),
@@ -22,5 +22,5 @@ def start_processes(
         request.getfixturevalue("ray_session")
         return
     pools = property(lambda self: frozenset(self.resource_pool_spec))
-    for config in (RunConfig, DetachedConfig):
+    for config in (RunConfig, AsyncConfig):
         monkeypatch.setattr(config, "child_pools", pools)

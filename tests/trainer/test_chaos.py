@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines, numbers, overrides
 from trainer import load_config, restarts, run
-from trainer.detached.recipe import DETACHED
+from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.report.disturbances import faults_in_words
@@ -23,7 +23,7 @@ from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, LedgerError
 
 STEPS, PROMPTS = 30, 2
-OF_DETACHED_RUNS = ("detached/", "training/weights_changed_share")
+OF_ASYNC_RUNS = ("async/", "training/weights_changed_share")
 """What they have among their metrics beside those of PPO."""
 
 
@@ -70,12 +70,16 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of two runs that had every kind of fault."""
-    found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "detached")}
+    found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "async")}
     more = (*LOCAL, *CHAOS, *OWN_PROCESS, "trainer.save_freq=5", "chaos.seed=1138")
     run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
-    detached = ("detached.max_staleness=0", "detached.on_maker_loss=restart", "chaos.seed=784")
-    more = (*LOCAL, *CHAOS, *detached)
-    run(load_config(overrides(tiny_dir, found["detached"], *more), DETACHED))
+    async_training = (
+        "async_training.max_staleness=0",
+        "async_training.on_generator_loss=restart",
+        "chaos.seed=784",
+    )
+    more = (*LOCAL, *CHAOS, *async_training)
+    run(load_config(overrides(tiny_dir, found["async"], *more), ASYNC))
     return found
 
 
@@ -83,14 +87,14 @@ def faults(folder: Path) -> list[dict[str, Any]]:
     return lines(folder, "chaos.jsonl")
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "detached"])
+@pytest.mark.parametrize("recipe", ["ppo", "async"])
 def test_a_run_under_every_fault_ends_with_the_numbers_of_an_undisturbed_one(
     folders: dict[str, Path], whole: Path, recipe: str
 ) -> None:
     kinds = {line["kind"] for line in faults(folders[recipe])}
     assert kinds == {"kill_worker", "drop_bucket", "delay", "ledger"}
     for ours, theirs in zip(numbers(folders[recipe]), numbers(whole), strict=True):
-        shared = {name: n for name, n in ours.items() if not name.startswith(OF_DETACHED_RUNS)}
+        shared = {name: n for name, n in ours.items() if not name.startswith(OF_ASYNC_RUNS)}
         assert shared == {name: theirs[name] for name in shared}
 
 
@@ -126,13 +130,13 @@ def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
     assert ledger["samples"]["trained"] == 2 * PROMPTS * 2 - cut
 
 
-def test_a_maker_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
-    *_, steps = faults(folders["detached"])
+def test_a_generator_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
+    *_, steps = faults(folders["async"])
     assert (steps["begun"], steps["made_again"]) == (STEPS, 0)
-    ledger = json.loads((folders["detached"] / "detached.json").read_text())["ledger"]
-    (maker,) = ledger["makers"].values()
-    assert maker["trained"] == STEPS * PROMPTS * 2
-    assert maker["made"] == maker["trained"] + sum(maker["dropped"].values())
+    ledger = json.loads((folders["async"] / "async.json").read_text())["ledger"]
+    (generator,) = ledger["generators"].values()
+    assert generator["trained"] == STEPS * PROMPTS * 2
+    assert generator["made"] == generator["trained"] + sum(generator["dropped"].values())
 
 
 @pytest.mark.ray
@@ -266,5 +270,5 @@ def test_dropped_buckets_alone_make_a_run_with_faults(tmp_path: Path) -> None:
 
 
 def test_a_rollout_in_the_actors_own_processes_gets_no_buckets(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="placement=standalone, or `verl-like detached`"):
+    with pytest.raises(ConfigError, match="placement=standalone, or `verl-like async`"):
         load_config(overrides(tmp_path, tmp_path, "chaos.drop_bucket=0.1"))

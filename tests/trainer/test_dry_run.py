@@ -16,10 +16,10 @@ import torch
 
 from tests.integration.runs import overrides
 from trainer import load_config, run
+from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.data import files
-from trainer.detached.recipe import DETACHED
 from trainer.dry_run import ALL_FOUND
 from trainer.evaluation.recipe import EVAL
 from trainer.ppo.recipe import PPO
@@ -38,7 +38,7 @@ WHERE_IT_WRITES = {
     "best-of-n": ("selection.file={tmp}/new/rows.jsonl",),
 }
 """Settings of a run that would write more than its folder."""
-RECIPES = {"ppo": PPO, "detached": DETACHED, **ON_ROWS, "best-of-n": BEST_OF_N, "eval": EVAL}
+RECIPES = {"ppo": PPO, "async": ASYNC, **ON_ROWS, "best-of-n": BEST_OF_N, "eval": EVAL}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_of(name: str, tiny: Path, folder: Path) -> list[str]:
     """A run of that recipe in which nothing is wrong."""
-    if name in ("ppo", "detached"):
+    if name in ("ppo", "async"):
         return overrides(tiny, folder / "run", *DRY)
     home = f"trainer.default_local_dir={folder}/run"
     if name in ON_ROWS:
@@ -79,31 +79,31 @@ def test_where_nothing_is_wrong_it_says_what_there_is(
 
 EDGES = {
     "3m2t": [
-        "maker 0 | rollout | maker_0_pool | trainer 0 | -",
-        "maker 1 | rollout_1 | maker_1_pool | trainer 1 | -",
-        "maker 2 | rollout_2 | maker_2_pool | trainer 0 | -",
-        "trainer 0 | rank 0 | trainer_pool | - | maker 0, 2",
-        "trainer 1 | rank 1 | trainer_pool | - | maker 1",
+        "generator 0 | rollout | generator_0_pool | trainer 0 | -",
+        "generator 1 | rollout_1 | generator_1_pool | trainer 1 | -",
+        "generator 2 | rollout_2 | generator_2_pool | trainer 0 | -",
+        "trainer 0 | rank 0 | trainer_pool | - | generator 0, 2",
+        "trainer 1 | rank 1 | trainer_pool | - | generator 1",
     ],
     "2m3t": [
-        "maker 0 | rollout | maker_0_pool | trainer 0, 2 | -",
-        "maker 1 | rollout_1 | maker_1_pool | trainer 1 | -",
-        "trainer 0 | rank 0 | trainer_pool | - | maker 0",
-        "trainer 1 | rank 1 | trainer_pool | - | maker 1",
+        "generator 0 | rollout | generator_0_pool | trainer 0, 2 | -",
+        "generator 1 | rollout_1 | generator_1_pool | trainer 1 | -",
+        "trainer 0 | rank 0 | trainer_pool | - | generator 0",
+        "trainer 1 | rank 1 | trainer_pool | - | generator 1",
         "trainer 2 | rank 2 | trainer_pool | - | -",
     ],
 }
-"""What is printed of each topology, from maker to trainer and from trainer to maker."""
+"""What is printed of each topology, from generator to trainer and from trainer to generator."""
 
 
 @pytest.mark.parametrize("topology", EDGES)
-def test_it_shows_every_edge_between_makers_and_trainers(
+def test_it_shows_every_edge_between_generators_and_trainers(
     topology: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch = ("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
-    dry("detached", tiny_dir, tmp_path, f"detached.topology={topology}", *batch)
+    dry("async", tiny_dir, tmp_path, f"async_training.topology={topology}", *batch)
     shown = capsys.readouterr().out.splitlines()
-    rows = [line for line in shown if re.match(r"(maker|trainer) \d {2,}", line)]
+    rows = [line for line in shown if re.match(r"(generator|trainer) \d {2,}", line)]
     assert [re.sub(" {2,}", " | ", row.rstrip()) for row in rows] == EDGES[topology]
 
 
@@ -178,7 +178,7 @@ def _is_not_installed(package: str) -> str:
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
-        ("detached", f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
+        ("async", f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
         ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
         ("eval", "custom_reward_function.path={tmp}/no.py", "there is no such file"),
         ("dpo", "data.train_files={tmp}/no.jsonl", "there is no file"),

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
-from tests.trainer.detached.test_lost_trainer import of_training
+from tests.trainer.async_training.test_lost_trainer import of_training
 from tests.trainer.process_backends import BACKENDS, start_processes
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts, run
+from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
@@ -40,7 +40,11 @@ APART = (
     "role_mapping={actor: train_pool, critic: critic_pool, rollout: rollout_pool, ref: ref_pool}",
     "trainer.n_gpus_per_node=4",
 )
-MAKER = ("detached.max_staleness=0", "detached.on_maker_loss=restart", *POLICY_ALONE)
+GENERATOR = (
+    "async_training.max_staleness=0",
+    "async_training.on_generator_loss=restart",
+    *POLICY_ALONE,
+)
 SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
 TWO = ("trainer.n_gpus_per_node=2",)
 REWARDS = "rewards"
@@ -57,7 +61,7 @@ CELLS: list[Cell] = [
     (DPO, (), ("preference",)),
     (BEST_OF_N, (), ("rollout", REWARDS)),
     (REGRESSION, SPLIT, ("student", "teacher")),
-    (DETACHED, MAKER, ("actor", "rollout")),
+    (ASYNC, GENERATOR, ("actor", "rollout")),
 ]
 CLASSIFIER = "CLASSIFIER"
 """In settings: the folder of a reward model."""
@@ -74,8 +78,8 @@ WIDE: list[Cell] = [
         ("reward_model", "critic", "ref"),
     ),
     (
-        DETACHED,
-        (*MAKER[:2], "detached.score_on=maker", SCORED),
+        ASYNC,
+        (*GENERATOR[:2], "async_training.score_on=generator", SCORED),
         ("actor", "critic", "rollout"),
     ),
     (PPO, ("placement=split", "trainer.n_gpus_per_node=4"), ("actor/1", "critic/1", REWARDS)),
@@ -90,8 +94,8 @@ WIDE: list[Cell] = [
     (DPO, TWO, ("preference/1",)),
     (BEST_OF_N, TWO, ("rollout/1",)),
     (
-        DETACHED,
-        (*MAKER, "detached.topology=2m2t"),
+        ASYNC,
+        (*GENERATOR, "async_training.topology=2m2t"),
         ("actor/1", "rollout", "rollout_1", REWARDS),
     ),
 ]
@@ -157,7 +161,7 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
     more = (*SAVED, *own, *more)
     if recipe is not BEST_OF_N:
         more = (*more, f"trainer.total_training_steps={len(roles) * len(PLACES) + 1}")
-    if recipe in (PPO, DETACHED):
+    if recipe in (PPO, ASYNC):
         return overrides(tiny, folder, *FEW_ROWS, *more)
     here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}", *more]
     if recipe is REGRESSION:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
-from tests.trainer.detached.test_lost_trainer import of_training
+from tests.trainer.async_training.test_lost_trainer import of_training
 from tests.trainer.dying_in_sync import ORDER, PLACES, Receiver
 from tests.trainer.process_backends import BACKENDS, start_processes
 from trainer import load_config, restarts, run
+from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
-from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
 from trainer.rollouts import rollouts
 
@@ -28,16 +28,16 @@ SHARED = (
     f"trainer.total_training_steps={2 * len(PLACES) + 5}",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.1",
 )
-MAKERS = ("detached.max_staleness=0", "detached.on_maker_loss=restart")
+GENERATORS = ("async_training.max_staleness=0", "async_training.on_generator_loss=restart")
 Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, str]]
 """A recipe, its settings, and who is killed: role and rank of a sender, and of a receiver."""
 OF_ONE_RANK: dict[str, Cell] = {
     "ppo": (PPO, ("placement=standalone", "trainer.n_gpus_per_node=2"), ("actor 0", "rollout 0")),
-    "detached": (DETACHED, MAKERS, ("actor 0", "rollout 0")),
+    "async": (ASYNC, GENERATORS, ("actor 0", "rollout 0")),
 }
 OF_TWO_RANKS: dict[str, Cell] = {
     "ppo": (PPO, ("placement=standalone", "trainer.n_gpus_per_node=4"), ("actor 1", "rollout 1")),
-    "detached": (DETACHED, (*MAKERS, "detached.topology=2m2t"), ("actor 1", "rollout_1 0")),
+    "async": (ASYNC, (*GENERATORS, "async_training.topology=2m2t"), ("actor 1", "rollout_1 0")),
 }
 SLOW_ON_RAY = pytest.mark.ray, pytest.mark.slow
 
@@ -61,11 +61,11 @@ class Orders:
     ("backend", "cell"),
     [
         pytest.param("local", OF_ONE_RANK["ppo"], id="ppo"),
-        pytest.param("local", OF_ONE_RANK["detached"], id="detached"),
+        pytest.param("local", OF_ONE_RANK["async"], id="async"),
         pytest.param("ray", OF_ONE_RANK["ppo"], marks=SLOW_ON_RAY, id="ppo-ray"),
-        pytest.param("ray", OF_ONE_RANK["detached"], marks=pytest.mark.ray, id="detached-ray"),
+        pytest.param("ray", OF_ONE_RANK["async"], marks=pytest.mark.ray, id="async-ray"),
         pytest.param("ray", OF_TWO_RANKS["ppo"], marks=SLOW_ON_RAY, id="ppo-two-ray"),
-        pytest.param("ray", OF_TWO_RANKS["detached"], marks=SLOW_ON_RAY, id="detached-two-ray"),
+        pytest.param("ray", OF_TWO_RANKS["async"], marks=SLOW_ON_RAY, id="async-two-ray"),
     ],
 )
 def test_a_run_goes_on_to_the_same_numbers(

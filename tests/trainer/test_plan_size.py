@@ -9,8 +9,8 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config
+from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
-from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, show_plan, trainer_class
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
@@ -26,7 +26,7 @@ def plan(config: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("show", ["brief", "full"])
-@pytest.mark.parametrize("recipe", [PPO, DETACHED])
+@pytest.mark.parametrize("recipe", [PPO, ASYNC])
 def test_a_role_of_ones_own_stands_in_it_with_its_pool(
     recipe: Recipe,
     show: str,
@@ -46,7 +46,7 @@ def test_a_role_of_ones_own_stands_in_it_with_its_pool(
     [
         (PPO, ["placement=split", *TWO]),
         (PPO, ["placement=split", "trainer.backend=local", *TWO]),
-        (DETACHED, ["detached.topology=1m1t", "algorithm.use_kl_in_reward=false", *TWO]),
+        (ASYNC, ["async_training.topology=1m1t", "algorithm.use_kl_in_reward=false", *TWO]),
         (SFT, None),
     ],
 )

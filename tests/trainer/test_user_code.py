@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainer import load_config, run
-from trainer.detached.recipe import DETACHED
-from trainer.detached.samplers import Sampler
+from trainer.async_training.recipe import ASYNC
+from trainer.async_training.samplers import Sampler
 from trainer.launch import check_trainer
 from trainer.ppo import PPOTrainer
 from trainer.ppo.compute_advantage import check_columns
@@ -121,9 +121,9 @@ def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> N
         ("estimator_that_fits", "is no class of samplers"),
     ],
 )
-def test_a_sampler_of_detached_runs_is_refused(name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"detached.sampler={__name__}.{name}.*{words}"):
-        load_config([*NEEDED, f"detached.sampler={__name__}.{name}"], DETACHED)
+def test_a_sampler_of_async_runs_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"async_training.sampler={__name__}.{name}.*{words}"):
+        load_config([*NEEDED, f"async_training.sampler={__name__}.{name}"], ASYNC)
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,10 @@ class GRPO(PPO):
     presets = {"algorithm": "grpo"}
 
 
-class Detached(PPO):
+class AsyncPPO(PPO):
     """PPO that generates and trains at the same time."""
 
-    recipe = "trainer.detached.recipe.DETACHED"
+    recipe = "trainer.async_training.recipe.ASYNC"
 
 
 class RowsRun(PythonRun):

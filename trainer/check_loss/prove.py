@@ -40,7 +40,7 @@ NUMBERS = (0.0, 0.2, 1.0, 1.05, 3.0, 1e9)
 
 def prove(system: str, done: Translation) -> str:
     """Return on how many batches both are equal, or the key that makes them differ."""
-    if system not in ("trl", "verl") or done.program not in ("ppo", "detached"):
+    if system not in ("trl", "verl") or done.program not in ("ppo", "async"):
         return f"Proof: {system} has no policy loss for {done.program} that can be called by itself"
     config = cast(PPOConfig, composed(done))
     given = {key: yaml.safe_load(value) for key, value in done.given.items()}

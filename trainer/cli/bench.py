@@ -1,16 +1,16 @@
 """usage: verl-like bench overlap RUN_DIR
        verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
-           [--makers 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
+           [--generators 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
 
-`overlap` predicts how fast a detached run is, whose makers generate while its trainer trains. It
-reads the seconds of the phases from a run, or takes those given, and simulates: seconds per step,
-speed-up over the synchronous run, who is idle, and what limits, for fewer and more makers. Nothing
-is started.
+`overlap` predicts how fast an asynchronous run is, whose generators generate while its trainer
+trains. It reads the seconds of the phases from a run, or takes those given, and simulates: seconds
+per step, speed-up over the synchronous run, who is idle, and what limits, for fewer and more
+generators. Nothing is started.
 
-  --pieces 4          pieces of a batch, each made by one maker; by default as many as makers
-  --limit 8           pieces that may be queued or in generation at once
-  --at-once           makers take new weights in the middle of a piece
-  --fixed-share 0.5   share of generation that fewer rows do not shorten: the longest response's
+  --pieces 4          pieces of a batch, each made by one generator; by default as many as
+  generators --limit 8           pieces that may be queued or in generation at once --at-once
+  generators take new weights in the middle of a piece --fixed-share 0.5   share of generation that
+  fewer rows do not shorten: the longest response's
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainer.detached.topology import Topology
-from trainer.planner.prediction import makers_by_rank, measured_phases
+from trainer.async_training.topology import Topology
+from trainer.planner.prediction import generators_by_rank, measured_phases
 from trainer.planner.simulate import Phases, Prediction, Setup, simulate, what_limits
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, fit, terminal_width
 
 RATIOS = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
-"""The numbers of (makers, trainers) of the sweep."""
+"""The numbers of (generators, trainers) of the sweep."""
 PHASES = {"gen": "generate", "score": "score", "update": "update", "sync": "sync"}
 """Option -> field of `Phases`."""
 WORTH_IT = 1.05
-"""Speed-up below which detached runs are not advised, and within which two runs count as equal."""
+"""Speed-up below which asynchronous runs are not advised, and within which two runs count as equal.
+"""
 ADVICE = {
     "weights": "Taking weights limits it then: send only what changed of them.",
     "staleness bound": "The staleness bound limits it then: a wider one, or smaller pieces.",
-    "makers": "The makers limit it then: with one maker more a step takes {:.3g} s.",
+    "generators": "The generators limit it then: with one generator more a step takes {:.3g} s.",
     "trainer": "The trainer limits it then: with one trainer more a step takes {:.3g} s.",
 }
 """Limit of a run -> advice to make it faster."""
@@ -53,7 +54,7 @@ class Row:
     setup: Setup
     prediction: Prediction
     speed_up: float
-    """Ratio to the synchronous run with as many makers and trainers."""
+    """Ratio to the synchronous run with as many generators and trainers."""
     limit: str
 
     @classmethod
@@ -79,19 +80,19 @@ class Row:
         """Return the cells of the run's line in the table."""
         share = self.prediction.share
         return [
-            str(self.setup.num_makers),
+            str(self.setup.num_generators),
             str(self.setup.num_trainers),
             self.name,
             f"{self.prediction.seconds:.3g}",
             f"{self.speed_up:.2f}",
-            *(f"{share('maker', state):.0%}" for state in ("busy", "waiting", "syncing")),
+            *(f"{share('generator', state):.0%}" for state in ("busy", "waiting", "syncing")),
             f"{share('trainer', 'busy'):.0%}",
             self.limit,
         ]
 
 
-HEADING = ["makers", "trainers", "run", "s/step", "speed-up"]
-HEADING += ["makers busy", "waiting", "syncing", "trainer busy", "limited by"]
+HEADING = ["generators", "trainers", "run", "s/step", "speed-up"]
+HEADING += ["generators busy", "waiting", "syncing", "trainer busy", "limited by"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -108,8 +109,8 @@ def overlap(arguments: Sequence[str]) -> None:
     phases, notes = _phases(options)
     setups = _setups(options)
     for setup in setups:
-        if lopsided := Topology.of(setup.num_makers, setup.num_trainers).lopsided:
-            notes.append(f"of {setup.num_makers}m{setup.num_trainers}t {lopsided}")
+        if lopsided := Topology.of(setup.num_generators, setup.num_trainers).lopsided:
+            notes.append(f"of {setup.num_generators}m{setup.num_trainers}t {lopsided}")
     rows = []
     for setup in setups:
         for bound in sorted({0, *options.staleness}):
@@ -117,9 +118,9 @@ def overlap(arguments: Sequence[str]) -> None:
             rows.append(Row.of(name, phases, replace(setup, max_staleness=bound)))
     widest = replace(setups[0], max_staleness=max(options.staleness))
     ratios = []
-    for makers, trainers in RATIOS:
-        setup = _resized(widest, makers, trainers)
-        ratios.append(Row.of(f"{makers}m{trainers}t", phases, setup))
+    for generators, trainers in RATIOS:
+        setup = _resized(widest, generators, trainers)
+        ratios.append(Row.of(f"{generators}m{trainers}t", phases, setup))
     advice = advise(phases, rows)
 
     if options.json:
@@ -141,7 +142,7 @@ def overlap(arguments: Sequence[str]) -> None:
         "",
         *_table(rows, width),
         "",
-        f"Makers to trainers, at staleness {widest.max_staleness}:",
+        f"Generators to trainers, at staleness {widest.max_staleness}:",
         *_table(ratios, width),
         "",
         fit(advice, width),
@@ -150,26 +151,27 @@ def overlap(arguments: Sequence[str]) -> None:
 
 
 def advise(phases: Phases, rows: Sequence[Row]) -> str:
-    """Advise whether to run detached and how, and name the limit of that run."""
+    """Advise whether to run asynchronously and how, and name the limit of that run."""
     asynchronous = [row for row in rows if row.setup.max_staleness]
     fastest = min(row.prediction.seconds for row in asynchronous)
     alike = [row for row in asynchronous if row.prediction.seconds <= fastest * WORTH_IT]
     best = min(alike, key=lambda row: row.setup.max_staleness)
     if best.speed_up < WORTH_IT:
         return (
-            f"Detached makers would not help this job: at best {best.speed_up:.2f} times as fast "
-            f"as the synchronous run, since one phase takes nearly all of a step."
+            f"Asynchronous training would not help this job: at best {best.speed_up:.2f} times as "
+            "fast as the synchronous run, since one phase takes nearly all of a step."
         )
     setup = best.setup
     more = {
-        "makers": _resized(setup, setup.num_makers + 1, setup.num_trainers),
-        "trainer": _resized(setup, setup.num_makers, setup.num_trainers + 1),
+        "generators": _resized(setup, setup.num_generators + 1, setup.num_trainers),
+        "trainer": _resized(setup, setup.num_generators, setup.num_trainers + 1),
     }
     after = simulate(phases, more.get(best.limit, setup)).seconds
     return (
-        f"Take detached.makers={setup.num_makers} detached.trainers={setup.num_trainers} "
-        f"detached.max_staleness={setup.max_staleness}: {best.prediction.seconds:.3g} s a step, "
-        f"{best.speed_up:.2f} times as fast as the synchronous run. "
+        f"Take async_training.generators={setup.num_generators} "
+        f"async_training.trainers={setup.num_trainers} "
+        f"async_training.max_staleness={setup.max_staleness}: {best.prediction.seconds:.3g} s a "
+        f"step, {best.speed_up:.2f} times as fast as the synchronous run. "
         f"{ADVICE[best.limit].format(after)}"
     )
 
@@ -202,14 +204,16 @@ def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
     return phases, notes
 
 
-def _resized(setup: Setup, makers: int, trainers: int) -> Setup:
-    """Return the setup with so many makers and trainers, and the default edges between them."""
-    ranks = makers_by_rank(Topology.of(makers, trainers))
-    return replace(setup, num_makers=makers, num_trainers=trainers, makers_by_rank=ranks)
+def _resized(setup: Setup, generators: int, trainers: int) -> Setup:
+    """Return the setup with so many generators and trainers, and the default edges between them."""
+    ranks = generators_by_rank(Topology.of(generators, trainers))
+    return replace(
+        setup, num_generators=generators, num_trainers=trainers, generators_by_rank=ranks
+    )
 
 
 def _setups(options: argparse.Namespace) -> list[Setup]:
-    """Return every number of makers with every number of trainers."""
+    """Return every number of generators with every number of trainers."""
     setups = [
         _resized(
             Setup(
@@ -218,11 +222,11 @@ def _setups(options: argparse.Namespace) -> list[Setup]:
                 weights_at_once=options.at_once,
                 fixed_share=options.fixed_share,
             ),
-            makers,
+            generators,
             trainers,
         )
         for trainers in options.trainers
-        for makers in options.makers
+        for generators in options.generators
     ]
     num_pieces = max(setup.num_pieces for setup in setups)
     if 0 < options.limit < num_pieces:
@@ -239,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     add("run_dir", nargs="?")
     for name in PHASES:
         add(f"--{name}", type=_Numbers(float, 0))
-    add("--makers", type=_Numbers(int, 1), default=[1, 2])
+    add("--generators", type=_Numbers(int, 1), default=[1, 2])
     add("--trainers", type=_Numbers(int, 1), default=[1])
     add("--staleness", type=_Numbers(int, 0, largest=1), default=[0, 1, 4])
     add("--pieces", type=_Number(int, 0), default=0)

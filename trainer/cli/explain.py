@@ -1,5 +1,5 @@
 r"""usage: verl-like explain [key=value ...]
-       verl-like explain detached [--measured=RUN_DIR] [key=value ...]
+       verl-like explain async [--measured=RUN_DIR] [key=value ...]
 
 Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
 calls of a step with what each waits for, which run at the same time, who runs where, every batch
@@ -7,8 +7,8 @@ size with its unit, each key that is not at its default with its meaning, and th
 effect in this run. Memory of every role is that of this machine's devices, or of those that
 trainer.pretend=8xH100 names.
 
-Of a detached run also who makes and who trains, how far makers run ahead, and, from the seconds of
-the PPO run in RUN_DIR, how long a step will take and what limits it.
+Of an asynchronous run also who makes and who trains, how far generators run ahead, and, from the
+seconds of the PPO run in RUN_DIR, how long a step will take and what limits it.
 
   verl-like explain placement=split trainer.n_gpus_per_node=8 \
       data.train_files=x actor_rollout_ref.model.path=y
@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.plan import plan_lines
+from trainer.async_training.recipe import ASYNC
 from trainer.config.devices import devices_of
 from trainer.config.keys import field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
-from trainer.detached.config import DetachedConfig
-from trainer.detached.plan import plan_lines
-from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import axes_in_words
 from trainer.planner.prediction import measured_phases, prediction_line
@@ -56,7 +56,7 @@ def explain(
 ) -> str:
     """Return all sections, with tables no wider than `max_columns`.
 
-    `measured` is the folder of a run whose phases predict the time of a detached run.
+    `measured` is the folder of a run whose phases predict the time of an asynchronous run.
     """
     config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
@@ -64,7 +64,7 @@ def explain(
     own = own_stages(trainer_cls)
     sections = {
         "What a step does": describe(config, max_columns, own).splitlines(),
-        **makers_sections(config, max_columns, measured),
+        **generators_sections(config, max_columns, measured),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
         "On a device": plan_text(config, max_columns).splitlines(),
@@ -80,18 +80,18 @@ def explain(
     )
 
 
-def makers_sections(
+def generators_sections(
     config: PPOConfig, max_columns: int | None, measured: str
 ) -> dict[str, list[str]]:
-    """Return the makers and trainers of a detached run, and its predicted speed if known."""
-    if not isinstance(config, DetachedConfig):
+    """Return the generators, trainers and, if known, speed of an asynchronous run."""
+    if not isinstance(config, AsyncConfig):
         return {}
     if not measured:
-        ask = "verl-like explain detached --measured=RUN_DIR ...: from the seconds of any PPO run"
-        return {"Makers and trainers": plan_lines(config, max_columns), "How fast": [ask]}
+        ask = "verl-like explain async --measured=RUN_DIR ...: from the seconds of any PPO run"
+        return {"Generators and trainers": plan_lines(config, max_columns), "How fast": [ask]}
     phases, notes = measured_phases(measured)
     fast = [prediction_line(config, phases), *notes]
-    return {"Makers and trainers": plan_lines(config, max_columns), "How fast": fast}
+    return {"Generators and trainers": plan_lines(config, max_columns), "How fast": fast}
 
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
@@ -171,12 +171,12 @@ def main(arguments: Sequence[str]) -> None:
     options, settings = parser.parse_known_args(arguments)
     if unknown := [option for option in settings if option.startswith("-")]:
         raise ConfigError(f"there is no option {unknown[0]}, only --measured=RUN_DIR.")
-    is_detached = settings[:1] == ["detached"]
-    recipe: Recipe[Any] = DETACHED if is_detached else PPO
-    config = load_config(settings[is_detached:], recipe)
-    if options.measured and not is_detached:
+    is_async = settings[:1] == ["async"]
+    recipe: Recipe[Any] = ASYNC if is_async else PPO
+    config = load_config(settings[is_async:], recipe)
+    if options.measured and not is_async:
         raise ConfigError(
-            f"--measured={options.measured} tells of a run of `explain detached ...` alone."
+            f"--measured={options.measured} tells of a run of `explain async ...` alone."
         )
     width = terminal_width() or WIDTH_OF_A_FILE
     print(fit(explain(config, width, options.measured), width))

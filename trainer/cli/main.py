@@ -1,14 +1,14 @@
 """usage: verl-like COMMAND ...
 
   ppo [key=value ...]           train with PPO, GRPO and more
-  detached [key=value ...]      PPO that generates and trains at the same time
+  async [key=value ...]         PPO that generates and trains at the same time
   sft [key=value ...]           supervised fine-tuning on chats and texts
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     save a model's best responses for sft or dpo
   explain [key=value ...]       describe what a step of ppo will do
   plan [key=value ...]          choose GPUs for every role before you rent any
-  bench overlap|job [...]       predict the gain of detached; a job's speed
+  bench overlap|job [...]       predict the gain of `async`; a job's speed
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check that a loss is right on any split of a batch
   doctor                        check that everything a run needs works
@@ -40,7 +40,7 @@ RECIPES = {
     "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
     "dpo": "trainer.preference.recipe.DPO",
     "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
-    "detached": "trainer.detached.recipe.DETACHED",
+    "async": "trainer.async_training.recipe.ASYNC",
 }
 """Commands that run a recipe."""
 COMMANDS = {

@@ -1,11 +1,11 @@
 r"""usage: verl-like plan [RECIPE] plan.gpus=16 plan.device=H100 [key=value ...]
 
 Proposes on which GPUs each role should run, from the model's config.json and data sheets only. It
-takes the same key=value settings as `verl-like RECIPE` (ppo, detached, sft, reward-model or dpo; by
+takes the same key=value settings as `verl-like RECIPE` (ppo, async, sft, reward-model or dpo; by
 default ppo) and prints the five best placements with their seconds per step and their memory, the
 keys of the best to paste, and why others lose. Keys that you set keep
 their values. The others are searched: pools, parallel sizes, recomputation, offloading, the size of
-a pass, engines, makers.
+a pass, engines, generators.
 
   plan.gpus=16             number of GPUs
   plan.device=H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with its
@@ -49,14 +49,14 @@ from verl_like.terminal import terminal_width
 
 JOBS = {
     "ppo": "trainer.planner.ppo.PPOJob",
-    "detached": "trainer.planner.detached.DetachedJob",
+    "async": "trainer.planner.async_training.AsyncJob",
     "sft": "trainer.planner.rows.SFTJob",
     "reward-model": "trainer.planner.rows.RewardModelJob",
     "dpo": "trainer.planner.rows.PreferenceJob",
 }
-ON_SAMPLES = ("ppo", "detached")
+ON_SAMPLES = ("ppo", "async")
 """Recipes that plan samples; the others plan rows of a file."""
-ABBREVIATED = {"rm": "reward-model", "grpo": "ppo", "async": "detached"}
+ABBREVIATED = {"rm": "reward-model", "grpo": "ppo"}
 TEXTS = ("device", "lengths")
 OF_PPO = ("mean_prompt", "mean_response", "rewards", "environment")
 OF_ROWS = ("mean_length",)

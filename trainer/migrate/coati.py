@@ -1,7 +1,7 @@
 """A command of ColossalChat's `train_prompts.py`, or of a script with makers and trainers.
 
 The maths is `algorithm=coati_legacy`. `train_prompts.py` becomes `verl-like ppo` on one pool, the
-other scripts become `verl-like detached`. `coati.yaml` has the flags and the rules.
+other scripts become `verl-like async`. `coati.yaml` has the flags and the rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.migrate.recorder import Command
 from trainer.migrate.translation import Translation
 from workers.config.model import STRATEGIES_ELSEWHERE
 
-DETACHED = ("1mmt_prompt", "mmmt_prompt", "1mmt_dummy", "mmmt_dummy")
+ASYNC = ("1mmt_prompt", "mmmt_prompt", "1mmt_dummy", "mmmt_dummy")
 """Scripts with makers and trainers on Ray; `train_prompts` is one group of processes."""
 MARKS = {"num_makers", "num_trainers", "experience_steps", "trainer_strategy"}
 """Flags by which a command line without its script is one of makers and trainers."""
@@ -26,14 +26,14 @@ MARKS = {"num_makers", "num_trainers", "experience_steps", "trainer_strategy"}
 
 def translate(command: Command) -> Translation | None:
     """Our settings, and a line on every flag; None if this is no training."""
-    scripts = ("train_prompts", *DETACHED)
+    scripts = ("train_prompts", *ASYNC)
     found = find_program(command.words, lambda name: last_name(name) in scripts, "")
     if found is None:
         return None
     launcher, script, words = found
     script, given = last_name(script), as_flags(words)
-    is_detached = script in DETACHED or (not script and not MARKS.isdisjoint(given))
-    program = "detached" if is_detached else "ppo"
+    is_async = script in ASYNC or (not script and not MARKS.isdisjoint(given))
+    program = "async" if is_async else "ppo"
     if script.startswith("1mmt"):
         given["num_makers"] = ["1"]
     flags = GivenFlags(

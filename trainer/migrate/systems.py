@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.async_training.recipe import ASYNC
 from trainer.config.compose import load_config
 from trainer.config.keys import Key, config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
-from trainer.detached.recipe import DETACHED
 from trainer.migrate import coati, openrlhf, trl, verl
 from trainer.migrate.record import SECRET, record, source_text
 from trainer.migrate.recorder import LAUNCHERS, Command, Recording
@@ -50,7 +50,7 @@ SYSTEMS: Mapping[str, System] = {
     **dict.fromkeys(("coati", "colossalchat", "chatgpt"), COATI),
 }
 RECIPES: Mapping[str, Recipe[Any]] = {
-    **{"ppo": PPO, "detached": DETACHED, "sft": SFT},
+    **{"ppo": PPO, "async": ASYNC, "sft": SFT},
     **{"reward-model": REWARD_MODEL, "dpo": DPO},
 }
 """Program of a translation -> its recipe."""

@@ -77,10 +77,10 @@ def translate(command: Command) -> Translation | None:
     done.given = dict(given)
     _images(given, "actor_rollout_ref.model.path", done)
     if _fits(program, FULLY_ASYNC, ONE_STEP_OFF):
-        done.program = "detached"
+        done.program = "async"
         is_fully = _fits(program, FULLY_ASYNC)
         takes_theirs = given.get("async_training.use_rollout_log_probs", "True")
-        _apply("detached", given, done)
+        _apply("async", given, done)
         _apply("fully_async" if is_fully else "one_step_off", given, done)
         given.setdefault(BYPASS, takes_theirs if is_fully else "True")
     elif program.endswith("main_ppo_split"):

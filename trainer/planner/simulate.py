@@ -1,12 +1,12 @@
-"""Simulate a detached run: seconds per step, and the waits of its roles.
+"""Simulate an asynchronous run: seconds per step, and the waits of its roles.
 
-    simulate(Phases([60.0], [5.0], [30.0]), Setup(num_makers=2, max_staleness=1)).seconds
+    simulate(Phases([60.0], [5.0], [30.0]), Setup(num_generators=2, max_staleness=1)).seconds
 
 The input is the seconds of each phase, as configured or measured in a run, and the pacing of a
-detached run. The simulation uses no thread and no device.
+asynchronous run. The simulation uses no thread and no device.
 
-- A batch is `pieces` pieces of equal rows. One maker makes each. Between two pieces a maker takes
-  the newest published weights, if it has older ones.
+- A batch is `pieces` pieces of equal rows. One generator makes each. Between two pieces a generator
+  takes the newest published weights, if it has older ones.
 - A piece of batch b may begin once version b - max_staleness is published. With a limit, it may
   begin once fewer pieces than that are queued or in generation.
 - The trainer takes a batch when all its pieces have arrived, scores it, updates, and publishes a
@@ -29,11 +29,11 @@ class Phases:
     """Seconds of each phase: one number, or the numbers of several steps, which repeat."""
 
     generate: Sequence[float]
-    """Seconds of a whole batch by one maker."""
+    """Seconds of a whole batch by one generator."""
     score: Sequence[float]
     update: Sequence[float]
     sync: Sequence[float] = (0.0,)
-    """Seconds in which one maker takes one version."""
+    """Seconds in which one generator takes one version."""
 
     def times(self, generate: float = 1.0, train: float = 1.0, sync: float = 1.0) -> Phases:
         """Return the phases with their seconds times these factors."""
@@ -47,35 +47,37 @@ class Phases:
 
 @dataclass(frozen=True)
 class Setup:
-    """The numbers of makers and trainers, and their largest distance."""
+    """The numbers of generators and trainers, and their largest distance."""
 
-    num_makers: int = 1
+    num_generators: int = 1
     num_trainers: int = 1
     """Scoring and updates take the seconds of `Phases` divided by this."""
     max_staleness: int = 0
     """Versions; 0 is the synchronous run."""
     pieces: int = 0
-    """Pieces of a batch; 0: one per maker."""
+    """Pieces of a batch; 0: one per generator."""
     limit: int = 0
     """Pieces that may be queued or in generation at once; 0: limited only by the staleness."""
     weights_at_once: bool = False
-    """Whether a maker takes new weights in the middle of a piece, and not only between pieces."""
+    """Whether a generator takes new weights in the middle of a piece, and not only between pieces.
+    """
     fixed_share: float = 0.0
     """Share of generation that fewer rows do not shorten, because the longest response takes it."""
-    makers_by_rank: tuple[tuple[int, ...], ...] = ()
-    """The makers of each trainer rank, if each rank has a part of a batch; () if all feed all."""
+    generators_by_rank: tuple[tuple[int, ...], ...] = ()
+    """The generators of each trainer rank, if each rank has a part of a batch; () if all feed all.
+    """
 
     @property
     def num_pieces(self) -> int:
         """Pieces of a batch."""
-        ranks = self.makers_by_rank
-        return self.pieces or (len(ranks) * max(map(len, ranks)) if ranks else self.num_makers)
+        ranks = self.generators_by_rank
+        return self.pieces or (len(ranks) * max(map(len, ranks)) if ranks else self.num_generators)
 
-    def makers_of(self, place: int) -> Sequence[int]:
-        """Return the makers that may make the piece at this place in a batch."""
-        if not self.makers_by_rank:
-            return range(self.num_makers)
-        return self.makers_by_rank[place * len(self.makers_by_rank) // self.num_pieces]
+    def generators_of(self, place: int) -> Sequence[int]:
+        """Return the generators that may make the piece at this place in a batch."""
+        if not self.generators_by_rank:
+            return range(self.num_generators)
+        return self.generators_by_rank[place * len(self.generators_by_rank) // self.num_pieces]
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ class Prediction:
         return sum(shares) / len(shares)
 
 
-class _Maker:
-    """A simulated maker, and its time so far."""
+class _Generator:
+    """A simulated generator, and its time so far."""
 
     version = 0
     free_at = busy = syncing = 0.0
@@ -129,7 +131,7 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 
     `published[v]` is when the trainer has version v. `taken[v]` is when it begins the step from it.
     """
-    makers = [_Maker() for _ in range(setup.num_makers)]
+    generators = [_Generator() for _ in range(setup.num_generators)]
     published, taken, train_busy = [0.0], list[float](), 0.0
     staleness: Counter[int] = Counter()
     size, sync = setup.num_pieces, phases.sync
@@ -140,17 +142,19 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
             allowed = published[max(step - setup.max_staleness, 0)]
             if setup.limit and step * size + place >= setup.limit:
                 allowed = max(allowed, taken[(step * size + place - setup.limit) // size])
-            maker = min((makers[n] for n in setup.makers_of(place)), key=lambda m: m.free_at)
-            begin = maker.begin(allowed, published, sync)
-            staleness[step - maker.version] += 1
+            generator = min(
+                (generators[n] for n in setup.generators_of(place)), key=lambda m: m.free_at
+            )
+            begin = generator.begin(allowed, published, sync)
+            staleness[step - generator.version] += 1
             seconds = phases.generate[step % len(phases.generate)] * share
-            maker.busy += seconds
-            maker.free_at = begin + seconds
-            while setup.weights_at_once and maker.version < len(published) - 1:
-                if published[maker.version + 1] >= maker.free_at:
+            generator.busy += seconds
+            generator.free_at = begin + seconds
+            while setup.weights_at_once and generator.version < len(published) - 1:
+                if published[generator.version + 1] >= generator.free_at:
                     break
-                maker.free_at = maker.take(maker.version + 1, maker.free_at, sync)
-            ends.append(maker.free_at)
+                generator.free_at = generator.take(generator.version + 1, generator.free_at, sync)
+            ends.append(generator.free_at)
         taken.append(max(*ends, published[-1]))
         scored, updated = (of[step % len(of)] for of in (phases.score, phases.update))
         seconds = (scored + updated) / setup.num_trainers
@@ -159,7 +163,10 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 
     wall = published[-1]
     spent = {"trainer": (train_busy, 0.0)}
-    spent |= {f"maker {n}": (maker.busy, maker.syncing) for n, maker in enumerate(makers)}
+    spent |= {
+        f"generator {n}": (generator.busy, generator.syncing)
+        for n, generator in enumerate(generators)
+    }
     shares = {}
     for role, (busy, syncing) in spent.items():
         waiting = max(wall - busy - syncing, 0.0)
@@ -168,13 +175,13 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 
 
 def what_limits(phases: Phases, setup: Setup) -> str:
-    """Return the main limit of the run: `makers`, `trainer`, `weights` or `staleness bound`.
+    """Return the main limit of the run: `generators`, `trainer`, `weights` or `staleness bound`.
 
     Each is made a fifth faster, or the bound one version wider, and the run is simulated again.
     """
     faster = {
         "trainer": (phases.times(train=0.8), setup),
-        "makers": (phases.times(generate=0.8), setup),
+        "generators": (phases.times(generate=0.8), setup),
         "weights": (phases.times(sync=0.8), setup),
         "staleness bound": (phases, replace(setup, max_staleness=setup.max_staleness + 1)),
     }

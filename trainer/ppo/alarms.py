@@ -29,7 +29,7 @@ LARGEST: dict[str, tuple[float, str]] = {
     "training/rollout_probs_diff_mean": (
         0.05,
         "rollout and trainer give the same token other probabilities. Look at rollout.dtype and "
-        "rollout.quantization, how old the samples are (detached.max_staleness), and "
+        "rollout.quantization, how old the samples are (async_training.max_staleness), and "
         "algorithm.rollout_correction.",
     ),
 }

@@ -348,7 +348,7 @@ def _of_weights(config: PPOConfig) -> Iterator[str]:
         yield (
             f"chaos.drop_bucket={config.faults.drop_bucket:g}: in this run no weights travel "
             "between processes. They do where a rollout has another pool than the actor: "
-            "placement=standalone, or `verl-like detached`."
+            "placement=standalone, or `verl-like async`."
         )
     for model in models_of(config, without_users=True).values():
         if model.quantization and model.fsdp.param_offload:

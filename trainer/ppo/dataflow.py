@@ -111,9 +111,9 @@ class Graph:
         """Add the rewards, and the reward models that they read."""
         reads = ["responses"]
         for role in model_rewards(self.config):
-            by_makers = self.config.reads_in(role) == "gen"
+            by_generators = self.config.reads_in(role) == "gen"
             column = rm_column(role)
-            self.on_role("gen" if by_makers else stage, role, "compute_rm_score", column)
+            self.on_role("gen" if by_generators else stage, role, "compute_rm_score", column)
             reads.append(column)
         self.on_driver(stage, "rewards", reads, "token_level_scores")
 

@@ -28,7 +28,7 @@ RECIPES = (
     "trainer.preference.recipe.DPO",
 )
 """Those whose steps follow from a checkpoint alone."""
-DETACHED = "trainer.detached.step.DetachedTrainer"
+ASYNC = "trainer.async_training.step.AsyncTrainer"
 PACKAGE = "verl-like"
 
 
@@ -105,7 +105,7 @@ def _recipe_of(trainer_cls: Any, name: str) -> Recipe[Any]:
     """The recipe whose trainer it is, or a subclass of."""
     recipes: list[Recipe[Any]] = [load_object(path, "recipe") for path in RECIPES]
     owners = {load_object(each.schema().trainer.cls, each.name): each for each in recipes}
-    ours = {*owners, load_object(DETACHED, "detached")}
+    ours = {*owners, load_object(ASYNC, "async")}
     base = next((base for base in getattr(trainer_cls, "__mro__", ()) if base in ours), None)
     if base not in owners:
         raise ConfigError(

@@ -258,7 +258,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a bar of 100 per cent for each role of a detached run."""
+    """Return a bar of 100 per cent for each role of an asynchronous run."""
     roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
     if not roles:
         return ""

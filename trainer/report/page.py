@@ -100,7 +100,7 @@ def _content(data: RunData) -> dict[str, Any]:
     panels = report_figures.panels_of(data.metrics)
     drawn = [(panel, report_figures.curves(data.metrics, panel)) for panel in panels]
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
-    makers = data.detached
+    generators = data.async_training
     phases = phase_shares(data.metrics, data.stages)
 
     return {
@@ -115,8 +115,8 @@ def _content(data: RunData) -> dict[str, Any]:
         "has_cuts": bool(cuts),
         "has_pools": len({call.pool for call in calls}) > 1,
         "overlap": overlap_share(calls),
-        "activity": Markup(report_figures.activity(makers.seconds)) if makers else "",
-        "ledger": makers.ledger if makers else (),
+        "activity": Markup(report_figures.activity(generators.seconds)) if generators else "",
+        "ledger": generators.ledger if generators else (),
         "shares": Markup(report_figures.shares(phases)) if phases else "",
         "phases": phases,
         "placement": data.placement,

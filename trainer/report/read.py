@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.report.async_training import AsyncRun, read_async
 from trainer.report.calls import AFTER_STEP, Call, read_timeline
-from trainer.report.detached import DetachedRun, read_detached
 from trainer.report.trajectories import (
     TRAJECTORIES_PER_STEP,
     Trajectory,
@@ -71,8 +71,8 @@ class RunData:
     samples: Sequence[Sample]
     failure: str
     notes: Sequence[str]
-    detached: DetachedRun | None = None
-    """Makers and trainers, if the run has them."""
+    async_training: AsyncRun | None = None
+    """Generators and trainers, if the run has them."""
     validated: Sequence[Sample] = ()
     by_turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """For the last step's trajectories: number of turns -> outcome -> count."""
@@ -124,7 +124,7 @@ def read_run(folder: str | Path) -> RunData:
         config=_read_text(folder / "config.yaml"),
         failure=_read_text(failure),
         notes=notes,
-        detached=read_detached(folder, metrics, notes),
+        async_training=read_async(folder, metrics, notes),
         by_turns=outcomes_by_turns(
             row for path in _sample_files(folder / "rollouts")[-1:] for row in json_objects(path)[0]
         ),

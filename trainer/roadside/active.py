@@ -28,14 +28,14 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     from trainer.roadside.written_samples import WrittenSamples
 
     samples = SampleWatch()
-    has_makers = getattr(config, "generates_beside_training", False)  # their log is printed
+    has_generators = getattr(config, "generates_beside_training", False)  # their log is printed
     return [
         SavedBatches(config),
         samples,
         DrawCheck(),
         WrittenSamples(),
         *observers,
-        FaultInjection(config, None if has_makers else samples),
+        FaultInjection(config, None if has_generators else samples),
     ]
 
 

@@ -8,7 +8,8 @@ comes from the rollout. The second is taken from the batch that critic and actor
 Between the two, every filter tells what it has left (`on_filter`). Where the counts differ, the run
 ends with a `LedgerError`, unless user code may have changed the batch.
 
-Tokens of a step, the books of a detached run and the report of a run with faults are views of it.
+Tokens of a step, the books of an asynchronous run and the report of a run with faults are views of
+it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NAMED = 8
 
 @dataclass
 class Account:
-    """Samples of one maker or, in a synchronous run, of one step."""
+    """Samples of one generator or, in a synchronous run, of one step."""
 
     made: int = 0
     trained: int = 0
@@ -74,7 +75,7 @@ class SampleLog:
             if sample in self._open:
                 raise LedgerError(
                     f"the samples of uid {sample[0]} are {self._open[sample].state} already, and "
-                    f"maker {account} is to make them again: nothing is made twice."
+                    f"generator {account} is to make them again: nothing is made twice."
                 )
             self._open[sample] = _Open(account, state)
             self.accounts[account].made += 1
@@ -182,10 +183,10 @@ class SampleLog:
                 raise LedgerError(
                     f"by the log other groups are {state} than there are: {sorted(astray)[:NAMED]}."
                 )
-        for maker, row in self.rows().items():
+        for generator, row in self.rows().items():
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
             if row["made"] != accounted + row["in_flight"]:
-                raise LedgerError(f"maker {maker}: its samples do not add up: {row}")
+                raise LedgerError(f"generator {generator}: its samples do not add up: {row}")
         tokens = self.token_counts()
         parts = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
         if tokens["drawn"] != parts:
@@ -231,7 +232,7 @@ class SampleLog:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it."""
-        return {"makers": self.rows(), "tokens": self.token_counts()} | {
+        return {"generators": self.rows(), "tokens": self.token_counts()} | {
             name: {str(value): count for value, count in sorted(counts.items())}
             for name, counts in self.counts.items()
         }
@@ -240,14 +241,14 @@ class SampleLog:
         """Go on with this log. What was open then is made again, but for what is restored."""
         self.accounts.clear()
         self._open.clear()
-        for name in state.keys() - {"makers", "tokens"}:
+        for name in state.keys() - {"generators", "tokens"}:
             self.counts[name] = Counter({int(value): n for value, n in state[name].items()})
         tokens = state["tokens"]
         self.trained_tokens, self.left_out = tokens["trained"], Counter(tokens["left_out"])
         self.leave_out({MADE_AGAIN: tokens["queued"]})
         older = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
         self.drawn_tokens = tokens.get("drawn", older)
-        for number, row in state["makers"].items():
+        for number, row in state["generators"].items():
             dropped = Counter(row["dropped"])
             dropped[MADE_AGAIN] += row["queued"] + row["in_flight"]
             self.accounts[int(number)] = Account(row["made"], row["trained"], +dropped)
@@ -277,8 +278,8 @@ class SampleWatch:
 
     def __init__(self) -> None:
         self.log = SampleLog()
-        self._makers_log: SampleLog | None = None
-        """The log of a detached run, whose makers begin the samples."""
+        self._generators_log: SampleLog | None = None
+        """The log of an asynchronous run, whose generators begin the samples."""
         self._drawn = self._trained = 0
         """Tokens that came from the rollout in this step, and those that its update was given."""
         self._left_out: Counter[str] = Counter()
@@ -288,16 +289,16 @@ class SampleWatch:
 
     def on_init_end(self, trainer: Any) -> None:
         """An attempt begins: the steps that it makes again came to nothing before."""
-        self._makers_log = None if trainer.origins is None else trainer.origins.log
-        self.log = self._makers_log or self.log
-        if self._makers_log is None:
+        self._generators_log = None if trainer.origins is None else trainer.origins.log
+        self.log = self._generators_log or self.log
+        if self._generators_log is None:
             self.log.drop_after(trainer.global_step, STEP_AGAIN)
         self._clear()
 
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
         """Count what comes from the rollout."""
         tokens, given_up = tokens_by_sample(batch), tokens_given_up(batch)
-        if self._makers_log is None:
+        if self._generators_log is None:
             self.log.begin(trainer.global_step, tokens)
             self.log.receive(tokens, given_up)
             self.log.move(tokens, TAKEN)
@@ -337,7 +338,7 @@ class SampleWatch:
         if not self._samples:
             return
         self._has_updated = True
-        facts = None if self._makers_log is None else trainer.origins.facts(batch)
+        facts = None if self._generators_log is None else trainer.origins.facts(batch)
         with self.log.lock:
             self._train(trainer, tokens_by_sample(batch), facts)
 

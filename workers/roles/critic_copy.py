@@ -1,7 +1,8 @@
 """A frozen copy of the critic, which predicts values where samples are made.
 
-Makers of detached runs that score their samples have one each (`detached.score_on=maker`). It gets
-the critic's weights version by version, as a rollout gets the actor's.
+Generators of asynchronous runs that score their samples have one each
+(`async_training.score_on=generator`). It gets the critic's weights version by version, as a rollout
+gets the actor's.
 """
 
 from __future__ import annotations

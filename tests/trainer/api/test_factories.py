@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import SFT, Detached
+from trainer import SFT, AsyncPPO
 from trainer.api.inputs import models_by_role
 from verl_like.errors import ConfigError
 
@@ -63,7 +63,7 @@ def test_a_recipe_of_one_model_knows_no_roles(tmp_path: Path) -> None:
         SFT({"actor": "policy"}, ["a"], save_to=tmp_path)
 
 
-def test_makers_and_trainers_run_with_the_models_of_functions(
+def test_generators_and_trainers_run_with_the_models_of_functions(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     from transformers import (
@@ -80,7 +80,7 @@ def test_makers_and_trainers_run_with_the_models_of_functions(
         )
         return {"actor": policy, "critic": values}
 
-    run = Detached(
+    run = AsyncPPO(
         models,
         PROMPTS,
         lambda response: float(len(response)),
@@ -94,4 +94,4 @@ def test_makers_and_trainers_run_with_the_models_of_functions(
     )
     assert run.settings["critic.model.path"] == str(tmp_path / "run" / "inputs" / "critic")
     result = run.fit(steps=2)
-    assert [line["detached/staleness/max"] <= 1 for line in result.metrics] == [True, True]
+    assert [line["async/staleness/max"] <= 1 for line in result.metrics] == [True, True]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer import DPO, GRPO, PPO, SFT, Detached, RewardModel
+from trainer import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
 from trainer.api.flat_names import OF_PPO, OF_TRL, SWITCHES, settings_of
 from trainer.config.keys import keys_by_name, named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
@@ -19,7 +19,7 @@ ROWS = [{"prompt": "say a", "response": "aaa"}] * 4
 PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
 
 
-@pytest.mark.parametrize("cls", [PPO, GRPO, Detached, SFT, RewardModel, DPO])
+@pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardModel, DPO])
 def test_every_flat_name_reaches_a_key_and_is_none_itself(cls: Any) -> None:
     recipe = load_object(cls.recipe, "")
     keys = named_keys(recipe.schema)

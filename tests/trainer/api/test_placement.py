@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import calls, numbers
-from trainer import GRPO, PPO, Detached
+from trainer import GRPO, PPO, AsyncPPO
 
 PROMPTS = [{"prompt": f"say {letter}", "letter": letter} for letter in "abcd"]
 SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_new_tokens": 8, "logger": []}
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {"n": 2, "max_prompt_length": 16, "max_new_tokens": 8, "
         (PPO, {"resource_pool_spec": {"own": [1]}, "role_mapping": {"critic": "own"}}, "ray"),
         (PPO, {"placement": "split", "trainer.backend": "local"}, "local"),
         (PPO, {"placement": "split", "pool_resources.critic_pool": {"cpus": 0.5}}, "ray"),
-        (Detached, {}, "local"),
+        (AsyncPPO, {}, "local"),
     ],
 )
 def test_pools_that_would_take_turns_in_one_process_are_on_ray(

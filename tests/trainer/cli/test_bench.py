@@ -27,54 +27,61 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_each_run_has_its_seconds_speed_up_and_limit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    lines = printed(capsys, *GIVEN, "--makers=1", "--staleness=0,1").splitlines()
+    monkeypatch.setenv("COLUMNS", "240")
+    lines = printed(capsys, *GIVEN, "--generators=1", "--staleness=0,1").splitlines()
     runs = [line.split() for line in lines[2:5]]
     assert runs[1][:5] == ["1", "1", "synchronous", "2.4", "1.00"]
     assert runs[1][-2:] == ["staleness", "bound"]
     assert runs[2][2:6] == ["staleness", "1", "1.3", "1.84"]
-    assert runs[2][-1] == "makers"
+    assert runs[2][-1] == "generators"
     assert lines[-1].startswith(
-        "Take detached.makers=1 detached.trainers=1 detached.max_staleness=1: 1.3 s a step, 1.84 "
+        "Take async_training.generators=1 async_training.trainers=1 "
+        "async_training.max_staleness=1: 1.3 s a step, 1.84 "
     )
-    assert lines[-1].endswith("The makers limit it then: with one maker more a step takes 1.1 s.")
+    assert lines[-1].endswith(
+        "The generators limit it then: with one generator more a step takes 1.1 s."
+    )
 
 
 def test_json_has_what_the_tables_have(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, *GIVEN)
     assert found["phases"] == {"generate": [1.2], "score": [0.3], "update": [0.8], "sync": [0.1]}
-    assert [(run["num_makers"], run["run"]) for run in found["runs"]] == [
-        (makers, run) for makers in (1, 2) for run in ("synchronous", "staleness 1", "staleness 4")
+    assert [(run["num_generators"], run["run"]) for run in found["runs"]] == [
+        (generators, run)
+        for generators in (1, 2)
+        for run in ("synchronous", "staleness 1", "staleness 4")
     ]
     for run in [*found["runs"], *found["ratios"]]:
-        assert sum(run["shares"]["maker 0"].values()) == pytest.approx(1.0)
+        assert sum(run["shares"]["generator 0"].values()) == pytest.approx(1.0)
 
 
-def test_the_sweep_goes_from_idle_trainers_to_idle_makers(
+def test_the_sweep_goes_from_idle_trainers_to_idle_generators(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = as_json(capsys, *GIVEN)["ratios"]
     waiting = [(run["shares"]["trainer"]["waiting"]) for run in found]
-    idle = [run["shares"]["maker 0"]["waiting"] for run in found]
+    idle = [run["shares"]["generator 0"]["waiting"] for run in found]
     assert [run["run"] for run in found] == ["1m4t", "1m2t", "1m1t", "2m1t", "4m1t"]
     assert waiting[0] > 0.7 > 0.1 > waiting[-1]
     assert idle[0] < 0.1 < 0.6 < idle[-1]
 
 
-def test_makers_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_told(
+def test_generators_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slow = as_json(capsys, "--gen=3", "--update=0.2", "--makers=3", "--trainers=2")
-    even = as_json(capsys, "--gen=3", "--update=0.2", "--makers=4", "--trainers=2")
-    assert "of 3m2t trainer 1 has 1 of the makers" in slow["notes"][0]
+    slow = as_json(capsys, "--gen=3", "--update=0.2", "--generators=3", "--trainers=2")
+    even = as_json(capsys, "--gen=3", "--update=0.2", "--generators=4", "--trainers=2")
+    assert "of 3m2t trainer 1 has 1 of the generators" in slow["notes"][0]
     assert even["notes"] == []
     times = [found["runs"][-1]["seconds_a_step"] for found in (slow, even)]
-    assert times[0] == pytest.approx(2 * times[1], rel=0.05), "a rank's half waits for one maker"
+    assert times[0] == pytest.approx(2 * times[1], rel=0.05), (
+        "a rank's half waits for one generator"
+    )
 
 
 def test_a_job_of_one_phase_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed(capsys, "--gen=0.02", "--update=0.8")
-    assert "Detached makers would not help this job: at best 1.02 times" in said
+    assert "Asynchronous training would not help this job: at best 1.02 times" in said
 
 
 def test_a_run_folder_gives_the_seconds_and_options_replace_them(
@@ -102,7 +109,9 @@ def test_what_cannot_be_predicted_is_refused(arguments: list[str], words: str) -
         bench.overlap(arguments)
 
 
-@pytest.mark.parametrize("wrong", ["--makers=0", "--staleness=0", "--gen=-1", "--fixed-share=2"])
+@pytest.mark.parametrize(
+    "wrong", ["--generators=0", "--staleness=0", "--gen=-1", "--fixed-share=2"]
+)
 def test_an_option_out_of_its_range_ends_with_one_line(
     wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,23 +91,23 @@ def test_lines_fit_the_terminal(
     assert [line for line in too_long if " " in line.strip()] == []  # a key is never cut
 
 
-def test_a_detached_run_is_explained_with_its_makers_and_how_fast_it_will_be(
+def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = make_run(tmp_path / "run", 3, samples=1)
-    main(["detached", f"--measured={folder}", *NEEDED, "detached.makers=2"])
+    main(["async", f"--measured={folder}", *NEEDED, "async_training.generators=2"])
     text = capsys.readouterr().out
-    assert re.search(r"maker 1 +rollout_1 +maker_1_pool", text)
-    assert re.search(r"\n-+\n0\.\d+ s a step; busy: maker 0 \d+%.*limited by: trainer", text)
-    assert "detached.makers=2 (default 1): Groups that generate" in text
+    assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
+    assert re.search(r"\n-+\n0\.\d+ s a step; busy: generator 0 \d+%.*limited by: trainer", text)
+    assert "async_training.generators=2 (default 1): Groups that generate" in text
 
-    main(["detached", *NEEDED])
+    main(["async", *NEEDED])
     assert "--measured=RUN_DIR" in capsys.readouterr().out
 
 
-def test_only_a_detached_run_is_predicted() -> None:
-    with pytest.raises(ConfigError, match=r"--measured=x tells of a run of `explain detached"):
+def test_only_an_async_run_is_predicted() -> None:
+    with pytest.raises(ConfigError, match=r"--measured=x tells of a run of `explain async"):
         main(["--measured=x", *NEEDED])
 
 

@@ -235,7 +235,7 @@ def test_every_command_is_in_the_list() -> None:
 @pytest.mark.parametrize(
     ("arguments", "handler"),
     [
-        (["detached", "no_such_key=1"], signal.SIG_IGN),
+        (["async", "no_such_key=1"], signal.SIG_IGN),
         (["sft", "no_such_key=1"], signal.SIG_IGN),
         (["sft", "--help"], signal.SIG_DFL),
         (["compare"], signal.SIG_DFL),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.cli.test_plan import SIZES
 from trainer.cli import plan
-from trainer.planner.detached import DetachedPlacement
+from trainer.planner.async_training import AsyncPlacement
 from trainer.planner.job import Job
 from trainer.planner.search import PlannedPlacement
 from trainer.planner.simulate import simulate
@@ -58,8 +58,8 @@ def takes_what_its_run_counts(job: Job, best: list[PlannedPlacement]) -> bool:
     for placement in best:
         roles, _ = job.memory(placement)
         own = [pool.bytes for pool in placement.pools]
-        if isinstance(placement, DetachedPlacement):
-            own += own[1:] * (placement.setup.num_makers - 1)
+        if isinstance(placement, AsyncPlacement):
+            own += own[1:] * (placement.setup.num_generators - 1)
         if sorted(own) != pytest.approx(sorted(pool_bytes(roles).values()), rel=0.01):
             return False
     return True
@@ -115,9 +115,9 @@ def test_stages_are_tried_where_nothing_fits_without(model: Path) -> None:
     assert all(int(layout.keys["parallel.pp"]) > 1 for layout in smaller)
 
 
-def detached(model: Path, *more: str) -> tuple[Job, list[PlannedPlacement]]:
+def async_plan(model: Path, *more: str) -> tuple[Job, list[PlannedPlacement]]:
     return planned(
-        "detached",
+        "async",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.rollout.name=vllm",
         "algorithm=grpo",
@@ -125,31 +125,31 @@ def detached(model: Path, *more: str) -> tuple[Job, list[PlannedPlacement]]:
     )
 
 
-def test_makers_and_trainers_of_a_detached_run_are_those_that_its_loader_accepts(
+def test_generators_and_trainers_of_an_async_run_are_those_that_its_loader_accepts(
     model: Path,
 ) -> None:
-    job, best = detached(model)
+    job, best = async_plan(model)
     assert takes_what_its_run_counts(job, best)
     for placement in best:
-        assert isinstance(placement, DetachedPlacement)
+        assert isinstance(placement, AsyncPlacement)
         config = job.configured(placement)
-        assert config.detached.trainers == placement.pools[0].gpus
-        assert config.detached.makers == placement.setup.num_makers
+        assert config.async_training.trainers == placement.pools[0].gpus
+        assert config.async_training.generators == placement.setup.num_generators
         assert placement.gpus <= 8
         gen, *trainer = placement.seconds[:-1]
         assert placement.step >= max(gen, sum(trainer)) * 0.99
 
 
-def test_a_wider_staleness_bound_makes_no_detached_run_slower(model: Path) -> None:
-    best = detached(model)[1][0]
-    assert isinstance(best, DetachedPlacement)
+def test_a_wider_staleness_bound_makes_no_async_run_slower(model: Path) -> None:
+    best = async_plan(model)[1][0]
+    assert isinstance(best, AsyncPlacement)
     synchronous = replace(best.setup, max_staleness=0)
     assert best.step < simulate(best.phases, synchronous).seconds
 
 
-def test_makers_that_the_user_has_set_stay(model: Path) -> None:
-    _, best = detached(model, "detached.makers=2")
-    assert {each.setup.num_makers for each in best if isinstance(each, DetachedPlacement)} == {2}
+def test_generators_that_the_user_has_set_stay(model: Path) -> None:
+    _, best = async_plan(model, "async_training.generators=2")
+    assert {each.setup.num_generators for each in best if isinstance(each, AsyncPlacement)} == {2}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_makers_that_the_user_has_set_stay(model: Path) -> None:
         (["best-of-n"], "plan best-of-n: it trains nothing"),
         (
             ["sft", "plan.rewards=3"],
-            "plan.rewards does not apply to sft; ppo, detached read it",
+            "plan.rewards does not apply to sft; ppo, async read it",
         ),
         (["ppo", "plan.mean_length=3"], "sft, reward-model, dpo read it"),
         (["sft", "plan.mean_length=2000"], "plan.mean_length=2000 is above the longest row=1024"),
@@ -173,6 +173,6 @@ def test_bad_input_is_refused_in_words(model: Path, arguments: list[str], words:
     assert words in str(refused.value)
 
 
-def test_scores_on_makers_are_not_planned(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"detached.score_on=maker is not planned"):
-        detached(model, "detached.score_on=maker")
+def test_scores_on_generators_are_not_planned(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"async_training.score_on=generator is not planned"):
+        async_plan(model, "async_training.score_on=generator")

@@ -13,10 +13,10 @@ from tests.forked import run_program
 from tests.integration.runs import overrides
 from tests.trainer.config.partitions import ROLES, partitions
 from trainer import load_config, main_ppo
+from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
 from trainer.config.schema import TrainerConfig
 from trainer.config.settle import settle
-from trainer.detached.recipe import DETACHED
 from trainer.launch import nominal_placement
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -100,7 +100,7 @@ def test_a_run_ends_with_the_first_of_its_steps_and_epochs(
 ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=false"
 
 
-@pytest.mark.parametrize("recipe", [PPO, DETACHED], ids=["ppo", "detached"])
+@pytest.mark.parametrize("recipe", [PPO, ASYNC], ids=["ppo", "async"])
 def test_passes_are_cut_by_tokens_unless_rows_are_asked_for(
     recipe: Recipe[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

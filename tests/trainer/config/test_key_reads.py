@@ -7,10 +7,10 @@ import re
 import pytest
 
 from tests.import_graph import PACKAGES, sources
+from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.keys import leaf_keys
 from trainer.config.recipe import Recipe
-from trainer.detached.recipe import DETACHED
 from trainer.evaluation.recipe import EVAL
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -31,7 +31,7 @@ def read() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [PPO, DETACHED, SFT, REWARD_MODEL, DPO, BEST_OF_N, EVAL], ids=lambda each: each.name
+    "recipe", [PPO, ASYNC, SFT, REWARD_MODEL, DPO, BEST_OF_N, EVAL], ids=lambda each: each.name
 )
 def test_every_key_is_read_somewhere(recipe: Recipe[object], read: set[str]) -> None:
     unread = []

@@ -11,13 +11,13 @@ import pytest
 
 from tests import ROOT
 from trainer import load_config
+from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.compose import known_settings
 from trainer.config.keys import config_keys, leaf_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import keys_left_out, without_keys
-from trainer.detached.recipe import DETACHED
 from trainer.evaluation.recipe import EVAL
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -58,7 +58,7 @@ def test_the_keys_are_the_frozen_ones() -> None:
 @pytest.mark.parametrize(
     ("recipe", "needed"),
     [
-        *((recipe, NEEDED) for recipe in (PPO, DETACHED, BEST_OF_N)),
+        *((recipe, NEEDED) for recipe in (PPO, ASYNC, BEST_OF_N)),
         *((recipe, ["data.train_files=t", "model.path=m"]) for recipe in (SFT, REWARD_MODEL, DPO)),
         (EVAL, ["data.val_files=val.parquet", "actor_rollout_ref.model.path=model"]),
     ],

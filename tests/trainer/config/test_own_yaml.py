@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
-from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import run_command
 from trainer.run_folder.folder import saved_config
@@ -96,14 +96,14 @@ def test_all_unknown_keys_of_all_files_are_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = """
-defaults: [detached_trainer, {override algorithm: own}, _self_]
+defaults: [async_trainer, {override algorithm: own}, _self_]
 trainer: {sede: 1, watch: 2}
 resource_pool_spec: {my_pool: [1]}
 pool_resources: {my_pool: {cpu: 1}}
 """
     own = "# @package _global_\nalgorithm: {gama: 1, lam: 1}\n"
     files = {"mine.yaml": main, "algorithm/own.yaml": own}
-    error = said(monkeypatch, tmp_path, files, "--config-name=mine", recipe=DETACHED)
+    error = said(monkeypatch, tmp_path, files, "--config-name=mine", recipe=ASYNC)
     keys = {"trainer.sede", "trainer.watch", "pool_resources.my_pool.cpu", "algorithm.gama"}
     assert set(re.findall("There is no key '(.*?)'", error)) == keys
     assert "In 'algorithm/own': There is no key 'algorithm.gama'. Did you mean 'algorit" in error
@@ -122,9 +122,9 @@ def test_a_file_that_is_no_yaml_is_told_by_its_line(
 def test_files_of_ones_own_compose_with_presets_of_another_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = GOOD.replace("ppo_trainer", "detached_trainer, {override algorithm: grpo}")
+    text = GOOD.replace("ppo_trainer", "async_trainer, {override algorithm: grpo}")
     arguments = ("--config-name", "mine", N)
-    assert said(monkeypatch, tmp_path, {"mine.yaml": text}, *arguments, recipe=DETACHED) == ""
+    assert said(monkeypatch, tmp_path, {"mine.yaml": text}, *arguments, recipe=ASYNC) == ""
 
 
 @pytest.mark.parametrize("arguments", [["--epochs", "3"], ["--epochs=3"], ["data.train_files"]])

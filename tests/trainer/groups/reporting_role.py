@@ -56,11 +56,11 @@ class Reporter(Worker):
 
 @dataclass(kw_only=True)
 class ReportingConfig(RunConfig):
-    """Every role is a `Reporter`; pools named `maker_...` run beside the driver."""
+    """Every role is a `Reporter`; pools named `generator_...` run beside the driver."""
 
     @property
     def child_pools(self) -> frozenset[str]:
-        return frozenset(pool for pool in self.resource_pool_spec if pool.startswith("maker_"))
+        return frozenset(pool for pool in self.resource_pool_spec if pool.startswith("generator_"))
 
     def of_role(self, role: str) -> RunConfig:
         return replace(self, trainer=replace(self.trainer, experiment_name=f"run of {role}"))

@@ -16,7 +16,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 
-ROLES = {"rollout": "maker_0_pool", "actor": "trainer_pool"}
+ROLES = {"rollout": "generator_0_pool", "actor": "trainer_pool"}
 SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
 
 
@@ -75,8 +75,8 @@ def test_one_pool_has_the_keys_of_the_run(
 def test_a_pool_has_its_own_device_or_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = reporting(tmp_path, ROLES, maker_0_pool=1, trainer_pool=1)
-    config = changed(config, {"pool_resources": {"maker_0_pool": PoolResources(device="cpu")}})
+    config = reporting(tmp_path, ROLES, generator_0_pool=1, trainer_pool=1)
+    config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}})
     needs = needs_of_pools(config)
     assert [need.device for need in needs.values()] == ["cpu", "auto"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -98,10 +98,12 @@ def test_children_on_gpus_are_refused_before_a_process_starts(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    config = reporting(tmp_path, ROLES, maker_0_pool=1, trainer_pool=1)
-    with pytest.raises(PlacementError, match="'maker_0_pool' is child .*maker_0_pool.device=cpu"):
+    config = reporting(tmp_path, ROLES, generator_0_pool=1, trainer_pool=1)
+    with pytest.raises(
+        PlacementError, match="'generator_0_pool' is child .*generator_0_pool.device=cpu"
+    ):
         WorkerGroups(config)
-    config = changed(config, {"pool_resources": {"maker_0_pool": PoolResources(device="cpu")}})
+    config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}})
     with WorkerGroups(config) as groups:
         assert groups["rollout"].device_kind() == ["cpu"]
         assert groups["actor"].device_kind() == ["cuda"]
@@ -112,18 +114,18 @@ def test_children_on_gpus_are_refused_before_a_process_starts(
 def test_ray_holds_for_a_pool_what_it_asks_for(tmp_path: Path) -> None:
     from ray.util import placement_group_table
 
-    config = reporting(tmp_path, ROLES, "ray", maker_0_pool=1, trainer_pool=2)
-    config = changed(config, {"pool_resources": {"maker_0_pool": PoolResources(cpus=0.75)}})
+    config = reporting(tmp_path, ROLES, "ray", generator_0_pool=1, trainer_pool=2)
+    config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(cpus=0.75)}})
     with WorkerGroups(config) as groups:
         places = [row for row in placement_group_table().values() if row["state"] == "CREATED"]
         held = {row["name"].partition("-")[0]: list(row["bundles"].values()) for row in places}
-        assert held["maker_0_pool"] == [{"CPU": 0.75}]
+        assert held["generator_0_pool"] == [{"CPU": 0.75}]
         assert held["trainer_pool"] == [{"CPU": 0.1}] * 2
-        groups.restart("maker_0_pool")
+        groups.restart("generator_0_pool")
         assert groups["rollout"].who()[0][0] == "rollout"
 
     config = changed(
-        config, {"pool_resources": {"maker_0_pool": PoolResources(resources={"accel": 1.0})}}
+        config, {"pool_resources": {"generator_0_pool": PoolResources(resources={"accel": 1.0})}}
     )
-    with pytest.raises(PlacementError, match="pool 'maker_0_pool' needs .* 1 accel each"):
+    with pytest.raises(PlacementError, match="pool 'generator_0_pool' needs .* 1 accel each"):
         WorkerGroups(config)

@@ -17,7 +17,7 @@ from tests.waiting import wait_until_ended
 from trainer.groups.worker_groups import WorkerGroups
 from verl_like.errors import PlacementError, WorkerDiedError
 
-ROLES = {"rollout": "maker_0_pool", "rollout_1": "maker_1_pool", "actor": "trainer_pool"}
+ROLES = {"rollout": "generator_0_pool", "rollout_1": "generator_1_pool", "actor": "trainer_pool"}
 BACKENDS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
 
 
@@ -25,11 +25,13 @@ BACKENDS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
 def groups(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerGroups]:
-    """Two makers, the second of two processes, and a trainer; a test leaves all of them alive."""
+    """Two generators, the second with two processes, and a trainer; a test leaves all alive."""
     if request.param == "ray":
         request.getfixturevalue("ray_session")
     folder = tmp_path_factory.mktemp("run")
-    config = reporting(folder, ROLES, request.param, maker_0_pool=1, maker_1_pool=2, trainer_pool=1)
+    config = reporting(
+        folder, ROLES, request.param, generator_0_pool=1, generator_1_pool=2, trainer_pool=1
+    )
     with WorkerGroups(config) as started:
         yield started
 
@@ -38,7 +40,7 @@ def pids(groups: WorkerGroups, role: str) -> list[int]:
     return [pid for _, pid in groups[role].who()]
 
 
-def test_a_killed_maker_is_seen_at_once_and_started_anew(groups: WorkerGroups) -> None:
+def test_a_killed_generator_is_seen_at_once_and_started_anew(groups: WorkerGroups) -> None:
     before = {role: pids(groups, role) for role in ROLES}
     lost_group, seen = groups["rollout"], []
 
@@ -58,7 +60,7 @@ def test_a_killed_maker_is_seen_at_once_and_started_anew(groups: WorkerGroups) -
     assert seen_at - killed_at < 20
     assert "rollout.sleep, rollout rank 0 of 1" in words
 
-    groups.restart("maker_0_pool")
+    groups.restart("generator_0_pool")
     assert groups["rollout"] is not lost_group
     assert pids(groups, "rollout")[0] not in before["rollout"]
     assert pids(groups, "rollout_1") == before["rollout_1"]
@@ -70,7 +72,7 @@ def test_a_killed_maker_is_seen_at_once_and_started_anew(groups: WorkerGroups) -
 def test_a_living_pool_is_ended_before_it_is_started_anew(groups: WorkerGroups) -> None:
     groups.take_calls()
     before, waiting = pids(groups, "rollout_1"), groups["rollout_1"].sleep.remote(60.0)
-    groups.restart("maker_1_pool")
+    groups.restart("generator_1_pool")
     with pytest.raises(WorkerDiedError):
         waiting.get()
     after = pids(groups, "rollout_1")
@@ -88,7 +90,7 @@ def test_a_rank_that_dies_does_not_wait_for_the_others_to_end(groups: WorkerGrou
         sleeping.get()
     assert time.monotonic() - killed_at < 20
     assert "not finished 1 s after the failure: rollout_1 rank 0 of 2" in caught.value.__notes__[0]
-    groups.restart("maker_1_pool")
+    groups.restart("generator_1_pool")
 
 
 def pids_of_transport(groups: WorkerGroups, role: str) -> list[int]:
@@ -102,8 +104,8 @@ def test_pools_that_are_lost_or_do_not_answer_in_their_turn_are_named(
     os.kill(pids(groups, "rollout")[0], signal.SIGKILL)
     asleep, asked_at = groups["rollout_1"].sleep.remote(60.0), time.monotonic()
     lost = groups.lost_pools(2.0)
-    assert list(lost) == ["maker_0_pool", "maker_1_pool"]
-    assert "did not finish within" in lost["maker_1_pool"]
+    assert list(lost) == ["generator_0_pool", "generator_1_pool"]
+    assert "did not finish within" in lost["generator_1_pool"]
     assert time.monotonic() - asked_at < 30
     for pool in lost:
         groups.restart(pool)
@@ -114,12 +116,12 @@ def test_pools_that_are_lost_or_do_not_answer_in_their_turn_are_named(
 
 def test_roles_are_constructed_anew_in_their_processes(groups: WorkerGroups) -> None:
     group, before = groups["rollout_1"], pids(groups, "rollout_1")
-    groups.construct_again("maker_1_pool")
+    groups.construct_again("generator_1_pool")
     first = [group.execute_func_rank_zero(random.random) for _ in range(2)]
     assert group.sum_of_ranks() == [1.0, 1.0]
 
     groups.take_new_roles()
-    groups.construct_again("maker_1_pool")
+    groups.construct_again("generator_1_pool")
     assert groups.take_new_roles() == {"rollout_1"}
     again = [group.execute_func_rank_zero(random.random) for _ in range(2)]
     assert again == first, "the role's random state is that of its beginning"
@@ -138,11 +140,11 @@ def test_what_has_no_process_of_its_own_is_not_restarted(tmp_path: Path) -> None
 
 
 def test_a_restart_after_the_end_leaves_no_process(tmp_path: Path) -> None:
-    config = reporting(tmp_path, {"rollout": "maker_0_pool"}, maker_0_pool=1)
+    config = reporting(tmp_path, {"rollout": "generator_0_pool"}, generator_0_pool=1)
     with WorkerGroups(config) as groups:
         groups.shutdown()
         before = groups["rollout"]
-        groups.restart("maker_0_pool")
+        groups.restart("generator_0_pool")
         assert groups["rollout"] is before
         with pytest.raises(WorkerDiedError):
             before.who()

@@ -39,7 +39,7 @@ def listening(pids: list[int]) -> set[str]:
 
 def test_two_runs_at_once_meet_on_ports_of_their_own_of_loopback_alone(tmp_path: Path) -> None:
     def run(name: str) -> tuple[list[float], set[str]]:
-        config = reporting(tmp_path / name, ROLES, maker_0_pool=1, trainer_pool=2)
+        config = reporting(tmp_path / name, ROLES, generator_0_pool=1, trainer_pool=2)
         with WorkerGroups(config) as groups:
             sums = groups["actor"].sum_of_ranks()
             pids = [header.pid for r in ROLES for header in groups[r].transport.started]

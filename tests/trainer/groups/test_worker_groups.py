@@ -51,11 +51,15 @@ def test_a_pool_that_comes_up_after_the_end_is_ended(
         assert len(ended) == 2
 
 
-MAKERS = {"rollout": "maker_0_pool", "rollout_1": "maker_1_pool", "actor": "trainer_pool"}
+GENERATORS = {
+    "rollout": "generator_0_pool",
+    "rollout_1": "generator_1_pool",
+    "actor": "trainer_pool",
+}
 
 
 def test_a_pool_of_one_beside_the_driver_is_a_child_process(tmp_path: Path) -> None:
-    config = reporting(tmp_path, MAKERS, maker_0_pool=1, maker_1_pool=1, trainer_pool=1)
+    config = reporting(tmp_path, GENERATORS, generator_0_pool=1, generator_1_pool=1, trainer_pool=1)
     with WorkerGroups(config) as groups:
         pids = {role: groups[role].who()[0][1] for role in groups}
         assert pids["actor"] == os.getpid()
@@ -77,14 +81,14 @@ def test_roles_come_in_the_order_in_which_they_are_made_whatever_their_pools(
 
 
 def test_a_role_without_a_class_is_refused_before_a_process_starts(tmp_path: Path) -> None:
-    config = reporting(tmp_path, {"critic": "maker_0_pool"}, maker_0_pool=1)
+    config = reporting(tmp_path, {"critic": "generator_0_pool"}, generator_0_pool=1)
     config = changed(config, {"role_workers": {}})
     with pytest.raises(ConfigError, match="role 'critic' has no worker class: set role_workers"):
         WorkerGroups(config)
 
 
 def test_a_call_on_such_a_pool_does_not_hold_the_driver(tmp_path: Path) -> None:
-    config = reporting(tmp_path, {"rollout": "maker_0_pool"}, maker_0_pool=1)
+    config = reporting(tmp_path, {"rollout": "generator_0_pool"}, generator_0_pool=1)
     with WorkerGroups(config) as groups:
         asleep = groups["rollout"].sleep.remote(1.0)
         assert not asleep.done()
@@ -94,10 +98,10 @@ def test_a_call_on_such_a_pool_does_not_hold_the_driver(tmp_path: Path) -> None:
 
 
 def test_roles_of_one_class_may_have_configurations_of_their_own(tmp_path: Path) -> None:
-    config = reporting(tmp_path, MAKERS, maker_0_pool=1, maker_1_pool=1, trainer_pool=1)
+    config = reporting(tmp_path, GENERATORS, generator_0_pool=1, generator_1_pool=1, trainer_pool=1)
     with WorkerGroups(config) as groups:
         assert {role: groups[role].experiment() for role in groups} == {
-            role: [f"run of {role}"] for role in MAKERS
+            role: [f"run of {role}"] for role in GENERATORS
         }
 
 
@@ -110,8 +114,8 @@ class Idle(SimpleNamespace):
 
 def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> None:
     groups = WorkerGroups.__new__(WorkerGroups)
-    groups.config = SimpleNamespace(child_pools=frozenset({"maker_pool"}))
-    pools = {"actor_pool": 1, "ref_pool": 1, "critic_pool": 2, "maker_pool": 3}
+    groups.config = SimpleNamespace(child_pools=frozenset({"generator_pool"}))
+    pools = {"actor_pool": 1, "ref_pool": 1, "critic_pool": 2, "generator_pool": 3}
     groups._fused = {
         name: SimpleNamespace(transport=Idle(process_key=key, companions=[]))
         for name, key in pools.items()
@@ -120,7 +124,7 @@ def test_pools_watch_each_other_but_for_those_that_work_beside_the_driver() -> N
     transports = {name: group.transport for name, group in groups._fused.items()}
     assert transports["critic_pool"].companions == [transports["ref_pool"]]
     assert transports["ref_pool"].companions == [transports["critic_pool"]]
-    assert transports["maker_pool"].companions == []
+    assert transports["generator_pool"].companions == []
     groups.check_idle("rewards")
     checked = [name for name, transport in transports.items() if hasattr(transport, "checked")]
     assert checked == ["ref_pool", "critic_pool"], "one of those that share their processes"

@@ -14,7 +14,7 @@ from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 
-DETACHED = """
+ASYNC = """
 python mmmt_prompt.py --prompt_path prompts.csv --num_makers 2 --num_trainers 2 \\
     --trainer_strategy colossalai_gemini_cpu --model opt --critic_model opt \\
     --pretrain facebook/opt-350m --critic_pretrain rm --experience_batch_size 4 \\
@@ -32,16 +32,20 @@ def composed(done: Translation) -> Any:
     return load_config(done.overrides(), RECIPES[done.program])
 
 
-def test_makers_and_trainers_become_a_detached_run() -> None:
-    done = migrated("coati", DETACHED)
-    assert done.command().startswith("verl-like detached \\\n    algorithm=coati_legacy")
+def test_makers_and_trainers_become_an_async_run() -> None:
+    done = migrated("coati", ASYNC)
+    assert done.command().startswith("verl-like async \\\n    algorithm=coati_legacy")
     config = composed(done)
-    detached, actor = config.detached, config.actor_rollout_ref.actor
-    assert (detached.makers, detached.trainers) == (2, 2)
-    assert (detached.update_steps, detached.train_epochs, detached.max_staleness) == (2, 3, 1)
+    async_training, actor = config.async_training, config.actor_rollout_ref.actor
+    assert (async_training.generators, async_training.trainers) == (2, 2)
+    assert (
+        async_training.update_steps,
+        async_training.train_epochs,
+        async_training.max_staleness,
+    ) == (2, 3, 1)
     beside_a_rollout = {"rollout", "ref", "reward_model", "critic_copy"}
     pools = expand_roles(config.role_mapping)
-    assert {role for role, pool in pools.items() if pool == "maker_0_pool"} == beside_a_rollout
+    assert {role for role, pool in pools.items() if pool == "generator_0_pool"} == beside_a_rollout
     # 2 trainers x 2 rows a batch; 4 prompts x 8 steps x 2 makers are 16 batches, each three times
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (4, 4)
     assert config.trainer.total_training_steps == 48
@@ -51,7 +55,7 @@ def test_makers_and_trainers_become_a_detached_run() -> None:
 
 
 def test_the_maths_is_colossalchats() -> None:
-    config = composed(migrated("coati", DETACHED))
+    config = composed(migrated("coati", ASYNC))
     algorithm = config.algorithm
     assert (algorithm.adv_estimator, algorithm.kl_penalty_per) == ("coati", "sequence")
     assert (algorithm.kl_ctrl.kl_coef, config.critic.cliprange_value) == (0.1, 0.4)

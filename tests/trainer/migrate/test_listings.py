@@ -39,11 +39,15 @@ def test_split_placement_is_a_setting() -> None:
     assert config.role_mapping["critic"] == "critic_pool"
 
 
-def test_makers_and_trainers_are_a_detached_run() -> None:
+def test_makers_and_trainers_are_an_async_run() -> None:
     config = port("colossalchat")
-    detached = config.detached
-    assert (detached.makers, detached.trainers, detached.score_on) == (2, 1, "maker")
-    assert (detached.update_steps, detached.train_epochs) == (2, 3)
+    async_training = config.async_training
+    assert (async_training.generators, async_training.trainers, async_training.score_on) == (
+        2,
+        1,
+        "generator",
+    )
+    assert (async_training.update_steps, async_training.train_epochs) == (2, 3)
     assert config.trainer.total_training_steps == 18
     assert (config.reward_model.enable, config.reward_model.rule_weight) == (True, 0)
 

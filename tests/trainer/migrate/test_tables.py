@@ -16,7 +16,7 @@ from trainer.migrate.trl import PLACES, PROGRAMS
 TRL = [("trl", ("all", theirs), ours) for theirs, ours in PROGRAMS.items()]
 ROWS = [("openrlhf_rows", ("all", theirs), ours) for theirs, ours in ON_ROWS.items()]
 SFT = [("verl_sft", ("all", theirs), "sft") for theirs in ("fsdp_sft_trainer", "sft_trainer")]
-TABLES = [("openrlhf", (), "ppo"), ("coati", ("all", "detached"), "detached"), *TRL, *ROWS, *SFT]
+TABLES = [("openrlhf", (), "ppo"), ("coati", ("all", "async"), "async"), *TRL, *ROWS, *SFT]
 
 
 @pytest.mark.parametrize(("system", "sections", "program"), TABLES)

@@ -168,15 +168,19 @@ def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
         translated_whole("verl", f"{MAIN} {words} data.max_response_length=1024")
 
 
-def test_one_step_off_policy_is_a_detached_run_one_version_behind() -> None:
+def test_one_step_off_policy_is_an_async_run_one_version_behind() -> None:
     done = migrated("verl", ASYNC.format(driver="one_step_off_policy.main_ppo", more=""))
     config = composed(done)
-    assert (done.program, config.detached.max_staleness, config.detached.makers) == (
-        "detached",
+    assert (
+        done.program,
+        config.async_training.max_staleness,
+        config.async_training.generators,
+    ) == (
+        "async",
         1,
         1,
     )
-    assert config.resource_pool_spec == {"trainer_pool": [4], "maker_0_pool": [4]}
+    assert config.resource_pool_spec == {"trainer_pool": [4], "generator_0_pool": [4]}
     assert config.algorithm.rollout_correction.bypass_mode
     assert (config.data.train_batch_size, config.trainer.n_gpus_per_node) == (1024, 8)
 
@@ -187,12 +191,15 @@ def test_fully_asynchronous_counts_become_ours() -> None:
     more += "async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=2"
     done = migrated("verl", ASYNC.format(driver="fully_async_policy.fully_async_main", more=more))
     config = composed(done)
-    detached, trainer = config.detached, config.trainer
+    async_training, trainer = config.async_training, config.trainer
     # 4 x 32 prompts a step, a version every 2 steps; half a version's samples may be older
-    assert (config.data.train_batch_size, detached.update_steps) == (128, 2)
-    assert (detached.max_staleness, detached.limit) == (1, int(128 * 16 * 2 * 1.5))
+    assert (config.data.train_batch_size, async_training.update_steps) == (128, 2)
+    assert (async_training.max_staleness, async_training.max_inflight_samples) == (
+        1,
+        int(128 * 16 * 2 * 1.5),
+    )
     assert (trainer.total_training_steps, trainer.test_freq, trainer.total_epochs) == (400, 20, 2)
-    assert detached.new_weights == "at_once"  # partial rollouts, by default there
+    assert async_training.weight_update == "immediate"  # partial rollouts, by default there
 
 
 SFT = """

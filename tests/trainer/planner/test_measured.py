@@ -27,7 +27,7 @@ def test_a_synchronous_run_has_the_times_of_its_stages(tmp_path: Path) -> None:
     assert notes[0].startswith("measured in steps 2 to 3 of ")
 
 
-def test_a_pool_of_makers_and_trainers_together_is_told(tmp_path: Path) -> None:
+def test_a_pool_of_generators_and_trainers_together_is_told(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 2)
     assert "share devices" in measured_phases(folder)[1][1]
 
@@ -36,12 +36,12 @@ def test_a_pool_of_makers_and_trainers_together_is_told(tmp_path: Path) -> None:
     assert len(measured_phases(folder)[1]) == 1
 
 
-def test_a_detached_run_has_the_times_of_its_makers(tmp_path: Path) -> None:
+def test_an_async_run_has_the_times_of_its_generators(tmp_path: Path) -> None:
     line = {
         "timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/score": 0.3, "timing_s/update": 1.0,
         "timing_s/update_weights": 0.1,
-        "detached/maker_0/busy_s": 1.5, "detached/maker_0/syncing_s": 0.2,
-        "detached/maker_1/busy_s": 1.0, "detached/maker_1/syncing_s": 0.3,
+        "async/generator_0/busy_s": 1.5, "async/generator_0/syncing_s": 0.2,
+        "async/generator_1/busy_s": 1.0, "async/generator_1/syncing_s": 0.3,
     }  # fmt: skip
     phases, _ = measured_phases(write_metrics(tmp_path, line))
     assert (phases.generate, phases.score, phases.sync) == ([2.5], [0.3], [0.3])

@@ -1,4 +1,4 @@
-"""The simulated run against closed forms, its own rules, and makers' threads that sleep."""
+"""The simulated run against closed forms, its own rules, and generators' threads that sleep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.trainer.detached.stand_ins import StandInGroup, make_buffer, maker_of, train
-from trainer.detached.rounds import Demand
+from tests.trainer.async_training.stand_ins import StandInGroup, generator_of, make_buffer, train
+from trainer.async_training.rounds import Demand
 from trainer.planner.simulate import Phases, Setup, simulate, what_limits
 from verl_like.batch.protocol import DataProto
 
@@ -34,8 +34,8 @@ def test_staleness_0_is_one_phase_after_the_other() -> None:
     assert found.staleness == {0: 100}
 
 
-def test_makers_share_a_batch_and_trainers_an_update() -> None:
-    found = simulate(PHASES, Setup(num_makers=3, num_trainers=2), 100)
+def test_generators_share_a_batch_and_trainers_an_update() -> None:
+    found = simulate(PHASES, Setup(num_generators=3, num_trainers=2), 100)
     assert found.seconds == pytest.approx(1.2 / 3 + 1.1 / 2 + 0.1, rel=2e-3)
 
 
@@ -46,11 +46,11 @@ def test_staleness_1_takes_as_long_as_the_slower_side() -> None:
         assert found.seconds == pytest.approx(max(1.2 + 0.1, 1.1 * factor), rel=0.01)
 
 
-def test_makers_of_one_rank_do_not_help_another_s() -> None:
-    setup = Setup(num_makers=3, max_staleness=1, pieces=6, makers_by_rank=((0, 2), (1,)))
+def test_generators_of_one_rank_do_not_help_another_s() -> None:
+    setup = Setup(num_generators=3, max_staleness=1, pieces=6, generators_by_rank=((0, 2), (1,)))
     found = simulate(Phases([3.0], [0.0], [0.1]), setup)
-    assert found.seconds == pytest.approx(1.5, rel=0.01)  # three of six pieces, by one maker
-    evenly = simulate(Phases([3.0], [0.0], [0.1]), replace(setup, makers_by_rank=()))
+    assert found.seconds == pytest.approx(1.5, rel=0.01)  # three of six pieces, by one generator
+    evenly = simulate(Phases([3.0], [0.0], [0.1]), replace(setup, generators_by_rank=()))
     assert evenly.seconds == pytest.approx(1.0, rel=0.02)
 
 
@@ -74,13 +74,13 @@ def test_no_piece_is_older_than_the_bound(bound: int, at_once: bool) -> None:
 def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
     setup = Setup(3, max_staleness=2, pieces=4, limit=limit, weights_at_once=True)
     found = simulate(tailed(3), setup, 60)
-    assert sorted(found.shares) == ["maker 0", "maker 1", "maker 2", "trainer"]
+    assert sorted(found.shares) == ["generator 0", "generator 1", "generator 2", "trainer"]
     for shares in found.shares.values():
         assert sum(shares.values()) == pytest.approx(1.0)
         assert min(shares.values()) >= 0
 
 
-def test_a_full_buffer_stops_makers_and_never_the_trainer() -> None:
+def test_a_full_buffer_stops_generators_and_never_the_trainer() -> None:
     phases = tailed(1).times(train=3.0)
     small, large = (simulate(phases, Setup(2, max_staleness=4, limit=n), 60) for n in (2, 0))
     assert sum(small.staleness[k] * k for k in range(5)) < sum(
@@ -102,19 +102,19 @@ def test_weights_taken_at_once_leave_a_piece_its_oldest_version() -> None:
     at_once = simulate(phases, Setup(2, max_staleness=2, pieces=4, weights_at_once=True))
     at_boundary = simulate(phases, Setup(2, max_staleness=2, pieces=4))
     assert max(at_once.staleness) <= 2
-    assert at_once.shares["maker 0"]["syncing"] >= at_boundary.shares["maker 0"]["syncing"]
+    assert at_once.shares["generator 0"]["syncing"] >= at_boundary.shares["generator 0"]["syncing"]
 
 
 def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
-    found = simulate(PHASES, Setup(num_makers=4, fixed_share=0.5), 100)
+    found = simulate(PHASES, Setup(num_generators=4, fixed_share=0.5), 100)
     assert found.seconds == pytest.approx(1.2 * (0.5 + 0.5 / 4) + 1.1 + 0.1, rel=2e-3)
 
 
 @pytest.mark.parametrize(
     ("phases", "setup", "limit"),
     [
-        (PHASES, Setup(max_staleness=1), "makers"),
-        (PHASES, Setup(num_makers=4, max_staleness=1), "trainer"),
+        (PHASES, Setup(max_staleness=1), "generators"),
+        (PHASES, Setup(num_generators=4, max_staleness=1), "trainer"),
         (PHASES, Setup(), "staleness bound"),
         (Phases([0.1], [0.0], [0.1], [2.0]), Setup(max_staleness=1), "weights"),
     ],
@@ -123,18 +123,21 @@ def test_what_limits_is_what_would_help_most(phases: Phases, setup: Setup, limit
     assert what_limits(phases, setup) == limit
 
 
-def test_more_makers_move_idle_time_from_the_trainer_to_the_makers() -> None:
+def test_more_generators_move_idle_time_from_the_trainer_to_the_generators() -> None:
     runs = [simulate(PHASES.times(generate=3), Setup(n, max_staleness=1)) for n in (1, 2, 4, 8)]
     trainer = [round(run.share("trainer", "waiting"), 6) for run in runs]
-    makers = [round(run.share("maker", "waiting"), 6) for run in runs]
+    generators = [round(run.share("generator", "waiting"), 6) for run in runs]
     assert trainer == sorted(trainer, reverse=True)
-    assert makers == sorted(makers)
+    assert generators == sorted(generators)
     assert (trainer[0], trainer[-1]) == (pytest.approx(0.70, abs=0.02), pytest.approx(0, abs=0.02))
-    assert (makers[0], makers[-1]) == (pytest.approx(0, abs=0.02), pytest.approx(0.5, abs=0.1))
+    assert (generators[0], generators[-1]) == (
+        pytest.approx(0, abs=0.02),
+        pytest.approx(0.5, abs=0.1),
+    )
 
 
 def test_phases_that_are_so_many_times_as_long_take_so_many_times_as_long() -> None:
-    setup = Setup(num_makers=2, max_staleness=2, pieces=4)
+    setup = Setup(num_generators=2, max_staleness=2, pieces=4)
     short, long = (simulate(tailed(2).times(n, n, n), setup, 60).seconds for n in (1, 5))
     assert long == pytest.approx(5 * short)
 
@@ -161,34 +164,34 @@ class SleepingGroup(StandInGroup):
 
 
 def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
-    """Seconds a step of the real buffer and the real makers, all of whose work is to sleep."""
+    """Seconds a step of the real buffer and the real generators, all of whose work is to sleep."""
     size = 4
     buffer = make_buffer(
         piece=size // setup.num_pieces, batch=size, max_staleness=setup.max_staleness
     )
     taken_at = buffer.weights
 
-    def deliver(maker: int) -> int:
+    def deliver(generator: int) -> int:
         version = buffer.version
         time.sleep(phases.sync[0])
         return version
 
-    makers = [
-        maker_of(buffer, SleepingGroup(phases, setup, size), deliver, number=number)
-        for number in range(setup.num_makers)
+    generators = [
+        generator_of(buffer, SleepingGroup(phases, setup, size), deliver, number=number)
+        for number in range(setup.num_generators)
     ]
     began = time.perf_counter()
-    for maker in makers:
-        maker._weights = taken_at
-        maker.start()
+    for generator in generators:
+        generator._weights = taken_at
+        generator.start()
     for step in range(num_steps):
         taken = buffer.take(Demand(size))
         time.sleep(phases.score[0] + phases.update[step % len(phases.update)])
         train(buffer, taken, buffer.version + 1)
     spent = time.perf_counter() - began
     buffer.close()
-    for maker in makers:
-        maker.wait_for_end(5)
+    for generator in generators:
+        generator.wait_for_end(5)
     return spent / num_steps
 
 
@@ -203,7 +206,7 @@ def longer_and_longer(short: Phases) -> Iterator[Phases]:
 
 
 @pytest.mark.parametrize(
-    "setup", [Setup(), Setup(max_staleness=1), Setup(num_makers=2, max_staleness=2)]
+    "setup", [Setup(), Setup(max_staleness=1), Setup(num_generators=2, max_staleness=2)]
 )
 def test_the_prediction_is_within_15_per_cent_of_threads_that_sleep(setup: Setup) -> None:
     for phases in longer_and_longer(Phases([0.04, 0.02, 0.03, 0.08], [0.01], [0.03], [0.01])):

@@ -8,15 +8,15 @@ import re
 
 import pytest
 
+from trainer.async_training.step import AsyncTrainer
 from trainer.best_of_n.step import BestOfNTrainer
-from trainer.detached.step import DetachedTrainer
 from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.stages import PPOTrainer
 from trainer.roadside.alarms import Alarms
 
 
-def test_ppo_and_its_detached_form_have_these_rules_and_best_of_n_none() -> None:
-    assert PPOTrainer.alarm_rules == DetachedTrainer.alarm_rules == ALARM_RULES
+def test_ppo_and_its_async_form_have_these_rules_and_best_of_n_none() -> None:
+    assert PPOTrainer.alarm_rules == AsyncTrainer.alarm_rules == ALARM_RULES
     assert BestOfNTrainer.alarm_rules == ()
 
 

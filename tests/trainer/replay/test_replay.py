@@ -195,7 +195,7 @@ def test_a_configuration_with_unknown_keys_is_of_another_version(copied: Path) -
 @pytest.mark.parametrize(
     ("was", "match"),
     [
-        ("trainer.detached.step.DetachedTrainer", "do not follow from a checkpoint alone"),
+        ("trainer.async_training.step.AsyncTrainer", "do not follow from a checkpoint alone"),
         ("trainer.sft.step.SFTTrainer", "another version"),
     ],
 )

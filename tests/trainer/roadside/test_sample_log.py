@@ -12,7 +12,7 @@ import torch
 from tests.workers.samples import make_batch
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.update import filters
-from trainer.report.detached import log_in_words
+from trainer.report.async_training import log_in_words
 from trainer.roadside.sample_log import (
     OWN_CODE,
     QUEUED,
@@ -35,14 +35,14 @@ def pairs(*uids: str) -> list[tuple[str, int]]:
 
 
 def filled() -> SampleLog:
-    """Maker 0 made a, b and c; a is trained, b queued, c in flight; maker 1 lost d."""
+    """Generator 0 made a, b and c; a is trained, b queued, c in flight; generator 1 lost d."""
     log = SampleLog()
     log.begin(0, pairs("a", "b", "c"))
     log.begin(1, pairs("d"))
     log.receive(dict(zip(pairs("a", "b"), [4, 6, 8, 12], strict=True)), {GIVEN_UP: 5})
     facts = {("a", 0): {"staleness": 2}, ("a", 1): {"staleness": 1}}
     log.train({("a", 0): 4, ("a", 1): 6}, facts)
-    log.drop(pairs("d"), "lost with its maker")
+    log.drop(pairs("d"), "lost with its generator")
     return log
 
 
@@ -51,21 +51,21 @@ def test_every_sample_and_token_is_somewhere() -> None:
     log.check()
     state = log.state_dict()
     row = {"made": 6, "trained": 2, "queued": 2, "dropped": {}, "in_flight": 2}
-    assert state["makers"]["0"] == row
-    assert state["makers"]["1"]["dropped"] == {"lost with its maker": 2}
+    assert state["generators"]["0"] == row
+    assert state["generators"]["1"]["dropped"] == {"lost with its generator": 2}
     tokens = {"drawn": 35, "trained": 10, "queued": 20, "left_out": {GIVEN_UP: 5}}
     assert state["tokens"] == tokens
     assert state["staleness"] == {"1": 1, "2": 1}
     text = log_in_words(state)
-    assert text.splitlines()[1].split() == ["maker", "0", "6", "2", "2", "0", "2"]
+    assert text.splitlines()[1].split() == ["generator", "0", "6", "2", "2", "0", "2"]
     assert text.splitlines()[3].split() == ["all", "8", "2", "2", "2", "2"]
-    assert "dropped: 2 (lost with its maker)" in text
+    assert "dropped: 2 (lost with its generator)" in text
     assert "tokens: 35 drawn = 10 trained + 20 queued + 5 left out" in text
 
 
 def test_an_open_sample_is_not_made_twice_and_a_closed_one_not_trained_twice() -> None:
     log = filled()
-    with pytest.raises(LedgerError, match="uid b are queued already, and maker 1"):
+    with pytest.raises(LedgerError, match="uid b are queued already, and generator 1"):
         log.begin(1, pairs("b"))
     with pytest.raises(LedgerError, match="uid a, or they are done"):
         log.train({("a", 0): 4})
@@ -84,7 +84,7 @@ def test_a_filter_that_adds_tokens_is_named() -> None:
 def test_an_account_that_does_not_add_up_is_named() -> None:
     log = filled()
     log.accounts[0].made += 1
-    with pytest.raises(LedgerError, match="maker 0: its samples do not add up"):
+    with pytest.raises(LedgerError, match="generator 0: its samples do not add up"):
         log.check()
     with pytest.raises(LedgerError, match="9 were made, 2 trained on"):
         log.totals()

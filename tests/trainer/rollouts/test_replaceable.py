@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from tests.integration.runs import overrides
 from trainer import load_config
+from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
-from trainer.detached.recipe import DETACHED
 from trainer.ppo.recipe import PPO
 from trainer.rollouts.rollouts import replaceable_roles
 from verl_like.registry import load_object
@@ -30,8 +30,8 @@ def workers_of(recipe: Recipe[Any]) -> dict[str, str]:
     return dict(tree.role_workers)
 
 
-def test_detached_runs_have_the_classes_of_ppo_in_their_order() -> None:
-    assert list(workers_of(DETACHED).items()) == list(workers_of(PPO).items())
+def test_async_runs_have_the_classes_of_ppo_in_their_order() -> None:
+    assert list(workers_of(ASYNC).items()) == list(workers_of(PPO).items())
 
 
 def groups(**own: type) -> Any:

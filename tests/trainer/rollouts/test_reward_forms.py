@@ -9,10 +9,10 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines
 from trainer import load_config, run
+from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
-from trainer.detached.recipe import DETACHED
 from trainer.evaluation.recipe import EVAL
 from trainer.ppo.recipe import PPO
 
@@ -51,7 +51,7 @@ TRAINED = [*POLICY_ALONE, "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     ("recipe", "more"),
     [
         (PPO, [*TRAINED, "trainer.val_before_train=false"]),
-        (DETACHED, TRAINED),
+        (ASYNC, TRAINED),
         (BEST_OF_N, []),
         (EVAL, []),
     ],

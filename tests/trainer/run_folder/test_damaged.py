@@ -211,7 +211,7 @@ def replace_whole(folder: Path, name: str, content: bytes) -> None:
         ('"global_step": 4, "running_norm": {"a": {"mean": Infinity}}', "mean is inf"),
         ('"global_step": 4, "loader": {"num_taken": -7}', "num_taken is -7, not a count"),
         ('"global_step": 4, "loader": {"num_taken": 1' + 400 * "0" + "}", "num_taken is 100"),
-        ('"global_step": 4, "detached": {"num_taken": 3.5}', "num_taken is 3.5, not a count"),
+        ('"global_step": 4, "async": {"num_taken": 3.5}', "num_taken is 3.5, not a count"),
     ],
 )
 def test_a_state_that_lies_makes_room_for_the_one_before(
@@ -248,7 +248,7 @@ def test_metrics_and_a_timeline_in_any_state_are_cut_back_reported_and_compared(
     run = tmp_path / "run"
     saved(run, 2)
     content = ANY_STATE[state]
-    for name in ("metrics.jsonl", "timeline.json", "starts.jsonl", "detached.json"):
+    for name in ("metrics.jsonl", "timeline.json", "starts.jsonl", "async.json"):
         (run / name).write_bytes(content)
     (run / "rollouts").mkdir()
     (run / "rollouts" / "1.jsonl").write_bytes(content)

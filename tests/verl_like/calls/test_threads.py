@@ -1,4 +1,4 @@
-"""Several threads of the driver call groups at the same time, as the detached makers' do."""
+"""Several threads of the driver call groups at the same time, as asynchronous training does."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def test_a_mapping_to_an_unknown_pool_is_refused() -> None:
         Placement.plan({"critic_pool": [1]}, {"critic": "critic_pol"}, NODES)
 
 
-TWO_POOLS = {"maker_pool": [2], "trainer_pool": [2]}
-ROLES = {"rollout": "maker_pool", "actor": "trainer_pool"}
+TWO_POOLS = {"generator_pool": [2], "trainer_pool": [2]}
+ROLES = {"rollout": "generator_pool", "actor": "trainer_pool"}
 ON_CPUS = ProcessNeeds("cpu", cpus=0.5)
 
 
@@ -98,7 +98,7 @@ def test_a_pool_on_cpus_leaves_the_gpus_of_its_node_to_others() -> None:
     node = Node("a", devices=2, cpus=4.0, kind="GPU")
     with pytest.raises(PlacementError, match="pool 'trainer_pool' .* 0 of 2 GPUs"):
         Placement.plan(TWO_POOLS, ROLES, [node])
-    plan = Placement.plan(TWO_POOLS, ROLES, [node], needs={"maker_pool": ON_CPUS})
+    plan = Placement.plan(TWO_POOLS, ROLES, [node], needs={"generator_pool": ON_CPUS})
     assert [p.device_kind for p in plan.pools.values()] == ["cpu", "cuda"]
     assert [p.gpus_per_process for p in plan.pools.values()] == [0.0, 1.0]
     assert "2 CPU slots" in str(plan).splitlines()[1]
@@ -126,33 +126,39 @@ def test_a_pool_that_wants_gpus_goes_where_they_are_or_is_refused() -> None:
 
 
 def test_cpus_of_a_pool_of_its_own_come_before_the_shares_of_the_others() -> None:
-    needs = {"maker_pool": ProcessNeeds(cpus=0.25)}
+    needs = {"generator_pool": ProcessNeeds(cpus=0.25)}
     plan = Placement.plan(TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs=needs)
     assert [p.cpus_per_process for p in plan.pools.values()] == [0.25, 0.75]
     with pytest.raises(PlacementError, match="leave 0 of 2 for the 2 processes of the other pools"):
         Placement.plan(
-            TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs={"maker_pool": ProcessNeeds(cpus=1.0)}
+            TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs={"generator_pool": ProcessNeeds(cpus=1.0)}
         )
 
 
 def test_custom_resources_are_counted_where_they_are_known() -> None:
-    needs = {"maker_pool": ProcessNeeds(resources={"accel": 1.0})}
+    needs = {"generator_pool": ProcessNeeds(resources={"accel": 1.0})}
     plan = Placement.plan(TWO_POOLS, ROLES, NODES, needs=needs)
     assert "2 CPU slots, 2 accel" in str(plan).splitlines()[1]
 
     known = [Node("a", 4, 4.0, resources={"accel": 1.0}), Node("b", 2, 2.0, resources={})]
     with pytest.raises(
-        PlacementError, match="1 accel each, .* 1 of 1 accel.*lower pool_resources.maker_pool.res"
+        PlacementError,
+        match="1 accel each, .* 1 of 1 accel.*lower pool_resources.generator_pool.res",
     ):
         Placement.plan(TWO_POOLS, ROLES, known, needs=needs)
-    one = {"maker_pool": [1], "trainer_pool": [1]}
+    one = {"generator_pool": [1], "trainer_pool": [1]}
     plan = Placement.plan(one, ROLES, known[::-1], needs=needs)
-    assert [node.name for node in plan.pools["maker_pool"].nodes] == ["a"]
+    assert [node.name for node in plan.pools["generator_pool"].nodes] == ["a"]
 
 
 def cluster(*nodes: Node) -> Placement:
-    """Trainers on the first node with room for two processes, makers on those with room for one."""
-    spec, mapping = {"trainers": [2], "makers": [1, 1]}, {"actor": "trainers", "rollout": "makers"}
+    """Trainers on the first node with room for two processes, generators on those with room for
+    one.
+    """
+    spec, mapping = (
+        {"trainers": [2], "generators": [1, 1]},
+        {"actor": "trainers", "rollout": "generators"},
+    )
     return Placement.plan(spec, mapping, nodes, cpus_per_process=1.0)
 
 
@@ -163,20 +169,20 @@ def node(name: str, devices: int) -> Node:
 def test_a_pool_that_has_lost_a_node_moves_alone_and_only_as_far_as_it_must() -> None:
     large, small, other, spare = (node(n, d) for n, d in (("a", 2), ("b", 1), ("c", 1), ("d", 1)))
     before = cluster(large, small, other, spare)
-    assert before.pools["makers"].nodes == (small, other)
-    after = before.moved("makers", [large, other, spare])
-    assert after.pools["makers"].nodes == (other, spare)
+    assert before.pools["generators"].nodes == (small, other)
+    after = before.moved("generators", [large, other, spare])
+    assert after.pools["generators"].nodes == (other, spare)
     assert after.pools["trainers"] == before.pools["trainers"]
-    assert before.moved("makers", [large, small, other]) == before
+    assert before.moved("generators", [large, small, other]) == before
 
 
 def test_a_pool_moves_to_no_node_that_others_fill_or_that_holds_another_part_of_it() -> None:
     before = cluster(node("a", 2), node("b", 1), node("c", 1))
     wide = node("c", 3)  # it holds the other part, and has room for two more
     with pytest.raises(NoRoomError) as error:
-        before.moved("makers", [node("a", 2), wide])
+        before.moved("generators", [node("a", 2), wide])
     said = str(error.value)
-    assert "node b (b) is gone: pool 'makers' needs 2 node(s)" in said
+    assert "node b (b) is gone: pool 'generators' needs 2 node(s)" in said
     assert "a: 0 of 2 CPU slots" in said
     assert "c: 2 of 3 CPU slots and 2 of 3 CPUs free (holds another part of this pool)" in said
 

@@ -1,4 +1,4 @@
-"""Trajectories that are played over several takes, as makers of a detached run play them."""
+"""Trajectories that are played over several takes, as in asynchronous training."""
 
 from __future__ import annotations
 

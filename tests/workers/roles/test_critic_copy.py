@@ -33,11 +33,11 @@ def test_values_are_the_critics_at_the_version_that_was_delivered(
     assert held == {getattr(torch, compute_dtype)}
     with pytest.raises(WeightSyncError, match="copy of the critic holds no version of its weights"):
         copy.compute_values(make_batch(8))
-    trainers, makers = Group([critic]), Group([copy])
+    trainers, generators = Group([critic]), Group([copy])
     for version in (1, 2):
         critic.update_critic(make_batch(8))
         publish_weights(trainers, version)
-        deliver_weights(trainers, makers)
+        deliver_weights(trainers, generators)
         published = critic.compute_values(make_batch(8)).batch["values"]
         critic.update_critic(make_batch(8))
         found = copy.compute_values(make_batch(8)).batch

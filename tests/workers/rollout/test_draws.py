@@ -99,7 +99,7 @@ def test_what_is_left_out_of_the_loss_is_no_change() -> None:
     assert check_draws(write_columns(batch, response_mask=mask))["training/num_proven_samples"] == 2
 
 
-def test_samples_of_another_maker_are_not_asked() -> None:
+def test_samples_of_another_generator_are_not_asked() -> None:
     batch = ragged_batch()
     batch.pop(["draw_hash"])
     assert check_draws(batch) == {}

@@ -32,24 +32,26 @@ from workers.weights.sender import Snapshot, Snapshots, WeightSender
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 
-def deliver_to_all(actor: Any, makers: list[Any], version: int) -> list[dict[str, float]]:
-    """At once, from a thread a maker."""
-    with ThreadPoolExecutor(len(makers)) as threads:
-        return list(threads.map(lambda maker: deliver_weights(actor, maker, version), makers))
+def deliver_to_all(actor: Any, generators: list[Any], version: int) -> list[dict[str, float]]:
+    """At once, from a thread a generator."""
+    with ThreadPoolExecutor(len(generators)) as threads:
+        return list(
+            threads.map(lambda generator: deliver_weights(actor, generator, version), generators)
+        )
 
 
 def test_several_groups_take_a_version_at_once_and_no_update_made_since(actor: Group) -> None:
-    makers = [Group([Receiver(0, 2), Receiver(1, 2)]), Group([Receiver()]), Group([Receiver()])]
+    generators = [Group([Receiver(0, 2), Receiver(1, 2)]), Group([Receiver()]), Group([Receiver()])]
     for version in range(3):
         train(actor)
         published = checksums(actor)[0]
         publish_weights(actor, version)
         train(actor)
-        figures = deliver_to_all(actor, makers, version)
+        figures = deliver_to_all(actor, generators, version)
         assert len({figure["perf/weight_sync_mb"] for figure in figures} - {0.0}) == 1
-        for maker in makers:
-            assert set(checksums(maker)) == {published}
-            assert set(versions(maker)) == {version}
+        for generator in generators:
+            assert set(checksums(generator)) == {published}
+            assert set(versions(generator)) == {version}
 
 
 def test_a_sync_and_a_delivery_do_not_disturb_each_other(actor: Group) -> None:
@@ -80,19 +82,19 @@ def test_a_version_that_is_no_longer_held_is_refused_by_name_of_the_one_that_is(
     assert versions(rollout) == [2, 2]
 
 
-def test_makers_may_get_their_weights_from_different_ranks(
+def test_generators_may_get_their_weights_from_different_ranks(
     actor: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(actor)
     publish_weights(actor, 4, senders=[0, 1])
-    makers = [Group([Receiver()]), Group([Receiver()])]
-    for sender, maker in enumerate(makers):
+    generators = [Group([Receiver()]), Group([Receiver()])]
+    for sender, generator in enumerate(generators):
         other = actor.workers[1 - sender]
         with monkeypatch.context() as patch:
             for method in ("open_delivery", "deliver_weights"):
                 patch.setattr(other, method, None, raising=False)  # nobody but the sender is asked
-            deliver_weights(actor, maker, 4, sender=sender)
-        assert checksums(maker) == checksums(actor)[:1]
+            deliver_weights(actor, generator, 4, sender=sender)
+        assert checksums(generator) == checksums(actor)[:1]
 
 
 @pytest.mark.parametrize("senders", [[0, 2], []])
@@ -224,7 +226,7 @@ class Trainer(WeightSender, Worker):
         return checksum_of(self.engine.module.named_parameters())
 
 
-class Maker(WeightReceiver, Worker):
+class Generator(WeightReceiver, Worker):
     """Holds weights."""
 
     def __init__(self) -> None:
@@ -237,15 +239,15 @@ class Maker(WeightReceiver, Worker):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
-def test_two_makers_hold_the_published_version_while_the_actor_learns(
+def test_two_generators_hold_the_published_version_while_the_actor_learns(
     backend: str, request: pytest.FixtureRequest
 ) -> None:
-    """On the local backend the trainer is in this process, and its makers are child processes."""
+    """With the local backend the trainer is in this process; generators are child processes."""
     if backend == "ray":
         request.getfixturevalue("ray_session")
     with ExitStack() as stack:
-        roles = {"trainer": Trainer, "maker": Maker, "maker_1": Maker}
-        trainer, *makers = (
+        roles = {"trainer": Trainer, "generator": Generator, "generator_1": Generator}
+        trainer, *generators = (
             stack.enter_context(
                 start(backend, {role: (cls, ())}, [1 if backend == "ray" or cls is Trainer else 2])
             )
@@ -257,12 +259,13 @@ def test_two_makers_hold_the_published_version_while_the_actor_learns(
             publish_weights(trainer, version)
             with ThreadPoolExecutor(2) as threads:
                 deliveries = [
-                    threads.submit(deliver_weights, trainer, maker, version) for maker in makers
+                    threads.submit(deliver_weights, trainer, generator, version)
+                    for generator in generators
                 ]
                 assert trainer.learn(2).get() == [True]
                 for under_way in deliveries:
                     assert under_way.result()["training/weight_version"] == version
-            for maker in makers:
-                assert set(maker.weights_checksum()) == {published}
+            for generator in generators:
+                assert set(generator.weights_checksum()) == {published}
             seen.add(published)
         assert len(seen) == 3

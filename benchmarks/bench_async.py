@@ -1,0 +1,334 @@
+"""Asynchronous PPO beside the synchronous run, and beside its generators and its trainer alone.
+
+    python benchmarks/bench_async.py [--only speed,ray,driver,slow] [--json FILE]
+        [--rounds 8] [--most-stolen 1] [--window 10] [--prompts 16] [--layers 2] [--critic-layers 2]
+    python benchmarks/bench_async.py --learning      rewards at equal samples, over seeds
+
+prints a table and which limits hold. Every side is a process of its own, one thread each
+(`async_side.py`). All are started, and then run in turn, a window of steps in every round, while
+the others rest (`paused_sides.py`): so a machine that others slow for minutes slows all alike. A
+rate is samples a second of a window, whose first `SETTLE` steps do not count, since generators go
+on for a batch when a trainer rests. The median over rounds counts, of rates as of ratios of two
+rates of the same round; each round is printed as it ends. A round in which other machines took more
+than `--most-stolen` of the cores, by the kernel's count, does not count. `speed` is
+`backend=local`, whose generators are child processes; `ray` is Ray, one cluster for all sides, and
+`driver` what the driver's process takes of a core there, by threads, beside what Ray alone takes
+for the same calls with nothing done. Run it on an idle machine with two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from async_learning import WITHOUT
+from async_side import LAST, NUM_PROMPTS, NUM_SAMPLES, WARM_UP
+from paused_sides import (
+    Facts,
+    PausedSide,
+    answer,
+    cluster_for_all,
+    core_ticks,
+    share_stolen,
+    start,
+)
+from sides import HERE
+
+BARE_DRIVER = str(HERE / "bare_driver_side.py")
+STEPS = 20
+"""Steps of a run that does not rest."""
+MOST_TRIES = 3
+"""Rounds that are run for each that is to count."""
+DRIVER_ROUNDS = 2
+ALONE = ("generators_alone", "trainer_alone")
+SIDES = {
+    "local": ("synchronous", "staleness_0", "staleness_1", "staleness_4", *ALONE),
+    "ray": ("synchronous", "split", "staleness_1", "critic_apart", *ALONE),
+}
+"""`placement=split` has the rollout beside the actor and the critic apart, which only Ray
+overlaps; `critic_apart` is staleness 1 with that placement of both."""
+LIMITS: dict[str, tuple[str, float]] = {
+    "staleness 1 over the synchronous run": (">=", 1.3),
+    "staleness 1 over placement=split": (">=", 1.3),
+    "staleness 1 over placement=split, critic apart in both": (">=", 1.3),
+    "staleness 1 over the slower side alone": (">=", 0.85),
+    "driver, share of a core": ("<=", 0.05),
+    "slow samples and update over serial": ("<=", 0.75),
+    "slow weights and update over serial": ("<=", 0.75),
+}
+
+
+def driver_share(facts: Facts) -> float:
+    """Of a core, by the driver's process."""
+    ended, used = facts["ended"], facts["cpu_s"]
+    return (used[-1] - used[0]) / (ended[-1] - ended[0])
+
+
+def rates_at_once(sides: dict[str, PausedSide], alone: dict[str, float]) -> dict[str, float]:
+    """Generators and trainer alone, but at once: what they cost each other without a word between.
+
+    Of the time in which both were at work. Generators that are faster, by `alone`, are asked for
+    more steps; the trainer has batches of one window, and would make more of them within the time.
+    """
+    generators, trainer = (alone[name] for name in ALONE)
+    for name, windows in zip(ALONE, (math.ceil(generators / trainer), 1), strict=True):
+        sides[name].begin(windows)
+    ended = {name: sides[name].end()["ended"] for name in alone}
+    begin = max(times[0] for times in ended.values())
+    end = min(times[-1] for times in ended.values())
+    rates = {}
+    for name, times in ended.items():
+        within = [time for time in times if begin <= time <= end]
+        rates[f"{name} at once"] = sides[name].rate(within)
+    return rates
+
+
+def speed(folder: str, backend: str, options: argparse.Namespace) -> dict[str, float]:
+    """Samples a second of every side, and what staleness 1 makes of them."""
+    with cluster_for_all() if backend == "ray" else nullcontext() as cluster:
+        return speed_in(cluster, folder, options)
+
+
+def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> dict[str, float]:
+    """`speed` in that Ray cluster, or in process."""
+    backend = "local" if cluster is None else "ray"
+    rates: dict[str, list[float]] = defaultdict(list)
+    shares: list[float] = []
+    lengths: list[float] = []
+    sides = {name: PausedSide(name, folder, cluster, options) for name in SIDES[backend]}
+    for side in sides.values():
+        side.end()
+
+    for number in range(MOST_TRIES * options.rounds):
+        begun = core_ticks()
+        # every other round in the other order: a machine that gets slower favours neither
+        facts_of, of_round = one_round(sides, list(sides)[:: 1 if number % 2 else -1])
+        stolen = share_stolen(begun)
+        counts = stolen <= options.most_stolen
+        seen = ", ".join(f"{name} {rate:.1f}" for name, rate in of_round.items())
+        taken = f"other machines took {stolen:.1%} of the cores"
+        verdict = "" if counts else ": it does not count"
+        print(f"{backend}, round {number + 1}: {seen} samples/s; {taken}{verdict}", file=sys.stderr)
+        if not counts:
+            continue
+        for name, rate in of_round.items():
+            rates[name].append(rate)
+        for facts in facts_of.values():
+            lengths += [length for length in facts["length"] if length]
+        shares.append(driver_share(facts_of["staleness_1"]))
+        if len(shares) == options.rounds:
+            break
+    for side in sides.values():
+        side.close()
+    if len(shares) < 2:
+        sys.exit("hardly a round was quiet enough: --most-stolen says which are.")
+
+    found = {"rounds that count": float(len(shares))}
+    found |= {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
+    found["mean length, tokens"] = statistics.mean(lengths)
+    found |= compared(rates)
+    if backend == "ray":  # in process the driver is the trainer as well
+        found["driver, share of a core"] = statistics.median(shares)
+    return found
+
+
+def one_round(
+    sides: dict[str, PausedSide], order: Sequence[str]
+) -> tuple[dict[str, Facts], dict[str, float]]:
+    """What a window of each side measured, and samples a second."""
+    facts_of: dict[str, Facts] = {}
+    rates: dict[str, float] = {}
+    for name in order:
+        sides[name].begin()
+        facts_of[name] = sides[name].end()
+        rates[name] = sides[name].rate(facts_of[name]["ended"])
+    rates |= rates_at_once(sides, {name: rates[name] for name in ALONE})
+    return facts_of, rates
+
+
+def compared(rates: dict[str, list[float]]) -> dict[str, float]:
+    """What staleness 1 makes of the others' rates: the median and the quartiles over rounds.
+
+    Both rates of a ratio are of the same round: the machine was as fast for the one as for the
+    other.
+    """
+    pairs = {
+        "staleness 1 over the synchronous run": ("staleness_1", "synchronous"),
+        "staleness 1 over placement=split": ("staleness_1", "split"),
+        "staleness 1 over placement=split, critic apart in both": ("critic_apart", "split"),
+        "staleness 1 over the slower side alone": ("staleness_1", slower_of(rates, ALONE)),
+    }
+    at_once = slower_of(rates, [f"{name} at once" for name in ALONE])
+    pairs["staleness 1 over the slower side, both at once"] = ("staleness_1", at_once)
+    found = {}
+    for key, (name, other) in pairs.items():
+        if other in rates:
+            ratios = [a / b for a, b in zip(rates[name], rates[other], strict=True)]
+            first, found[key], third = statistics.quantiles(ratios, n=4, method="inclusive")
+            found[f"{key}, first quartile"] = first
+            found[f"{key}, third quartile"] = third
+    return found
+
+
+def slower_of(rates: dict[str, list[float]], names: Sequence[str]) -> str:
+    """The side with the lower median."""
+    return min(names, key=lambda name: statistics.median(rates[name]))
+
+
+def driver(folder: str, rounds: int) -> dict[str, float]:
+    """Milliseconds of a core that the driver's process takes a step, by kind of thread, on Ray.
+
+    On a machine that is not idle they are more, but far less so than times by the clock.
+    """
+    found: dict[str, list[float]] = {}
+    for prompts in (NUM_PROMPTS, 4 * NUM_PROMPTS):
+        samples = prompts * NUM_SAMPLES
+        for _ in range(rounds):
+            facts = answer(start("staleness_1", folder, "ray", str(STEPS), str(prompts)))
+            taken = [key for key in facts if key.startswith("cpu_s of ")]
+            ms = {key: 1e3 * (facts[key][1] - facts[key][0]) for key in taken}
+            for key, value in {"all": sum(ms.values()), **ms}.items():
+                row = f"{samples} samples: {key.removeprefix('cpu_s of ')}, ms a step"
+                found.setdefault(row, []).append(value / (STEPS - LAST - WARM_UP))
+    for _ in range(rounds):
+        bare = answer(start(script=BARE_DRIVER))
+        found.setdefault("64 samples: Ray alone, idle, ms a step", []).append(bare["ms"])
+        found.setdefault("64 samples: Ray alone, idle, share of a core", []).append(bare["share"])
+    return {row: statistics.median(values) for row, values in found.items()}
+
+
+def slow(folder: str) -> dict[str, float]:
+    """Twenty steps with a slow send and a slow update: overlapped over one after the other."""
+    found = {}
+    for what in ("samples", "weights"):
+        seconds = []
+        for staleness in (0, 1):
+            ended = answer(start(f"slow_{what}_{staleness}", folder, "local", "21"))["ended"]
+            seconds.append(ended[-1] - ended[0])
+        serial, overlapped = seconds
+        found |= {
+            f"20 steps one after the other, slow {what}, s": serial,
+            f"20 steps overlapped, slow {what}, s": overlapped,
+            f"slow {what} and update over serial": overlapped / serial,
+        }
+    return found
+
+
+def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
+    """Scores at equal samples: a case's mean, its spread, and Welch's t against staleness 0."""
+    scores: dict[str, list[float]] = {}
+    ages: dict[str, list[float]] = {}
+    waiting = list(range(1, seeds + 1))
+    while waiting:
+        now, waiting = waiting[:2], waiting[2:]
+        script = str(HERE / "async_learning.py")
+        running = [start(folder, str(seed), str(steps), script=script) for seed in now]
+        for cases in map(answer, running):
+            for case, found in cases.items():
+                scores.setdefault(case, []).append(found["score"])
+                ages.setdefault(case, []).append(found["age"])
+
+    found = {}
+    for case, of in scores.items():
+        found[f"{case}: mean score"] = statistics.mean(of)
+        found[f"{case}: standard deviation"] = statistics.stdev(of)
+        found[f"{case}: mean age of samples, versions"] = statistics.mean(ages[case])
+    for case, of in scores.items():
+        synchronous = f"{case.partition(':')[0]}: staleness 0"
+        corrected = case.removesuffix(f" {WITHOUT}")
+        if case != synchronous:
+            found[f"{case} less staleness 0: t"] = welch(of, scores[synchronous])
+        if case != corrected and corrected in scores:
+            found[f"{case} less with correction: t"] = welch(of, scores[corrected])
+    return found
+
+
+def welch(these: list[float], those: list[float]) -> float:
+    """The difference of the means over its standard error."""
+    squares = sum(statistics.variance(of) / len(of) for of in (these, those))
+    return (statistics.mean(these) - statistics.mean(those)) / squares**0.5
+
+
+def judge(figures: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """The limits on what was measured, and whether they hold."""
+    found = {}
+    for key, value in figures.items():
+        relation, limit = LIMITS.get(key.split(": ", 1)[-1], ("", 0.0))
+        if relation:
+            holds = value >= limit if relation == ">=" else value <= limit
+            found[key] = {"value": round(value, 4), "limit": f"{relation} {limit}", "holds": holds}
+    return found
+
+
+def show(figures: dict[str, float], limits: dict[str, dict[str, Any]]) -> None:
+    """A line for each figure; with its limit, if there is one."""
+    for key, value in figures.items():
+        limit = limits.get(key)
+        verdict = ""
+        if limit:
+            verdict = f"   {limit['limit']}: {'holds' if limit['holds'] else 'DOES NOT HOLD'}"
+        print(f"{key:72} {value:10.3f}{verdict}", flush=True)
+
+
+def main() -> None:
+    """Measure what was asked for, then say which limits hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="speed,ray,driver,slow")
+    parser.add_argument("--rounds", type=int, default=8, help="2 or more")
+    parser.add_argument(
+        "--most-stolen",
+        type=float,
+        default=1.0,
+        help="of the cores, by others, in a round that counts",
+    )
+    parser.add_argument("--window", type=int, default=10, help="steps of a side that count a round")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
+    parser.add_argument("--layers", type=int, default=2, help="of the policy")
+    parser.add_argument("--critic-layers", type=int, help="of the critic; as many unless said")
+    parser.add_argument("--learning", action="store_true", help="only rewards, over seeds")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--learning-steps", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds needs 2 or more: a median has quartiles.")
+
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        layers = options.layers, options.critic_layers or options.layers
+        answer_of_make = start("make", folder, *map(str, layers))
+        if answer_of_make.wait():
+            sys.exit("the tiny model could not be written: the error stands above.")
+        sections = ["learning"] if options.learning else options.only.split(",")
+        for section in sections:
+            if section in ("speed", "ray"):
+                backend = "local" if section == "speed" else "ray"
+                found = speed(folder, backend, options)
+            elif section == "driver":
+                found = driver(folder, DRIVER_ROUNDS)
+            elif section == "slow":
+                found = slow(f"{folder}/letters")
+            elif section == "learning":
+                found = learning(f"{folder}/letters", options.seeds, options.learning_steps)
+            else:
+                sys.exit(f"--only {section}: there are speed, ray, driver, slow.")
+            found = {f"{section}: {key}": value for key, value in found.items()}
+            show(found, judge(found))
+            figures |= found
+
+    if options.json:
+        text = json.dumps({"figures": figures, "limits": judge(figures)}, indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

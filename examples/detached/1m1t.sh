@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# One maker and one trainer: the next batch is made while this one is trained on.
-#   bash examples/detached/1m1t.sh [key=value ...]
-exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" 1m1t "$@"

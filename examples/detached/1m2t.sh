@@ -1,4 +1,0 @@
-#!/usr/bin/env bash
-# One maker for two trainers: where training is the longer part. Rank 0 sends the weights.
-#   bash examples/detached/1m2t.sh [key=value ...]
-exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" 1m2t "$@"

@@ -1,0 +1,167 @@
+"""A loader of numbered prompts, and a buffer on it, for tests without models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trainer.async_training.activity import Activity
+from trainer.async_training.buffer import ExperienceBuffer
+from trainer.async_training.config import AsyncConfig, AsyncSettings
+from trainer.async_training.generator import Generator
+from trainer.async_training.samplers import Experience
+from trainer.async_training.topology import generator_pool, generator_role
+from trainer.roadside.sample_log import tokens_by_sample
+from verl_like.batch.columns import object_rows
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerDiedError
+from workers.rollout.batches import REQUEST
+
+
+class NumberedPrompts:
+    """Batches of `size` prompts, `num_batches` of them; prompt 5 of the run has the uid "5"."""
+
+    def __init__(self, size: int = 4, num_batches: int | None = None) -> None:
+        self.size, self.num_batches = size, num_batches
+
+    def num_prompts(self, number: int) -> int:
+        is_there = self.num_batches is None or number < self.num_batches
+        return self.size if is_there else 0
+
+    def batch(self, number: int) -> DataProto:
+        first = number * self.size
+        uids = [str(first + place) for place in range(self.size)]
+        rows = torch.arange(first, first + self.size)[:, None]
+        names = ("input_ids", "attention_mask", "position_ids", "response_mask")
+        tensors = {name: rows if name == "input_ids" else torch.ones_like(rows) for name in names}
+        return DataProto.from_dict(tensors, {"uid": object_rows(uids)})
+
+
+def config_of(
+    *,
+    piece: int | None = 2,
+    batch: int = 4,
+    samples: int = 1,
+    generators: int = 1,
+    **async_training: Any,
+) -> AsyncConfig:
+    """One whose bounds are those of the buffer and the generators."""
+    config = AsyncConfig()
+    config.data.train_batch_size, config.actor_rollout_ref.rollout.n = batch, samples
+    settings = {
+        "prompts_per_call": piece,
+        "generators": generators,
+        "max_inflight_samples": 1000,
+        **async_training,
+    }
+    config.async_training = AsyncSettings(**settings)
+    config.role_mapping = {
+        generator_role(generator): generator_pool(generator) for generator in range(generators)
+    }
+    config.resource_pool_spec = {generator_pool(generator): [1] for generator in range(generators)}
+    return config
+
+
+def make_buffer(num_batches: int | None = None, **settings: Any) -> ExperienceBuffer:
+    """A buffer at version 1 of the weights, of an unlimited run but for `num_batches`."""
+    config = config_of(**settings)
+    prompts = NumberedPrompts(config.data.train_batch_size, num_batches)
+    buffer = ExperienceBuffer(config, prompts, Activity())
+    buffer.publish(1)
+    return buffer
+
+
+def begin(buffer: ExperienceBuffer, generator: int = 0) -> Experience:
+    """What the generator is given, which must be something."""
+    experience = buffer.begin(generator, buffer.weights)
+    assert experience is not None
+    return experience
+
+
+def finish(buffer: ExperienceBuffer, experience: Experience) -> Experience:
+    """It is made, and queued."""
+    experience.samples = experience.rows
+    buffer.put(experience)
+    return experience
+
+
+def may_begin(buffer: ExperienceBuffer, generator: int = 0, version: int | None = None) -> bool:
+    """Whether there is room for a generator's next piece at this moment."""
+    held = buffer.version if version is None else version
+    piece = buffer.stream.offer(generator)
+    return piece is not None and buffer.open.has_room(piece, buffer.version - held, buffer._demand)
+
+
+def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:
+    """All of it was trained on by rank 0."""
+    for one in taken:
+        assert one.samples is not None
+        buffer.log.train(tokens_by_sample(one.samples))
+    buffer.check()
+    buffer.publish(version)
+
+
+class Answer:
+    """The future of a call on one rank."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.lost_ranks: list[int] = []
+        self._work = functools.cache(work)
+
+    def get(self, timeout: float | None = None) -> Any:
+        try:
+            return [self._work()]
+        except WorkerDiedError:
+            self.lost_ranks = [0]
+            raise
+
+
+class StandInGroup:
+    """A rollout group of one rank that makes responses of one token, when `finish` says so."""
+
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.running: list[DataProto] = []
+        self.generate_sequences = SimpleNamespace(collecting_ranks=lambda: [0])
+        self.submit = SimpleNamespace(remote_on=lambda rank, rows: Answer(lambda: self.add(rows)))
+        self.take = SimpleNamespace(remote_on=lambda rank, *_: Answer(self.finished))
+
+    def add(self, rows: DataProto) -> None:
+        self.running.append(rows)
+
+    def finished(self) -> DataProto | None:
+        """The oldest submission."""
+        rows = self.running.pop(0)
+        ones = torch.ones(len(rows), 1)
+        return rows.select([REQUEST]).union(DataProto.from_dict({"responses": ones}))
+
+
+def asked_of(rows: DataProto, *_: str) -> DataProto:
+    """What a stand-in for a group reads."""
+    return rows.select(["sample_index", "input_ids"], ["uid"])
+
+
+def generator_of(
+    buffer: ExperienceBuffer,
+    group: Any,
+    deliver: Callable[[int], int],
+    losses: Callable[..., bool] = lambda *_: False,
+    number: int = 0,
+    **settings: Any,
+) -> Generator:
+    """A generator of that group."""
+    trainer: Any = SimpleNamespace(
+        config=config_of(**({"generators": number + 1} | settings)),
+        groups={generator_role(number): group},
+        buffer=buffer,
+        activity=Activity(),
+        weights=SimpleNamespace(deliver=deliver),
+        losses=losses,
+        rollouts=SimpleNamespace(prompt_columns=asked_of),
+    )
+    return Generator(number, trainer)

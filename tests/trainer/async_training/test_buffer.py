@@ -1,0 +1,367 @@
+"""Generators wait for room and never start stale samples; the trainer waits for a batch."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.async_training.stand_ins import begin, finish, make_buffer, may_begin, train
+from trainer.async_training.buffer import EndOfSamples, ExperienceBuffer, StalledError
+from trainer.async_training.rounds import Demand
+from trainer.async_training.samplers import (
+    Choice,
+    Experience,
+    Sampler,
+    SamplerError,
+    Stock,
+    chosen,
+    up_to,
+)
+from trainer.report.async_training import log_in_words
+from trainer.roadside.sample_log import IN_FLIGHT, QUEUED
+from verl_like.errors import LedgerError
+
+
+def test_generators_run_ahead_as_far_as_staleness_allows_and_no_further() -> None:
+    buffer = make_buffer(max_staleness=1)
+    for _ in range(2):  # one batch of 4 prompts in pieces of 2
+        finish(buffer, begin(buffer))
+    assert not may_begin(buffer)
+    assert buffer.depth == 4
+
+
+def test_a_synchronous_run_makes_nothing_before_it_is_asked() -> None:
+    buffer = make_buffer(max_staleness=0)
+    assert not may_begin(buffer)
+
+    taken: list[str] = []
+    trainer = threading.Thread(
+        target=lambda: taken.extend(uid for one in buffer.take(Demand(4)) for uid in one.uids)
+    )
+    buffer.join(0)
+    trainer.start()
+    for _ in range(2):
+        finish(buffer, begin(buffer))
+    trainer.join(30)
+    assert taken == ["0", "1", "2", "3"]
+    assert not may_begin(buffer)
+
+
+def test_a_generator_with_old_weights_may_make_less() -> None:
+    buffer = make_buffer(max_staleness=1)
+    buffer.publish(2)
+    assert may_begin(buffer, version=2)
+    assert not may_begin(buffer, version=1)
+
+
+def test_the_limit_counts_what_is_queued_and_what_is_being_made() -> None:
+    buffer = make_buffer(max_staleness=4, max_inflight_samples=6)
+    finish(buffer, begin(buffer))
+    begin(buffer)
+    begin(buffer)
+    assert not may_begin(buffer)
+
+
+def test_a_full_buffer_that_evicts_keeps_the_newest() -> None:
+    buffer = make_buffer(max_staleness=4, max_inflight_samples=4, on_buffer_full="evict_oldest")
+    for _ in range(3):
+        finish(buffer, begin(buffer))
+    assert [one.uids for one in buffer.open.ready] == [["2", "3"], ["4", "5"]]
+    assert buffer.log.accounts[0].dropped == {"pushed out of the full buffer": 2}
+    buffer.log.check()
+
+
+def test_what_a_lost_generator_was_making_comes_next_for_the_others() -> None:
+    buffer = make_buffer(max_staleness=4)
+    lost, kept = begin(buffer, generator=0), begin(buffer, generator=1)
+    assert buffer.lost(0) == 2
+    again = begin(buffer, generator=1)
+    assert (again.uids, again.generator) == (["0", "1"], 1)
+    assert again is lost
+    finish(buffer, kept)
+    finish(buffer, again)
+    assert [one.number for one in buffer.take(Demand(4))] == [0, 1]
+    assert buffer.log.accounts[0].dropped == {"lost with its generator": 2}
+    buffer.log.check()
+
+
+def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
+    buffer = make_buffer(num_batches=1, piece=4)
+    finish(buffer, begin(buffer))
+    assert len(buffer.take(Demand(4))) == 1
+    with pytest.raises(EndOfSamples, match="0 samples are left, a batch has 4"):
+        buffer.take(Demand(4))
+
+
+def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
+    buffer = make_buffer(num_batches=1)
+    left = [finish(buffer, begin(buffer)), finish(buffer, begin(buffer))]
+    with pytest.raises(EndOfSamples, match="4 samples are left, a batch has 6"):
+        buffer.take(Demand(6))
+    assert buffer.log.open(QUEUED) == [name for one in left for name in one.names]
+    line = log_in_words(buffer.log.state_dict()).splitlines()[1]
+    assert line.split() == ["generator", "0", "4", "0", "4", "0", "0"]
+
+
+def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
+    buffer = make_buffer(max_inflight_samples=2, max_staleness=1, piece=2)
+    generators = threading.Thread(
+        target=lambda: [finish(buffer, begin(buffer)), buffer.begin(0, buffer.weights)]
+    )
+    buffer.join(0)
+    generators.start()
+    with pytest.raises(StalledError, match=r"waits for 4 samples, 2 are queued.*generator 0.*room"):
+        buffer.take(Demand(4))
+    buffer.close()
+    generators.join(30)
+
+
+def test_after_a_while_without_a_batch_a_warning_says_who_waits_for_whom(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.async_training.buffer.LOOK_S", 0.02)
+    buffer = make_buffer(piece=4, warn_after_idle_s=0.05)
+    buffer.join(0)
+    order = begin(buffer)
+    threading.Timer(0.3, lambda: finish(buffer, order)).start()
+    with buffer._activity.of("generator 0").busy("generate"):
+        buffer.take(Demand(4))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) > 1  # again after each 0.05 s
+    assert all("no batch for" in warning for warning in warnings)
+    assert re.search(
+        r"trainer has waited .* for samples; generator 0 was busy .* with generate", warnings[0]
+    )
+
+
+def test_without_a_generator_the_trainer_does_not_wait() -> None:
+    with pytest.raises(StalledError, match="there is no generator left"):
+        make_buffer().take(Demand(4))
+
+
+def test_a_generators_error_is_the_trainers() -> None:
+    buffer = make_buffer()
+    buffer.join(0)
+    buffer.leave(0, ValueError("no such model"))
+    with pytest.raises(ValueError, match="no such model"):
+        buffer.take(Demand(4))
+
+
+def test_a_pause_waits_for_what_is_being_made_and_begins_nothing() -> None:
+    buffer = make_buffer(max_staleness=4)
+    buffer.join(0)
+    order = begin(buffer)
+    threading.Timer(0.05, lambda: finish(buffer, order)).start()
+    with buffer.paused(5):
+        assert buffer.in_flight() == []
+        generator = threading.Thread(target=lambda: finish(buffer, begin(buffer)))
+        generator.start()
+        time.sleep(0.05)
+        assert buffer.in_flight() == []
+    generator.join(30)
+    assert buffer.depth == 4
+
+
+@pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_no_sample_is_trained_on_too_late_whatever_the_generators_do(
+    sampler: str, max_staleness: int
+) -> None:
+    buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, samples=1)
+    threads = [threading.Thread(target=_make, args=(buffer, generator)) for generator in range(3)]
+    for generator, thread in enumerate(threads):
+        buffer.join(generator)
+        thread.start()
+    try:
+        seen: list[str] = []
+        for version in range(1, 25):
+            taken = buffer.take(Demand(4))
+            assert all(version - one.version <= max_staleness for one in taken)
+            seen += [uid for one in taken for uid in one.uids]
+            train(buffer, taken, version + 1)
+    finally:
+        buffer.close()
+        for thread in threads:
+            thread.join(30)
+    assert len(set(seen)) == len(seen) == 24 * 4
+    assert sum(account.dropped.total() for account in buffer.log.accounts.values()) == 0
+    if sampler == "in_order":
+        assert seen == [str(number) for number in range(24 * 4)]
+
+
+def _make(buffer: ExperienceBuffer, generator: int) -> None:
+    """A generator of uneven speed, which takes newer weights as it sees them."""
+    pace = random.Random(generator)
+    while not buffer.is_closed:
+        experience = buffer.begin(generator, buffer.weights)
+        if experience is not None:
+            time.sleep(pace.random() * 0.004 * (1 + 4 * generator))
+            finish(buffer, experience)
+
+
+@pytest.mark.parametrize("num_slow", [0, 1, 5])
+@pytest.mark.parametrize("piece", [1, 2])
+@pytest.mark.parametrize("max_staleness", [1, 2, 3, 6])
+@pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
+def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
+    sampler: str, max_staleness: int, piece: int, num_slow: int
+) -> None:
+    buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, piece=piece)
+    buffer.join(0)
+    slow: list[Experience] = []
+    for version in range(1, 60):
+        buffer._demand = Demand(4)  # as generators see it while the trainer waits
+        while may_begin(buffer):
+            order = begin(buffer)
+            if len(slow) < num_slow and version == 1:
+                slow.append(order)
+            else:
+                finish(buffer, order)
+        facts = (buffer._demand, buffer.version, buffer._num_taken)
+        while slow and not chosen(buffer._sampler, next(buffer.open.stocks(*facts))).taken:
+            finish(buffer, slow.pop())
+        taken = buffer.take(Demand(4))
+        assert max(version - one.version for one in taken) <= max_staleness
+        train(buffer, taken, version + 1)
+    assert not slow
+
+
+def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() -> None:
+    buffer = make_buffer(max_staleness=0, update_steps=2, sampler="random", piece=1)
+    buffer._demand = Demand(4, rest_of_version=4)
+    orders = [begin(buffer) for _ in range(8)]
+    assert not may_begin(buffer)
+    for order in orders[1:]:
+        finish(buffer, order)
+    first = buffer.take(
+        Demand(4, rest_of_version=4)
+    )  # does not wait for the one that is being made
+    finish(buffer, orders[0])
+    second = buffer.take(Demand(4))
+    assert sorted(one.number for one in first + second) == list(range(8))
+
+
+class NewestAtFirst(Sampler):
+    """Comes back to old samples too late."""
+
+    def choose(self, stock: Stock) -> Choice:
+        newest = sorted(stock.ready, key=lambda one: one.version, reverse=stock.version < 3)
+        return Choice(up_to(newest, stock.num_samples))
+
+
+class HalfABatch(Sampler):
+    """Takes too little."""
+
+    def choose(self, stock: Stock) -> Choice:
+        return Choice(up_to(stock.ready, stock.num_samples // 2))
+
+
+def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_run() -> None:
+    buffer = make_buffer(max_staleness=1, sampler=f"{__name__}.NewestAtFirst")
+    buffer.join(0)
+    for version in (1, 2, 3):
+        buffer._demand = Demand(4)
+        while may_begin(buffer):
+            finish(buffer, begin(buffer))
+        if version < 3:
+            train(buffer, buffer.take(Demand(4)), version + 1)
+    words = "NewestAtFirst took samples of version 1 for the update of version 3, and .*staleness=1"
+    with pytest.raises(SamplerError, match=words):
+        buffer.take(Demand(4))
+
+
+def test_a_sampler_of_ones_own_that_takes_less_than_a_batch_ends_the_run() -> None:
+    buffer = make_buffer(sampler=f"{__name__}.HalfABatch")
+    buffer.join(0)
+    while may_begin(buffer):
+        finish(buffer, begin(buffer))
+    with pytest.raises(SamplerError, match="HalfABatch took 2 samples for a batch of 4"):
+        buffer.take(Demand(4))
+
+
+def test_generators_of_one_rank_do_not_fill_the_room_of_another() -> None:
+    apart = {"generators": 2, "trainers": 2, "sample_routes": [[0, 0], [1, 1]]}
+    buffer = make_buffer(max_staleness=1, sampler="random", piece=1, **apart)
+    for _ in range(2):  # the two of each rank that a batch of four has
+        finish(buffer, begin(buffer, generator=0))
+    assert not may_begin(buffer, generator=0)
+    assert may_begin(buffer, generator=1)
+
+
+def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
+    buffer = make_buffer(max_staleness=3, sampler="version_window", max_sample_age=1)
+    old = finish(buffer, begin(buffer))
+    buffer.publish(3)
+    young = [finish(buffer, begin(buffer)) for _ in range(2)]
+    assert buffer.take(Demand(4)) == young
+    assert buffer.log.accounts[0].dropped == {"older than 1 versions": old.num_samples}
+
+
+def test_a_random_batch_is_the_same_for_the_same_seed_and_takes_no_sample_twice() -> None:
+    def drawn() -> list[list[int]]:
+        buffer = make_buffer(max_staleness=5, sampler="random")
+        for _ in range(8):
+            finish(buffer, begin(buffer))
+        return [[one.number for one in buffer.take(Demand(4))] for _ in range(4)]
+
+    first = drawn()
+    assert first == drawn()
+    assert sorted(number for batch in first for number in batch) == list(range(8))
+    assert first != [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_log_follows_a_sample() -> None:
+    buffer = make_buffer()
+    order = begin(buffer)
+    assert buffer.log.open(IN_FLIGHT) == [("0", 0), ("1", 0)]
+    finish(buffer, order)
+    assert buffer.log.open(QUEUED) == [("0", 0), ("1", 0)]
+
+
+def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
+    buffer = make_buffer(max_staleness=4)
+    finish(buffer, begin(buffer))
+    begin(buffer)
+    buffer.check()
+    lost = buffer.open.ready.pop()
+    with pytest.raises(LedgerError, match=r"other groups are queued than there are: \['0', '1'\]"):
+        buffer.check()
+    buffer.open.ready.append(lost)
+    buffer.open.in_flight.clear()
+    with pytest.raises(LedgerError, match=r"are in flight than there are: \['2', '3'\]"):
+        buffer.check()
+
+
+def test_a_resumed_buffer_makes_again_what_was_open() -> None:
+    state = buffer_of_three_pieces().state_dict()
+    resumed = make_buffer(max_staleness=4)
+    resumed.load_state_dict(state, None)
+    assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
+    assert resumed.log.accounts[0].dropped == {"made again after a resume": 6}
+    resumed.log.check()
+
+
+def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
+    saved = buffer_of_three_pieces()
+    state = saved.state_dict()
+    saved.write_samples(tmp_path)
+    resumed = make_buffer(max_staleness=4, on_resume="restore")
+    resumed.load_state_dict(state, tmp_path)
+    assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
+    assert resumed.depth == 4
+    assert resumed.log.accounts[0].dropped == {"made again after a resume": 2}
+    resumed.log.check()
+
+
+def buffer_of_three_pieces() -> ExperienceBuffer:
+    """Pieces 0 and 2 are queued, piece 1 is being made."""
+    buffer = make_buffer(max_staleness=4, on_resume="restore")
+    orders = [begin(buffer) for _ in range(3)]
+    finish(buffer, orders[0])
+    finish(buffer, orders[2])
+    return buffer

@@ -1,0 +1,90 @@
+"""How an asynchronous run ends: with the prompts that were asked for, and with words where it
+cannot go on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.forked import run_program
+from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.trainer.async_training.test_run import LOCAL, ledger_of, run_async
+from trainer.cli import main
+from trainer.data.prompts import PromptLoader
+
+RIGGED = "tests.trainer.async_training.rigged_workers"
+
+
+def uids_of(folder: Path) -> list[str]:
+    """One for each sample that was trained on."""
+    texts = [path.read_text() for path in sorted((folder / "rollouts").glob("*.jsonl"))]
+    return [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
+
+
+def test_as_many_prompts_as_asked_for_are_answered_over_several_epochs(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    total = ("data.total_prompts=150", "data.train_batch_size=60", "async_training.generators=2")
+    sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=30", "data.max_response_length=2")
+    more = (*sizes, *POLICY_ALONE, "trainer.total_training_steps=null")
+    folder = run_async(tiny_dir, tmp_path, *total, *more)
+    assert ledger_of(folder)["trainers"] == {"0": 2 * 150}
+    assert len(set(uids_of(folder))) == 150
+    assert len(lines(folder)) == 3
+
+
+def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
+    tiny_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(PromptLoader, "num_prompts", lambda _, number: 8 if number < 2 else 0)
+    folder = run_async(tiny_dir, tmp_path, "trainer.total_training_steps=50", *POLICY_ALONE)
+    assert "the run ends after step 2: the prompts have ended" in capsys.readouterr().out
+    assert ledger_of(folder)["trainers"] == {"0": 2 * 16}
+
+
+def test_an_error_in_an_update_names_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
+    fails = f"role_workers.actor={RIGGED}.FailsInSecondUpdate"
+    with pytest.raises(ValueError, match="no gradient of this") as error:
+        run_async(tiny_dir, tmp_path, *POLICY_ALONE, fails)
+    failed = re.search(r"no gradient of this at ([0-9.]+)", str(error.value))
+    assert failed is not None
+    assert time.time() - float(failed[1]) < 10
+    texts = (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()
+    kept = [json.loads(line)["uid"] for line in texts]
+    (note,) = [note for note in error.value.__notes__ if note.startswith("step 2 is on")]
+    named = note.removeprefix("step 2 is on the samples of uid ").split(", ")
+    assert len(named) == 8
+    assert set(named) <= set(kept)
+
+
+def test_the_command_of_a_run_that_loses_a_generator_fails_within_seconds_and_names_it(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    dies = f"role_workers.rollout_1={RIGGED}.DiesAtOnce"
+    many = (
+        "trainer.total_training_steps=50"  # more than one generator makes before the loss is known
+    )
+    settings = ("async_training.generators=2", "async_training.on_generator_loss=fail", many)
+    arguments = overrides(tiny_dir, tmp_path, LOCAL, dies, *settings, *POLICY_ALONE)
+    done = run_program(main.main, "async", *arguments, folder=ROOT)
+    took = time.time() - float((tmp_path / "killed_at").read_text())
+    assert done.returncode == 1
+    assert "generator 1 is lost" in done.stderr
+    assert "killed by SIGKILL" in done.stderr
+    assert took < 15
+
+
+def test_a_generator_that_cannot_be_built_ends_the_run_with_its_error(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="no such engine"):
+        run_async(tiny_dir, tmp_path, f"role_workers.rollout={RIGGED}.CannotBeBuilt")

@@ -1,0 +1,129 @@
+"""Asynchronous runs whose samples are trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, calls, lines, overrides
+from tests.trainer.async_training.test_run import ledger_of, shared_numbers
+from trainer.async_training.buffer import LOST
+from trainer.async_training.recipe import ASYNC
+from trainer.config.compose import load_config
+from trainer.config.recipe import Recipe
+from trainer.launch import run
+from trainer.ppo.recipe import PPO
+from trainer.report.disturbances import faults_in_words
+from trainer.report.page import write_report
+from trainer.report.tokens import tokens_of
+from trainer.rollouts.turns import ENVIRONMENTS
+from verl_like.errors import CallbackError
+from workers.agents.trajectory import GIVEN_UP
+
+GAMES = "tests.workers.agents.games"
+FEW = ("data.train_batch_size=4",)
+RETRIES = "agents/num_retries"
+CLOCK = ("agents/engine_s", "agents/environment_s", "agents/waiting_s")
+CHAOS = (RETRIES, "training/num_left_out_tokens", "training/num_drawn_tokens")
+
+
+def play(
+    tiny: Path,
+    folder: Path,
+    *more: str,
+    game: str = "Count",
+    recipe: Recipe[Any] = ASYNC,
+    callbacks: Sequence[Any] = (),
+) -> Path:
+    sizes = ("data.max_prompt_length=24", "data.max_response_length=40", *POLICY_ALONE, *FEW)
+    turns = ("environment.max_tokens_per_turn=5", "trainer.total_training_steps=2")
+    where = ("trainer.backend=local", f"environment={GAMES}:{game}")
+    config = load_config(overrides(tiny, folder, *where, *sizes, *turns, *more), recipe)
+    run(config, callbacks=callbacks)
+    return folder
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """What neither the clock nor chaos decides, nor asynchronous runs alone have."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith((*CLOCK, *CHAOS))}
+        for line in shared_numbers(folder)
+    ]
+
+
+def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
+    """Even if calls end in the middle of turns, and environments are killed or slow."""
+    plain = play(tiny_dir, tmp_path / "plain", recipe=PPO)
+    parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
+    chaos = ("chaos.kill_environment=0.3", "chaos.delay_environment=0.3", "chaos.delay_s=0.05")
+    ours = ("async_training.max_staleness=0", parts, *chaos)
+    folder = play(tiny_dir, tmp_path / "async", *ours)
+    assert numbers(folder) == numbers(plain)
+    assert len(calls(folder, "take")) > len(calls(folder, "submit"))
+    faults = [line for line in lines(folder, "chaos.jsonl") if "count" in line]
+    assert {line["kind"] for line in faults} == {"kill_environment", "delay_environment"}
+    killed = sum(line["count"] for line in faults if line["kind"] == "kill_environment")
+    assert killed == sum(line[RETRIES] for line in lines(folder)) > 4
+    tokens = ledger_of(folder)["tokens"]
+    trained, _ = tokens_of(lines(plain))
+    assert (tokens["trained"], tokens["queued"]) == (trained, 0)
+    assert tokens["left_out"].keys() == {GIVEN_UP}
+    assert tokens["left_out"][GIVEN_UP] == tokens_of(lines(folder))[1][GIVEN_UP] >= killed
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert f"= {trained:,} trained + {tokens['left_out'][GIVEN_UP]:,} left out" in page
+    (words,) = faults_in_words(folder)
+    assert f"{killed} x kill_environment" in words
+    waits = calls(folder, ENVIRONMENTS)
+    assert waits
+    assert sum(call["args"]["num_answers"] for call in waits) >= 4 * 2 * 2 * 4
+
+
+class Ends:
+    """A callback: the process of the run is killed, as far as its folder can tell."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            raise KeyError("the end")
+
+
+@pytest.mark.parametrize("recipe", [PPO, ASYNC], ids=["synchronous", "async"])
+def test_a_resumed_run_has_the_numbers_of_an_unbroken_one(
+    tiny_dir: Path, tmp_path: Path, recipe: Recipe[Any]
+) -> None:
+    """Its environments draw from every source of chance."""
+    more = ["async_training.max_staleness=0"] if recipe is ASYNC else []
+    more += ["trainer.save_freq=1"]
+    whole = play(tiny_dir, tmp_path / "whole", *more, game="Dice", recipe=recipe)
+    with pytest.raises(CallbackError, match="the end"):
+        play(tiny_dir, tmp_path / "broken", *more, game="Dice", recipe=recipe, callbacks=[Ends()])
+    again = play(tiny_dir, tmp_path / "broken", *more, game="Dice", recipe=recipe)
+    assert [line["step"] for line in lines(again)] == [1, 2]
+    assert numbers(again) == numbers(whole)
+    assert tokens_of(lines(again)) == tokens_of(lines(whole))
+
+
+LOSES = "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesWithTurns"
+SLOW = "environment.kwargs={sleep: 0.05}"
+
+
+def test_a_lost_generators_trajectories_are_played_again_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    plain = play(tiny_dir, tmp_path / "plain", SLOW, recipe=PPO)
+    ours = (
+        "async_training.max_staleness=0",
+        "async_training.on_generator_loss=restart",
+        LOSES,
+        SLOW,
+    )
+    folder = play(tiny_dir, tmp_path / "async", *ours)
+    assert (folder / "has_died").is_file()
+    assert numbers(folder) == numbers(plain)
+    trained, _ = tokens_of(lines(plain))
+    ledger = ledger_of(folder)
+    tokens = {"drawn": trained, "trained": trained, "queued": 0, "left_out": {}}
+    assert ledger["tokens"] == tokens
+    assert ledger["generators"]["0"]["dropped"] == {LOST: 8}

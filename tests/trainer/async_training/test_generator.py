@@ -1,0 +1,157 @@
+"""A generator's thread: weights between two takes, and groups that are lost."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.trainer.async_training.stand_ins import StandInGroup, asked_of, generator_of, make_buffer
+from tests.waiting import wait_until
+from trainer.async_training.buffer import StalledError
+from trainer.async_training.generator import Generator
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import WorkerDiedError
+
+WAIT_S = 20.0
+
+
+class Group(StandInGroup):
+    """A rollout group that dies as weights of version 2 arrive, and can be started anew."""
+
+    def __init__(self, restarts: bool) -> None:
+        super().__init__()
+        self.buffer = make_buffer(max_staleness=10)
+        self.is_dead, self.restarts = False, restarts
+        self.generating, self.goes_on = threading.Event(), threading.Event()
+        self.taken: list[int] = []
+        self.lost: list[int] = []
+
+    def add(self, rows: DataProto) -> None:
+        super().add(rows)
+        self.generating.set()
+
+    def finished(self) -> DataProto | None:
+        """A slice of time passes, or the piece is finished when the test says so."""
+        if self.is_dead:
+            raise WorkerDiedError("the rollout is gone")
+        if not self.goes_on.wait(0.02):
+            return None
+        self.goes_on.clear()
+        return super().finished()
+
+    def deliver(self, generator: int) -> int:
+        if self.buffer.version == 2 and not self.lost:
+            self.is_dead = True
+        if self.is_dead:
+            raise WorkerDiedError("the rollout is gone")
+        self.taken.append(self.buffer.version)
+        return self.buffer.version
+
+    def losses(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
+        self.lost.append(num_lost)
+        self.is_dead, self.running = not self.restarts, []
+        return self.restarts
+
+
+def begun_generator(group: Group, **settings: str) -> Generator:
+    """A generator of that group, which generates its first piece."""
+    generator = generator_of(group.buffer, group, group.deliver, group.losses, **settings)
+    generator.start()
+    assert group.generating.wait(WAIT_S)
+    group.generating.clear()
+    return generator
+
+
+def end(group: Group, generator: Generator) -> None:
+    assert group.buffer._failure is None
+    group.buffer.close()
+    generator.wait_for_end(WAIT_S)
+    assert not generator._thread.is_alive()
+
+
+@pytest.fixture(params=[True, False], ids=["restart", "continue"])
+def group(request: pytest.FixtureRequest) -> Group:
+    return Group(restarts=request.param)
+
+
+def test_a_group_that_dies_within_a_piece_makes_it_again_with_newest_weights_or_ends(
+    group: Group,
+) -> None:
+    generator = begun_generator(group, weight_update="immediate")
+    group.buffer.publish(2)
+    if group.restarts:
+        assert group.generating.wait(WAIT_S)
+        assert group.taken[-1] == 2
+    else:
+        generator.wait_for_end(WAIT_S)
+    end(group, generator)
+    assert group.lost == [2]
+
+
+def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_the_policys(
+    group: Group,
+) -> None:
+    """Where it dies meanwhile, whoever comes in its place makes the samples, or nobody does."""
+    group.lost = [0]  # version 2 kills nobody
+    generator = begun_generator(group)
+    threading.Timer(0.05, group.goes_on.set).start()
+    with group.buffer.paused(WAIT_S):
+        group.buffer.publish(1)  # averaged ones, say
+        group.is_dead = True
+        rows = make_buffer(samples=1).stream
+        piece = rows.offer(0)
+        assert piece is not None
+        asked = asked_of(rows.rows(piece), 0)
+        if group.restarts:
+            threading.Timer(0.2, group.goes_on.set).start()
+            assert len(group.buffer.validate(asked, [0])) == len(asked)
+            assert group.taken == [1, 1]
+        else:
+            with pytest.raises(StalledError, match="no generator left"):
+                group.buffer.validate(asked, [0])
+        group.buffer.publish(1)
+    if group.restarts:
+        group.generating.clear()
+        assert group.generating.wait(WAIT_S)
+        assert group.taken == [1, 1, 1]
+    end(group, generator)
+
+
+@pytest.mark.parametrize(("generators", "seconds"), [(1, 0.25), (500, 2.0)])
+def test_the_more_generators_the_less_often_each_is_asked_what_is_finished(
+    generators: int, seconds: float
+) -> None:
+    group, asked = Group(restarts=False), []
+    answer = group.take.remote_on
+
+    def take(rank: int, max_tokens: int | None, take_s: float) -> Any:
+        asked.append(take_s)
+        return answer(rank)
+
+    group.take = SimpleNamespace(remote_on=take)
+    generator = generator_of(
+        group.buffer, group, group.deliver, group.losses, number=generators - 1
+    )
+    generator.start()
+    assert group.generating.wait(WAIT_S)
+    wait_until(lambda: asked)
+    end(group, generator)
+    assert set(asked) == {seconds}
+
+
+@pytest.mark.parametrize(("piece", "ranks"), [(None, [0, 2]), (1, [0])])
+def test_a_generator_begins_its_part_of_a_batch_together_unless_pieces_have_a_size(
+    piece: int | None, ranks: list[int]
+) -> None:
+    settings = {"generators": 2, "trainers": 4, "piece": piece, "batch": 8, "max_staleness": 1}
+    group = Group(restarts=False)
+    group.buffer = make_buffer(**settings)
+    generator = generator_of(group.buffer, group, group.deliver, group.losses, **settings)
+    generator.start()
+    wait_until(lambda: group.running)
+    assert [one.rank for one in group.buffer.in_flight(0)] == ranks
+    assert [len(rows) for rows in group.running] == [2 * len(ranks) if piece is None else piece]
+    end(group, generator)

@@ -1,0 +1,129 @@
+"""A generator's process is killed in the middle of a run, which goes on without losing a sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.trainer.async_training.test_run import LOCAL, ledger_of, run_async, shared_numbers
+from tests.trainer.async_training.uids import uids_in_order, uids_of
+from trainer import load_config, run
+from trainer.async_training.buffer import LOST
+from trainer.async_training.recipe import ASYNC
+
+
+class Pids:
+    """A callback: the process of a generator's rollout when the run begins, and when it ends."""
+
+    def __init__(self, role: str = "rollout") -> None:
+        self.seen: list[int] = []
+        self.role = role
+
+    def on_train_begin(self, trainer: Any) -> None:
+        self.seen += [header.pid for header in trainer.groups[self.role].transport.started]
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.on_train_begin(trainer)
+
+
+class KillGenerator(Pids):
+    """Kills the generator as the validation after the second step begins."""
+
+    def on_validate_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(self.seen[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("backend", "topology", "policy", "num_lost"),
+    [
+        ("local", "1m2t", "restart", 16),
+        ("local", "2m1t", "continue", 8),
+        pytest.param("ray", "1m1t", "restart", 16, marks=pytest.mark.ray),
+    ],
+)
+def test_a_run_outlives_a_generator_that_is_killed_as_it_generates_and_keeps_the_order_of_prompts(
+    tiny_dir: Path,
+    tmp_path: Path,
+    backend: str,
+    topology: str,
+    policy: str,
+    num_lost: int,
+    request: pytest.FixtureRequest,
+) -> None:
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    settings = (
+        f"trainer.backend={backend}",
+        f"async_training.topology={topology}",
+        f"async_training.on_generator_loss={policy}",
+        "cpus_per_process=0.5" if backend == "ray" else "trainer.device=cpu",
+        "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesOnce",
+        "trainer.total_training_steps=5",
+        *POLICY_ALONE,
+    )
+    pids = Pids()
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[pids])
+    assert uids_of(tmp_path, 5) == uids_in_order(tiny_dir, 5)
+    assert (pids.seen[0] == pids.seen[1]) == (policy == "continue")
+    ledger = json.loads((tmp_path / "async.json").read_text())["ledger"]
+    assert sum(ledger["trainers"].values()) == 5 * 8 * 2
+    assert ledger["generators"]["0"]["dropped"] == {LOST: num_lost}
+
+
+@pytest.mark.parametrize(
+    ("topology", "policy", "role"),
+    [
+        ("1m1t", "restart", "rollout"),
+        ("2m1t", "continue", "rollout"),
+        ("2m1t", "restart", "rollout_1"),
+    ],
+)
+def test_a_run_outlives_a_generator_that_is_killed_as_it_is_to_validate(
+    tiny_dir: Path, classifier: Path, tmp_path: Path, topology: str, policy: str, role: str
+) -> None:
+    settings = (
+        "trainer.backend=local",
+        f"async_training.topology={topology}",
+        f"async_training.on_generator_loss={policy}",
+        f"rewards=[{{name: model, kind: model, path: '{classifier}'}}]",
+        "async_training.score_on=generator",
+        f"data.val_files={tiny_dir}/few.parquet",
+        "trainer.test_freq=1",
+        "actor_rollout_ref.actor.ema_decay=0.9",
+        *POLICY_ALONE,
+    )
+    killer = KillGenerator(role)
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[killer])
+    assert (killer.seen[0] == killer.seen[1]) == (policy == "continue")
+    scores = [line["val-core/verl_like/tiny_letters/reward/mean@1"] for line in lines(tmp_path)]
+    assert len(scores) == 4
+    files = sorted(path.name for path in (tmp_path / "validation").glob("*.jsonl"))
+    assert len(files) == 4, "before the first step, and after each of three"
+
+
+def test_a_generator_that_loses_one_of_two_ranks_makes_its_piece_again_to_the_same_numbers(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *POLICY_ALONE)))
+    two_ranks = (
+        "resource_pool_spec={trainer_pool: [1], generator_0_pool: [2]}",
+        "trainer.n_gpus_per_node=3",
+        "trainer.device=cpu",
+        "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesOnce",
+    )
+    more = (
+        "async_training.max_staleness=0",
+        "async_training.on_generator_loss=restart",
+        *two_ranks,
+    )
+    folder = run_async(tiny_dir, tmp_path / "async", *POLICY_ALONE, *more)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+    (generator,) = ledger_of(folder)["generators"].values()
+    assert (generator["made"], generator["trained"], generator["dropped"]) == (64, 48, {LOST: 16})

@@ -1,0 +1,113 @@
+"""A trainer's process that is gone ends the run, soon and by its own name; or the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, numbers, overrides
+from tests.trainer.async_training import rigged_workers
+from tests.waiting import wait_until
+from trainer import load_config, restarts, run
+from trainer.async_training import buffer, step
+from trainer.async_training.recipe import ASYNC
+from verl_like.errors import WorkerDiedError
+
+TRAINERS_APART = ("trainer.backend=local", "async_training.topology=1m2t", *POLICY_ALONE)
+SETTINGS = (*TRAINERS_APART, "async_training.on_generator_loss=restart")
+RIGGED = "tests.trainer.async_training.rigged_workers"
+
+
+class KillTrainer:
+    """A callback: kills rank 1 of the trainers while the samples of the second step are made."""
+
+    killed_at = 0.0
+
+    def on_sample_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            threading.Thread(target=self.kill_meanwhile, args=(trainer,), daemon=True).start()
+
+    def kill_meanwhile(self, trainer: Any) -> None:
+        wait_until(trainer.buffer.in_flight)
+        self.kill(trainer)
+
+    def kill(self, trainer: Any) -> None:
+        os.kill(trainer.groups["actor"].transport.started[1].pid, signal.SIGKILL)
+        self.killed_at = time.monotonic()
+
+
+class KillTrainerOnce(KillTrainer):
+    """A callback: as the third step begins, the first time."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 3 and not self.killed_at:
+            self.kill(trainer)
+
+    def on_sample_begin(self, trainer: Any) -> None:
+        pass
+
+
+def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_over(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
+    monkeypatch.setattr(step, "END_S", 0.1)
+    settings = (
+        *SETTINGS,
+        "async_training.max_staleness=0",
+        f"role_workers.rollout={RIGGED}.LongRollout",
+    )
+    killer = KillTrainer()
+    with pytest.raises(WorkerDiedError, match=r"ping, .* rank 1 of 2 .*killed by SIGKILL"):
+        run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[killer])
+    assert time.monotonic() - killer.killed_at < rigged_workers.GENERATION_S
+
+
+def test_a_trainer_that_dies_as_it_sends_weights_is_no_generators_loss(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, f"role_workers.actor={RIGGED}.DiesAsItSends")
+    # both ranks die, and the step may meet either of them first
+    killed = r"actor.* rank [01] of 2 .*killed by SIGKILL"
+    with pytest.raises(WorkerDiedError, match=killed) as died:
+        run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC))
+    assert "generator" not in str(died.value)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint_by_itself(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
+    steps = ("trainer.total_training_steps=4", "trainer.save_freq=2")
+    common = (*TRAINERS_APART, *FEW_ROWS, *steps, "trainer.max_restarts=3")
+    killed, ahead = tmp_path / "killed", f"async_training.max_staleness={staleness}"
+    killer = KillTrainerOnce()
+    run(load_config(overrides(tiny_dir, killed, *common, ahead), ASYNC), callbacks=[killer])
+    assert killer.killed_at
+    state = lines(killed, "restarts.jsonl")[-1]
+    assert (state["state_from"], state["finished_steps_made_again"]) == ("global_step_2", 0)
+    assert [line["step"] for line in lines(killed)] == [1, 2, 3, 4]
+    ledger = json.loads((killed / "async.json").read_text())["ledger"]
+    assert sum(generator["trained"] for generator in ledger["generators"].values()) == 4 * 4 * 2
+
+    if staleness == 0:  # else numbers depend on who was when ready, with a loss or without
+        whole = tmp_path / "whole"
+        run(load_config(overrides(tiny_dir, whole, *common, ahead), ASYNC))
+        assert of_training(killed) == of_training(whole)
+
+
+def of_training(folder: Path) -> list[dict[str, float]]:
+    """The steps' numbers, but for those of generators' times."""
+    return [
+        {name: number for name, number in line.items() if not name.startswith("async/")}
+        for line in numbers(folder)
+    ]

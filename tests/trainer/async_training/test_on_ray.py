@@ -1,0 +1,73 @@
+"""Asynchronous runs on a Ray cluster: processes of their own, and the numbers of one machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import calls, overrides
+from tests.trainer.async_training.test_lost_trainer import KillTrainer
+from tests.trainer.async_training.test_topologies import curves
+from trainer import load_config, run
+from trainer.async_training import buffer, step
+from trainer.async_training.recipe import ASYNC
+from verl_like.errors import WorkerDiedError
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+ON_RAY = ("trainer.backend=ray", "cpus_per_process=0.25")
+MAKING = {"__init__", "init_model", "location", "receive_weights", "submit", "take"}
+
+
+def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
+    """Process -> (role, method) of what ran in it."""
+    found: dict[int, set[tuple[str, str]]] = {}
+    for event in calls(folder):
+        found.setdefault(event["args"]["pid"], set()).add((event["cat"], event["name"]))
+    return found
+
+
+def test_every_generator_and_trainer_is_a_process_and_the_numbers_are_those_of_local_ones(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = ("async_training.max_staleness=0", "trainer.total_training_steps=2")
+    local = overrides(tiny_dir, tmp_path / "local", "trainer.backend=local", *settings)
+    run(load_config(local, ASYNC))
+    topology = "async_training.topology=2m2t"
+    run(load_config(overrides(tiny_dir, tmp_path / "ray", *ON_RAY, topology, *settings), ASYNC))
+
+    for ours, theirs in zip(curves(tmp_path / "ray"), curves(tmp_path / "local"), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    processes = methods_by_process(tmp_path / "ray").values()
+    generators = [methods for methods in processes if ("actor", "update_actor") not in methods]
+    assert (len(processes), len(generators)) == (4, 2)
+    made = [{(role, method) for method in MAKING} for role in ("rollout", "rollout_1")]
+    assert sorted(generators, key=len) in (made, made[::-1])
+    ledger = json.loads((tmp_path / "ray" / "async.json").read_text())["ledger"]
+    assert ledger["trainers"] == {"0": 16, "1": 16}
+
+
+def test_trainers_that_share_a_model_have_the_numbers_of_one(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = ("async_training.max_staleness=0", "trainer.total_training_steps=2")
+    local = overrides(tiny_dir, tmp_path / "local", "trainer.backend=local", *settings)
+    run(load_config(local, ASYNC))
+    sections = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    more = ["async_training.topology=2m2t", *(f"{section}.parallel.tp=2" for section in sections)]
+    run(load_config(overrides(tiny_dir, tmp_path / "ray", *ON_RAY, *settings, *more), ASYNC))
+    for ours, theirs in zip(curves(tmp_path / "ray"), curves(tmp_path / "local"), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_trainer_that_dies_during_a_long_generation_is_noticed(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
+    monkeypatch.setattr(step, "END_S", 0.1)
+    rollout = "role_workers.rollout=tests.trainer.async_training.rigged_workers.LongRollout"
+    settings = (*ON_RAY, "async_training.topology=1m2t", "async_training.max_staleness=0", rollout)
+    config = load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC)
+    with pytest.raises(WorkerDiedError, match=r"ping, .* rank 1 of 2 "):
+        run(config, callbacks=[KillTrainer()])

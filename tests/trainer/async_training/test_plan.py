@@ -1,0 +1,134 @@
+"""What an asynchronous run will do, in words, before it is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.plan import plan_lines
+from trainer.async_training.recipe import ASYNC
+from trainer.planner.prediction import prediction_line, setup_of
+from trainer.planner.simulate import Phases, simulate
+from trainer.ppo.memory import role_memories
+from trainer.ppo.recipe import load_config
+from trainer.ppo.sizes import rows_of
+
+NEEDED = (
+    "data.train_files=x",
+    "actor_rollout_ref.model.path=y",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "algorithm.adv_estimator=grpo",
+)
+
+
+def config_of(*overrides: str) -> AsyncConfig:
+    return load_config([*NEEDED, *overrides], ASYNC)
+
+
+def test_it_says_pieces_ages_and_what_may_be_open() -> None:
+    lines = plan_lines(config_of("async_training.generators=2", "async_training.max_staleness=2"))
+    pieces = (
+        "a batch of 8 prompts is 2 pieces: 4 prompts each, which one generator answers in a call"
+    )
+    assert pieces in lines
+    assert any("at most 2 versions old when it is trained on" in line for line in lines)
+    assert "at most 96 samples are queued or being made (3 times a batch)" in lines
+    assert any(
+        "after every batch; a generator takes it between two pieces" in line for line in lines
+    )
+    assert any("corrected for: rollout_is=token" in line for line in lines)
+    assert lines[1].split()[:3] == ["generator", "0", "rollout"]
+
+
+def test_pieces_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
+    config = config_of("async_training.topology=2m4t")
+    pieces = (
+        "a batch of 8 prompts is 4 pieces: 2 prompts each, which one generator answers in a call"
+    )
+    assert f"{pieces}; a generator answers up to 2 together" in plan_lines(config)
+    setup = setup_of(config)
+    assert [setup.generators_of(place) for place in range(setup.num_pieces)] == [(0,), (1,)]
+
+
+def test_a_smaller_limit_is_what_may_be_open() -> None:
+    lines = plan_lines(
+        config_of("async_training.max_inflight_samples=40", "async_training.update_steps=3")
+    )
+    assert "at most 40 samples are queued or being made (1.25 times a batch)" in lines
+    assert any("after every 3 batches" in line for line in lines)
+
+
+@pytest.mark.parametrize(("generators", "idle"), [(2, 0), (4, 2)])
+def test_generators_without_a_piece_are_told(generators: int, idle: int) -> None:
+    sizes = ["async_training.max_staleness=0", "async_training.prompts_per_call=4"]
+    lines = plan_lines(config_of(f"async_training.generators={generators}", *sizes))
+    told = [line for line in lines if "have nothing to make" in line]
+    assert [line.split()[0] for line in told] == ([str(idle)] if idle else [])
+
+
+def test_ranks_with_unlike_shares_of_the_generators_are_told() -> None:
+    told = (
+        "trainer 1 has 1 of the generators for its part of a batch, trainer 0 has 2, so every batch"
+    )
+    assert told in "\n".join(plan_lines(config_of("async_training.topology=3m2t")))
+    for even in ("2m1t", "1m2t", "4m2t", "2m2t"):
+        lines = plan_lines(config_of(f"async_training.topology={even}"))
+        assert "of the generators for" not in "\n".join(lines)
+
+
+def test_generators_of_one_rank_without_a_piece_are_told() -> None:
+    edges = "async_training.sample_routes=[[0,1],[1,0],[2,1],[3,1]]"
+    sizes = ["async_training.topology=4m2t", edges, "async_training.max_staleness=0"]
+    config = config_of(*sizes)
+    assert config.piece_size == 1  # one of the 4 prompts of a rank for each of its 3 generators
+    assert not [line for line in plan_lines(config) if "have nothing to make" in line]
+    told = plan_lines(config_of(*sizes, "async_training.prompts_per_call=2"))
+    assert [line.split()[0] for line in told if "have nothing to make" in line] == ["1"]
+
+
+def test_every_generator_is_in_the_table_of_sizes_with_what_it_is_asked_for_at_once() -> None:
+    config = config_of(
+        "async_training.generators=2",
+        "async_training.score_on=generator",
+        "algorithm.use_kl_in_reward=true",
+        "async_training.generator_settings={0: {max_num_seqs: 2}, 1: {max_num_seqs: 3}}",
+    )
+    rows = {(row.part, row.role): row for row in rows_of(config)}
+    assert {role for _, role in rows} == {"rollout", "rollout_1", "actor", "ref", "ref_1"}
+    generate, further = rows["generate", "rollout"], rows["generate, rollout_1", "rollout_1"]
+    assert (generate.prompts, generate.micro_samples) == (4, 2)
+    assert (further.prompts, further.micro_samples) == (4, 3)
+    assert rows["reference, ref_1", "ref_1"].prompts == 4
+    assert rows["old log-probs", "actor"].prompts == 8
+
+
+def test_every_generator_is_in_the_table_of_memory(tiny_dir: Path) -> None:
+    settings = (
+        f"actor_rollout_ref.model.path={tiny_dir / 'model'}",
+        "async_training.generators=3",
+        "async_training.generator_settings.1={name: hf, quantization: int8}",
+        "resource_pool_spec.generator_2_pool=[2]",
+    )
+    found = {role.role: role for role in role_memories(config_of(*settings), "cpu")}
+    assert set(found) == {"rollout", "rollout_1", "rollout_2", "actor"}
+    assert found["rollout_1"].pool == "generator_1_pool"
+    assert found["rollout_1"].types.startswith("int8")
+    assert found["rollout_1"].weights < found["rollout"].weights == found["rollout_2"].weights
+
+
+def test_the_prediction_is_that_of_the_simulation() -> None:
+    config = config_of(
+        "async_training.generators=2",
+        "async_training.prompts_per_call=2",
+        "async_training.max_inflight_samples=48",
+    )
+    setup = setup_of(config)
+    assert (setup.num_generators, setup.max_staleness, setup.pieces, setup.limit) == (2, 1, 4, 6)
+    phases = Phases([2.0], [0.1], [0.4], [0.05])
+    line = prediction_line(config, phases)
+    assert line.startswith(f"{simulate(phases, setup).seconds:.3g} s a step; busy: generator 0 ")
+    assert line.endswith("limited by: generators")

@@ -1,0 +1,74 @@
+"""Runs that end while samples are queued, and go on from their checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, calls, overrides
+from tests.trainer.async_training.test_run import LOCAL, ledger_of, run_async
+from tests.trainer.async_training.uids import uids_in_order, uids_of
+from tests.waiting import wait_until
+from trainer import load_config, run
+from trainer.async_training.buffer import SAMPLES
+from trainer.async_training.recipe import ASYNC
+from trainer.roadside.sample_log import MADE_AGAIN
+from verl_like.errors import CallbackError
+
+
+class EndsWithFullQueue:
+    """A callback: the run of three steps fails in its second, with the samples of two queued."""
+
+    def on_sample_end(self, trainer: Any, batch: Any) -> None:
+        # all that the generators may make, so that what a checkpoint holds does not depend on the
+        # clock
+        wait_until(lambda: trainer.buffer.depth == 2 * len(batch))
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            raise KeyError("the end")
+
+
+def broken_off(tiny: Path, folder: Path, *more: str) -> Path:
+    """The samples that are queued in the checkpoint of a run that ends in its second step."""
+    settings = (LOCAL, "trainer.save_freq=1", "async_training.max_staleness=2", *more)
+    with pytest.raises(CallbackError, match="the end"):
+        run(
+            load_config(overrides(tiny, folder, *settings), ASYNC),
+            callbacks=[EndsWithFullQueue()],
+        )
+    return folder / "global_step_1" / SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("on_resume", "num_files", "num_calls", "dropped"),
+    [("regenerate", 0, 10, 2 * 16), ("restore", 4, 6, 0)],
+)
+def test_a_resumed_run_repeats_no_sample_and_loses_none(
+    tiny_dir: Path,
+    tmp_path: Path,
+    on_resume: str,
+    num_files: int,
+    num_calls: int,
+    dropped: int,
+) -> None:
+    settings = (
+        "async_training.generators=2",
+        f"async_training.on_resume={on_resume}",
+        *POLICY_ALONE,
+    )
+    queued = broken_off(tiny_dir, tmp_path, *settings)
+    assert len(list(queued.glob("*.safetensors"))) == num_files
+    run_async(
+        tiny_dir, tmp_path, "async_training.max_staleness=2", "trainer.save_freq=1", *settings
+    )
+
+    assert uids_of(tmp_path, 3) == uids_in_order(tiny_dir, 3)
+    assert len(calls(tmp_path, "submit")) == num_calls
+    ledger = ledger_of(tmp_path)
+    assert ledger["trainers"] == {"0": 3 * 16}
+    lost = [row["dropped"] for row in ledger["generators"].values()]
+    assert sum(row.get(MADE_AGAIN, 0) for row in lost) == dropped
+    assert sum(row["made"] for row in ledger["generators"].values()) == 3 * 16 + dropped

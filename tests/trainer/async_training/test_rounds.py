@@ -1,0 +1,32 @@
+"""A round: fresh batches as they come, then the same ones again in orders of their own."""
+
+from __future__ import annotations
+
+from trainer.async_training.rounds import Rounds
+
+
+def test_every_batch_of_a_round_is_trained_on_as_often_as_there_are_epochs() -> None:
+    rounds = Rounds(update_steps=4, train_epochs=3, seed=7)
+    seen: dict[int, list[int]] = {}
+    for step in range(1, 13):
+        number, epoch, place = rounds.place(step)
+        assert number == 0
+        seen.setdefault(epoch, []).append(rounds.order(number, epoch)[place])
+    assert seen[0] == [0, 1, 2, 3]
+    assert sorted(seen[1]) == sorted(seen[2]) == [0, 1, 2, 3]
+    assert seen == {e: [Rounds(4, 3, 7).order(0, e)[p] for p in range(4)] for e in range(3)}
+
+
+def test_orders_differ_between_epochs_and_rounds() -> None:
+    rounds = Rounds(update_steps=8, train_epochs=3, seed=7)
+    assert len({tuple(rounds.order(number, epoch)) for number in (0, 1) for epoch in (1, 2)}) == 4
+
+
+def test_a_version_of_the_weights_ends_a_round() -> None:
+    rounds = Rounds(update_steps=2, train_epochs=3, seed=7)
+    assert [step for step in range(1, 13) if rounds.ends_with(step)] == [6, 12]
+
+
+def test_fresh_batches_are_counted_over_rounds() -> None:
+    rounds = Rounds(update_steps=2, train_epochs=2, seed=7)
+    assert [rounds.num_fresh(steps) for steps in range(9)] == [0, 1, 2, 2, 2, 3, 4, 4, 4]

@@ -1,0 +1,480 @@
+"""Asynchronous runs: staleness 0 is the synchronous run, and no sample is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines, numbers, overrides
+from tests.trainer.async_training.uids import uids_of
+from trainer import load_config, run
+from trainer.async_training import checks
+from trainer.async_training.recipe import ASYNC
+from trainer.async_training.step import AsyncTrainer
+from verl_like.errors import CheckpointError, ConfigError, RolloutError
+
+LOCAL = "trainer.backend=local"
+APART = ("async_training.topology=2m2t", "async_training.sample_routes=[[0,0],[1,1]]")
+"""Trainer ranks that have generators of their own."""
+BY_PROMPTS = "trainer.total_training_steps=null"
+ENDS_AT_12 = (BY_PROMPTS, "data.total_prompts=12")
+ENDS_AT_13 = (BY_PROMPTS, "data.total_prompts=13", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+
+
+def run_async(tiny: Path, folder: Path, *more: str) -> Path:
+    """The folder of an asynchronous run, of three steps unless it is told."""
+    run(load_config(overrides(tiny, folder, LOCAL, *more), ASYNC))
+    return folder
+
+
+def shared_numbers(folder: Path) -> list[dict[str, float]]:
+    """Every number of a run that the clock does not decide and that PPO has.
+
+    Without the version's number: PPO gives one to the averaged weights of a validation, too.
+    """
+    own = ("async/", "training/weights_changed_share", "training/weight_version")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(own)}
+        for line in numbers(folder)
+    ]
+
+
+def ledger_of(folder: Path) -> dict[str, Any]:
+    ledger: dict[str, Any] = json.loads((folder / "async.json").read_text())["ledger"]
+    return ledger
+
+
+@pytest.mark.parametrize("generators", ["1m1t", "2m1t"])
+def test_staleness_0_is_the_synchronous_run_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, plain: Path, generators: str
+) -> None:
+    ours = (f"async_training.topology={generators}", "async_training.max_staleness=0")
+    assert shared_numbers(run_async(tiny_dir, tmp_path, *ours)) == shared_numbers(plain)
+
+
+VALIDATED = ("trainer.test_freq=1", "actor_rollout_ref.actor.ema_decay=0.5")
+LEFT_OUT = "algorithm.filter_groups"
+TWO_STEPS = "trainer.total_training_steps=2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "generators"),
+    [
+        ((*POLICY_ALONE, *FEW_ROWS, "actor_rollout_ref.rollout.name=hf"), "1m1t"),
+        ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "1m1t"),
+        ((*POLICY_ALONE, *VALIDATED, "data.val_files={tiny}/val.parquet"), "2m1t"),
+    ],
+    ids=["hf", "validation", "validation_of_two"],
+)
+def test_staleness_0_is_the_synchronous_run_of_other_settings_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, settings: tuple[str, ...], generators: str
+) -> None:
+    more = [TWO_STEPS, *(setting.format(tiny=tiny_dir) for setting in settings)]
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    ours = (f"async_training.topology={generators}", "async_training.max_staleness=0")
+    folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+
+def test_dynamic_sampling_leaves_out_groups_as_in_the_synchronous_run_and_the_ledger_has_them(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    more = ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo", TWO_STEPS)
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    ours = ("async_training.generators=2", "async_training.max_staleness=0")
+    folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+    num_drawn = sum(line["dynamic_sampling/num_groups_drawn"] for line in lines(folder))
+    assert num_drawn > 2 * 8
+    dropped = [row["dropped"] for row in ledger_of(folder)["generators"].values()]
+    assert {reason for reasons in dropped for reason in reasons} == {LEFT_OUT}
+    assert sum(reasons.get(LEFT_OUT, 0) for reasons in dropped) == 2 * (num_drawn - 2 * 8)
+
+
+def test_responses_made_in_parts_are_those_made_at_once(
+    tiny_dir: Path, tmp_path: Path, plain: Path
+) -> None:
+    parts = {
+        "of_all": "actor_rollout_ref.rollout.max_new_tokens_per_call=3",
+        "of_one": "async_training.generator_settings.0={max_new_tokens_per_call: 3}",
+    }
+    ours = ("async_training.max_staleness=0", TWO_STEPS)
+    assert len(calls(plain, "generate_sequences")) == 3
+    for name, setting in parts.items():
+        folder = run_async(tiny_dir, tmp_path / name, *ours, setting)
+        assert shared_numbers(folder) == shared_numbers(plain)[:2]
+        assert len(calls(folder, "take")) >= 4
+
+
+def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = (
+        "async_training.weight_update=immediate",
+        "async_training.max_staleness=2",
+        *POLICY_ALONE,
+    )
+    more = (
+        "data.max_response_length=16",
+        "trainer.total_training_steps=5",
+        "async_training.log_syncs=true",
+    )
+    folder = run_async(tiny_dir, tmp_path, *settings, *more)
+    assert ledger_of(folder)["trainers"] == {"0": 5 * 16}
+    assert max(line["async/staleness/max"] for line in lines(folder)) <= 2
+    syncs = [json.loads(line) for line in (folder / "syncs.jsonl").read_text().splitlines()]
+    versions = [sync["version"] for sync in syncs]
+    assert versions == sorted(set(versions))
+
+
+class KillGenerator:
+    """Ends the process of generator 1 after the first step, as a kernel without memory does."""
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.global_step == 1:
+            group = trainer.groups["rollout_1"]
+            os.kill(group.transport.started[0].pid, signal.SIGKILL)
+
+
+def test_a_lost_generator_ends_the_run_by_its_name_unless_told_otherwise(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    # more steps than it makes until the loss is known
+    settings = (
+        "async_training.generators=2",
+        "async_training.max_staleness=1",
+        "trainer.total_training_steps=50",
+    )
+    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), ASYNC)
+    with pytest.raises(
+        RolloutError, match=r"generator 1 is lost.*SIGKILL.*on_generator_loss=restart"
+    ):
+        run(config, callbacks=[KillGenerator()])
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (),
+        pytest.param(
+            ("async_training.trainers=2", "actor_rollout_ref.actor.parallel.pp=2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["alone", "stages"],
+)
+def test_adapters_are_trained_as_in_the_synchronous_run(
+    tiny_dir: Path, tmp_path: Path, axes: tuple[str, ...]
+) -> None:
+    more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE)
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    logged = ("actor_rollout_ref.rollout.sync=changed", "async_training.log_syncs=true")
+    ours = (*more, *logged, "async_training.generators=2", "async_training.max_staleness=0", *axes)
+    folder = run_async(tiny_dir, tmp_path / "async", *ours)
+    for line, expected in zip(lines(folder), lines(tmp_path / "plain"), strict=True):
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+            # a generator of its own generates with merged weights, which round otherwise
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
+    for generator in (0, 1):
+        sent = [
+            one["bytes"] for one in lines(folder, "syncs.jsonl") if one["generator"] == generator
+        ]
+        assert len(sent) >= 2
+        assert 0 < max(sent[1:]) < sent[0] / 10, "the adapters alone"
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of four steps, of one version's staleness, by two generators."""
+    folder = tmp_path_factory.mktemp("async")
+    sizes = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    more = (
+        "async_training.generators=2",
+        BY_PROMPTS,
+        "trainer.total_epochs=2",
+        *sizes,
+        *POLICY_ALONE,
+    )
+    return run_async(tiny_dir, folder, "async_training.max_staleness=1", *more)
+
+
+def test_generators_run_ahead_by_the_versions_that_are_allowed(ahead: Path) -> None:
+    ages = [line["async/staleness/max"] for line in lines(ahead)]
+    assert ages[0] == 0
+    assert max(ages) == 1
+
+
+def test_files_of_samples_say_who_made_each_and_how_old_it_was(ahead: Path) -> None:
+    generators: Counter[str] = Counter()
+    for line in lines(ahead):
+        rows = lines(ahead, f"rollouts/{line['step']}.jsonl")
+        ages = [row["trained_by_version"] - row["weight_version"] for row in rows]
+        assert max(ages) == line["async/staleness/max"]
+        assert sum(ages) / len(ages) == pytest.approx(line["async/staleness/mean"])
+        generators.update(str(row["generator"]) for row in rows)
+        assert {row["trainer"] for row in rows} == {0}
+    assert generators == {name: row["made"] for name, row in ledger_of(ahead)["generators"].items()}
+
+
+def test_every_sample_that_was_made_was_trained_on(ahead: Path) -> None:
+    kept = ledger_of(ahead)
+    rows = kept["generators"].values()
+    assert sum(row["made"] for row in rows) == 8 * 32
+    assert all(row["made"] == row["trained"] for row in rows)
+    assert kept["trainers"] == {"0": 8 * 32}
+    assert sum(kept["staleness"].values()) == 8 * 32
+
+
+def test_every_prompt_is_trained_on_once_in_every_epoch(ahead: Path) -> None:
+    steps = uids_of(ahead, len(lines(ahead)))
+    assert [len(uids) for uids in steps] == [2 * 16] * 8
+    for epoch, first in enumerate((0, 4)):
+        two_of_each = [f"{row}-{epoch}" for row in (*range(64), *range(64))]
+        assert sorted(sum(steps[first : first + 4], [])) == sorted(two_of_each)
+
+
+def test_generators_and_trainers_are_processes_of_their_own(ahead: Path) -> None:
+    generators = {event["args"]["pid"] for event in calls(ahead, "submit")}
+    trainers = {event["args"]["pid"] for event in calls(ahead, "update_actor")}
+    assert len(generators) == 2
+    assert not generators & trainers
+
+
+def test_seconds_of_every_role_add_up_to_the_wall(ahead: Path) -> None:
+    for line in lines(ahead)[1:]:
+        walls = []
+        for role in ("generator_0", "generator_1", "trainer"):
+            states = ("busy", "waiting", "syncing")
+            walls.append(sum(line[f"async/{role}/{state}_s"] for state in states))
+        assert max(walls) == pytest.approx(min(walls), abs=1e-3)
+
+
+def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_path: Path) -> None:
+    rounds = ("async_training.update_steps=2", "async_training.train_epochs=2")
+    more = (*rounds, "trainer.total_training_steps=8", *POLICY_ALONE)
+    folder = run_async(tiny_dir, tmp_path, *more)
+    assert ledger_of(folder)["generators"]["0"]["made"] == 4 * 16
+    assert [line["training/weight_version"] for line in lines(folder)[3::4]] == [2, 3]
+    texts = [(folder / "rollouts" / f"{step}.jsonl").read_text() for step in range(1, 9)]
+    uids = [{json.loads(line)["uid"] for line in text.splitlines()} for text in texts]
+    assert uids[2:4] in (uids[0:2], uids[1::-1])
+    assert not uids[0] & uids[4]
+
+    of_round = [int(line["async/batch_of_round"]) for line in lines(folder)]
+    assert of_round[:2] == of_round[4:6] == [0, 1]
+    assert uids[2:4] == [uids[place] for place in of_round[2:4]]
+    assert uids[6:] == [uids[4 + place] for place in of_round[6:]]
+    for line in lines(folder):
+        is_fresh = line["async/reused"] == 0
+        drawn = line["response_length/mean"] * 16 if is_fresh else 0
+        assert line["async/drawn_tokens"] == pytest.approx(drawn)
+
+
+def test_a_resumed_synchronous_run_goes_on_bit_for_bit(
+    tiny_dir: Path, tmp_path: Path, plain: Path
+) -> None:
+    in_background = "role_workers.actor=tests.integration.background_actors.BackgroundActor"
+    settings = ("async_training.max_staleness=0", "trainer.save_freq=1", in_background)
+    folder = run_async(tiny_dir, tmp_path, *settings, TWO_STEPS)
+    assert calls(folder, "write_checkpoint"), "that of step 1, beside step 2"
+    run_async(tiny_dir, tmp_path, *settings)
+    assert shared_numbers(folder) == shared_numbers(plain)
+
+
+def test_samples_of_older_weights_are_corrected_unless_the_user_says_how(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    def correction(*more: str) -> tuple[str | None, bool]:
+        config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *more), ASYNC)
+        settings = config.algorithm.rollout_correction
+        return settings.rollout_is, settings.bypass_mode
+
+    assert correction("async_training.max_staleness=1") == ("token", False)
+    assert correction("async_training.max_staleness=0") == (None, False)
+    rounded = "async_training.generator_settings.1={quantization: int8}"
+    assert (
+        correction("async_training.max_staleness=0", "async_training.generators=2", rounded)[0]
+        == "token"
+    )
+    assert correction("correction=disabled") == (None, False)
+    assert correction("correction=decoupled_seq_is") == ("sequence", False)
+    assert correction("algorithm.rollout_correction.rollout_is=null") == (None, False)
+
+
+def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_is_named(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    for setting in (
+        "={0: {kv_cache_gb: 1, max_num_seqs: 8}}",
+        ".0={kv_cache_gb: '1', dtype: null}",
+    ):
+        by_key = f"async_training.generator_settings{setting}"
+        config = load_config(overrides(tiny_dir, tmp_path, LOCAL, by_key), ASYNC)
+        rollout = config.of_role("rollout").actor_rollout_ref.rollout
+        assert (rollout.kv_cache_gb, type(rollout.kv_cache_gb)) == (1.0, float)
+        assert rollout.max_num_seqs == (8 if "8" in setting else 256)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["async_training.max_inflight_samples=4"],
+            "=4 samples hold no batch of 16",
+        ),
+        (["async_training.prompts_per_call=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
+        (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy answer"),
+        (["role_mapping.rollout=trainer_pool"], "is the pool of .* too: a generator"),
+        (["async_training.sample_routes=[[0,3]]"], "names trainer 3"),
+        (["async_training.topology=2x"], "topology '2x' is none"),
+        (
+            ["async_training.on_buffer_full=evict_oldest"],
+            "needs a async_training.max_inflight_samples",
+        ),
+        (
+            ["async_training.generator_settings.4={name: hf}"],
+            "settings.4: this run has generators 0 to 0",
+        ),
+        (
+            ["async_training.generator_settings.0={sync: changed}"],
+            "no key 'async_training.generator_settings.0.sync'",
+        ),
+        (
+            ["async_training.generator_settings.x={name: hf}"],
+            "has 'x': give each generator's number once",
+        ),
+        (
+            ["trainer.cls=trainer.ppo.PPOTrainer"],
+            "trainer.ppo.PPOTrainer is no subclass of trainer.async_training.step.AsyncTrainer",
+        ),
+        (["async_training.generator_settings.0={nam: hf}"], "settings.0.nam'. Did you mean 'name'"),
+        (["async_training.generator_settings.0={name: sglang}"], "generator_settings.0: .*sglang"),
+        (
+            ["async_training.generator_settings.0=hf"],
+            "0=hf: .*str is not a subclass of GeneratorSettings",
+        ),
+        (
+            ["async_training.generator_settings.0={kv_cache_gb: -1}"],
+            "0: .*kv_cache_gb=-1.0: it must be",
+        ),
+        (
+            ["async_training.generator_settings={0: {max_num_seqs: 0}}"],
+            "0: .*max_num_seqs=0: it must be",
+        ),
+        (
+            ["async_training.generator_settings.0={max_num_seqs: many}"],
+            "'many' .*converted to Integer",
+        ),
+        (
+            [
+                "async_training.generator_settings={0: {name: hf}}",
+                "async_training.generator_settings.0.dtype=float32",
+            ],
+            "has 0: give each generator's number once",
+        ),
+        (
+            [
+                "async_training.weight_update=immediate",
+                "actor_rollout_ref.rollout.name=builtins.object",
+            ],
+            "rollout's engine builtins.object takes no weights within a generation",
+        ),
+        (["async_training.train_epochs=2", "trainer.save_freq=3"], "Take a multiple of 2"),
+        (
+            [*APART, "algorithm.filter_groups.enable=true"],
+            r"filter_groups.enable=true chooses .*routes=\[\[0,0\],\[0,1\],\[1,0\],\[1,1\]\]",
+        ),
+        ([*APART, "algorithm.use_pf_ppo=true"], "use_pf_ppo=true chooses a batch's rows among"),
+        (
+            [*APART, *ENDS_AT_13],
+            "=13 ends in a batch of 5 prompts, .* 2 trainer ranks.*nearest that do: 12 and 14",
+        ),
+        (
+            [*APART, "data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=7"],
+            "=7 prompts do not divide among the 2 trainer ranks.*nearest that do: 6 and 8",
+        ),
+        (
+            [
+                "async_training.sampler=ready_first",
+                "data.total_prompts=12",
+                "trainer.total_training_steps=null",
+            ],
+            "=12 ends in a part of a batch of 8, which only async_training.sampler=in_order keeps",
+        ),
+        (
+            ["async_training.generators=2", "role_mapping.rollout_1=generator_0_pool"],
+            "generator_0_pool is the pool of rollout_1 too: .* each needs its own",
+        ),
+        (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, and async_training.trainers=1"),
+        (
+            ["async_training.sampler=version_window", "async_training.max_sample_age=3"],
+            "max_sample_age=3 is wider than async_training.max_staleness=1",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    tiny_dir: Path, tmp_path: Path, settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), ASYNC)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "async_training.generator_settings.0.tensor_model_parallel_size",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    ],
+)
+def test_a_key_that_a_generator_does_not_read_is_a_notice(
+    key: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_config(overrides(tiny_dir, tmp_path, LOCAL, f"{key}=2"), ASYNC)
+    assert f"notice: {key} has no effect: " in caplog.text
+
+
+def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = ("async_training.train_epochs=2", "async_training.update_steps=2")
+    config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *rounds), ASYNC)
+    start = SimpleNamespace(start=tmp_path / "global_step_6", start_step=6, why_finished="")
+    monkeypatch.setattr(checks, "ResumePoint", lambda config: start)
+    with pytest.raises(CheckpointError, match="global_step_6 is of .* within a round .* 4 steps"):
+        AsyncTrainer.prepare(config, ExitStack())
+    start.why_finished = "nothing is left to do"
+    checks.check_start(config)
+    start.start_step = 8
+    checks.check_start(config)
+
+
+def test_an_engine_that_one_generators_pool_does_not_divide_into_is_refused_by_a_dry_run(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.rollouts.preflight.joined_cluster", lambda config: True)
+    engine = ("name=vllm", "tensor_model_parallel_size=2")
+    settings = [f"actor_rollout_ref.rollout.{setting}" for setting in engine]
+    settings += [
+        "async_training.generators=2",
+        "resource_pool_spec.generator_0_pool=[2]",
+        "trainer.dry_run=true",
+    ]
+    with pytest.raises(ConfigError, match="size=2 does not divide the 1 processes of rollout_1's"):
+        run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), ASYNC))
+
+
+def test_an_engine_of_one_generator_that_does_not_fit_its_pool_is_refused_by_a_dry_run(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    of_one = "async_training.generator_settings.1={name: vllm, tensor_model_parallel_size: 2}"
+    settings = ("async_training.generators=2", of_one, "trainer.dry_run=true")
+    words = "generator_settings.1: .*size=2 does not divide the 1 processes of rollout_1's"
+    with pytest.raises(ConfigError, match=words):
+        run(load_config(overrides(tiny_dir, tmp_path, LOCAL, *settings), ASYNC))

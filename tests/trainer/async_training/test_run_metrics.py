@@ -1,0 +1,109 @@
+"""What an asynchronous run says of itself, compared with what a callback of the run sees."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.trainer.async_training.test_run import LOCAL, ledger_of
+from tests.waiting import wait_until
+from trainer import load_config, run
+from trainer.async_training.recipe import ASYNC
+from trainer.async_training.samplers import num_samples_of
+from workers.columns import read_columns
+
+LIMIT, BATCH, STEPS = 32, 16, 4
+LONG_S = 0.15
+"""Of one step, beside which the milliseconds between two clocks' readings are few."""
+
+
+class Watches:
+    """A callback that keeps the first step waiting until generators have filled the buffer."""
+
+    def __init__(self) -> None:
+        self.open_samples = 0
+        self.depths: list[int] = []
+        self.ages: list[Counter[int]] = []
+        self.ends: list[float] = []
+
+    def on_sample_end(self, trainer: Any, batch: Any) -> None:
+        buffer = trainer.buffer
+        if trainer.global_step == 1:
+            wait_until(lambda: buffer.depth >= LIMIT)
+            time.sleep(0.1)  # what a generator that does not stop would begin the next piece in
+            being_made = num_samples_of(buffer.in_flight())
+            self.open_samples = buffer.depth + being_made
+        versions = read_columns(batch, "policy_version")["policy_version"].tolist()
+        self.ages.append(Counter(trainer.weights.version - version for version in versions))
+        self.depths.append(buffer.depth)
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 3:
+            time.sleep(LONG_S)
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.ends.append(time.monotonic())
+
+
+class Watched(NamedTuple):
+    """A run of one generator, four versions ahead at most, and what was seen of it."""
+
+    folder: Path
+    by: Watches
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    folder = tmp_path_factory.mktemp("watched")
+    settings = (
+        f"async_training.max_inflight_samples={LIMIT}",
+        "async_training.max_staleness=4",
+        "async_training.prompts_per_call=4",
+        f"trainer.total_training_steps={STEPS}",
+    )
+    seen = Watches()
+    config = load_config(overrides(tiny_dir, folder, LOCAL, *POLICY_ALONE, *settings), ASYNC)
+    run(config, callbacks=[seen])
+    return Watched(folder, seen)
+
+
+def test_a_full_buffer_holds_the_generators_up(watched: Watched) -> None:
+    assert watched.by.open_samples == LIMIT
+    assert ledger_of(watched.folder)["trainers"] == {"0": STEPS * BATCH}
+
+
+def test_seconds_of_every_role_are_those_of_another_clock(watched: Watched) -> None:
+    wall = watched.by.ends[-1] - watched.by.ends[0]
+    assert wall > LONG_S
+    for role in ("generator_0", "trainer"):
+        names = [f"async/{role}/{state}_s" for state in ("busy", "waiting", "syncing")]
+        found = sum(line[name] for line in lines(watched.folder)[1:] for name in names)
+        # a step counts its seconds some milliseconds before callbacks see its end
+        assert found == pytest.approx(wall, rel=0.05, abs=0.01)
+
+
+def test_the_depth_of_the_queue_is_what_is_queued_once_a_batch_is_taken(watched: Watched) -> None:
+    depths = [line["async/queue_depth"] for line in lines(watched.folder)]
+    assert depths[0] == LIMIT, "nothing is made or taken while the step waits for a full buffer"
+    for depth, before in zip(depths, watched.by.depths, strict=True):
+        assert before <= depth <= LIMIT
+
+
+def test_the_histogram_of_staleness_is_that_of_the_batch_and_of_the_ledger(
+    watched: Watched,
+) -> None:
+    prefix = "async/staleness/"
+    told = []
+    for line in lines(watched.folder):
+        names = [name for name in line if name.startswith(prefix) and name[len(prefix) :].isdigit()]
+        told.append({int(name.removeprefix(prefix)): int(line[name]) for name in names})
+    assert told == watched.by.ages
+    # the buffer was full of the first version, of which two more steps were made
+    assert told[:3] == [{0: BATCH}, {1: BATCH}, {2: BATCH}]
+    whole = sum(map(Counter, told), Counter())
+    assert ledger_of(watched.folder)["staleness"] == {str(age): whole[age] for age in whole}

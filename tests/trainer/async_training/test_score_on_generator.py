@@ -1,0 +1,220 @@
+"""Generators that score what they make: with references, reward models and copies of the critic."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import FEW_ROWS, calls, lines, overrides
+from tests.trainer.async_training.test_resumed import broken_off
+from tests.trainer.async_training.test_run import (
+    LOCAL,
+    TWO_STEPS,
+    ledger_of,
+    run_async,
+    shared_numbers,
+)
+from trainer import load_config, run
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.plan import plan_lines
+from trainer.async_training.recipe import ASYNC
+from trainer.async_training.step import AsyncTrainer
+from trainer.ppo.dataflow import step_nodes
+from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
+
+ON_GENERATOR = "async_training.score_on=generator"
+SCORES = ("compute_ref_log_prob", "compute_values", "compute_rm_score")
+
+BESIDE = ("open_delivery", "deliver_weights", "receive_weights", "ping")
+"""Calls of `sync_weights`, a node of the driver, and of whoever waits: beside the next samples."""
+
+ROW_BY_ROW = (
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+)
+"""Else the rows of a piece are in other passes than those of a batch, and round otherwise."""
+
+
+def two_models(classifier: Path) -> str:
+    """A rule and two models, of which the second is normalised over the batch."""
+    model = f"kind: model, path: '{classifier}', micro_batch_size_per_gpu: 1"
+    second = f"{{name: second, {model}, weight: 0.5, normalize: true}}"
+    return f"rewards=[{{name: rule}},{{name: first, {model}}},{second}]"
+
+
+def roles_of(folder: Path, methods: Iterable[str] = SCORES) -> dict[str, set[str]]:
+    """Method -> the roles that were asked for it in a run."""
+    return {method: {event["cat"] for event in calls(folder, method)} for method in methods}
+
+
+def configured(*more: str) -> AsyncConfig:
+    needed = ("data.train_files=x", "actor_rollout_ref.model.path=y")
+    return load_config([*needed, ON_GENERATOR, "algorithm.use_kl_in_reward=true", *more], ASYNC)
+
+
+@pytest.mark.parametrize("generators", ["1m1t", "2m1t"])
+def test_scores_of_generators_are_those_of_the_synchronous_run_bit_for_bit(
+    tiny_dir: Path, classifier: Path, tmp_path: Path, generators: str
+) -> None:
+    alone = ROW_BY_ROW if generators == "2m1t" else ()
+    more = (two_models(classifier), TWO_STEPS, *FEW_ROWS, *alone)
+    run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
+    ours = (f"async_training.topology={generators}", "async_training.max_staleness=0", ON_GENERATOR)
+    folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
+    assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
+
+    asked = roles_of(folder)
+    first = {"ref", "critic_copy", "reward_model", "reward_model_second"}
+    second = {f"{role}_1" for role in first} if generators == "2m1t" else set()
+    assert set.union(*asked.values()) == first | second
+    drawn_as_recorded(folder, overrides(tiny_dir, folder, LOCAL, *more, *ours))
+    scored = {event["args"]["pid"] for method in SCORES for event in calls(folder, method)}
+    assert scored == {event["args"]["pid"] for event in calls(folder, "submit")}
+
+
+def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
+    """The graph has the run's calls of roles, each in its stage, and on all its pools."""
+    config = load_config(settings, ASYNC)
+    pools = expand_roles(config.role_mapping)
+    made = defaultdict[tuple[str, str], set[str]](set)
+    for event in calls(folder):
+        if event["args"]["stage"] in ("gen", "score", "update") and event["name"] not in BESIDE:
+            method = "generate_sequences" if event["name"] in ("submit", "take") else event["name"]
+            name = f"{config.kind_of(event['cat'])}.{method}"
+            made[event["args"]["stage"], name].add(pools[event["cat"]])
+    for node in step_nodes(config):
+        if node.pool != "driver":
+            assert made.pop((node.stage, node.name)) == set(node.pool.split(", "))
+    assert not made
+
+
+def test_responses_made_in_parts_are_scored_when_they_are_whole(
+    tiny_dir: Path, tmp_path: Path, plain: Path
+) -> None:
+    parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
+    ours = ("async_training.max_staleness=0", TWO_STEPS)
+    in_parts = run_async(tiny_dir, tmp_path, *ours, parts, ON_GENERATOR)
+    assert shared_numbers(in_parts) == shared_numbers(plain)[:2]
+    assert len(calls(in_parts, "compute_values")) == 2
+
+
+def test_generators_that_run_ahead_have_values_of_the_version_that_they_took(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    more = (
+        "async_training.generators=2",
+        "async_training.max_staleness=1",
+        "trainer.total_training_steps=5",
+    )
+    folder = run_async(tiny_dir, tmp_path, ON_GENERATOR, *FEW_ROWS, *more)
+    books = ledger_of(folder)
+    assert books["trainers"] == {"0": 5 * 8}
+    assert all(row["made"] == row["trained"] for row in books["generators"].values())
+    found = lines(folder)
+    assert max(line["async/value_staleness/max"] for line in found) == 1
+    for line in found:
+        assert line["async/value_staleness/max"] <= line["async/staleness/max"]
+
+
+def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = (ON_GENERATOR, "async_training.on_resume=restore", *FEW_ROWS)
+    queued = broken_off(tiny_dir, tmp_path, *settings)
+    assert len(list(queued.glob("*.safetensors"))) == 2
+    run_async(
+        tiny_dir, tmp_path, *settings, "async_training.max_staleness=2", "trainer.save_freq=1"
+    )
+    assert roles_of(tmp_path)["compute_values"] == {"critic_copy"}
+    for method in ("submit", "compute_values", "compute_ref_log_prob"):
+        assert len(calls(tmp_path, method)) == 3, "none after the resume"
+    assert ledger_of(tmp_path)["trainers"] == {"0": 3 * 8}
+
+
+class KillGenerator:
+    """Ends the generator's process as the second step begins."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(trainer.groups["critic_copy"].transport.started[0].pid, signal.SIGKILL)
+
+
+def test_a_generator_that_is_started_anew_gets_all_its_roles_and_the_critics_weights(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = (
+        LOCAL,
+        ON_GENERATOR,
+        "async_training.on_generator_loss=restart",
+        "async_training.max_staleness=0",
+    )
+    run(
+        load_config(overrides(tiny_dir, tmp_path, *FEW_ROWS, *settings), ASYNC),
+        callbacks=[KillGenerator()],
+    )
+    assert [line["async/value_staleness/max"] for line in lines(tmp_path)] == [0, 0, 0]
+
+
+def test_groups_that_dynamic_sampling_draws_are_scored_on_generators(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    more = (two_models(classifier), "algorithm.filter_groups.enable=true")
+    folder = run_async(tiny_dir, tmp_path, ON_GENERATOR, *more, TWO_STEPS)
+    num_made, num_scored = (len(calls(folder, name)) for name in ("submit", "compute_rm_score"))
+    # of the last piece, which nobody waits for, there may be none
+    assert 2 * (num_made - 1) <= num_scored <= 2 * num_made
+
+
+def test_generators_have_the_roles_that_score_and_trainers_those_that_learn() -> None:
+    config = configured("async_training.topology=2m1t")
+    roles = config.role_mapping
+    assert {role for role, pool in roles.items() if pool == "trainer_pool"} == {"actor", "critic"}
+    assert {role for role, pool in roles.items() if pool == "generator_1_pool"} == {
+        *("rollout_1", "ref_1", "critic_copy_1")
+    }
+    assert config.role_workers["critic_copy_1"] == config.role_workers["critic_copy"]
+    assert "generators score what they have made, each with its own ref, critic_copy" in plan_lines(
+        config
+    )
+    assert "critic_copy.compute_values" in AsyncTrainer.describe(config)[-1]
+
+
+def test_a_further_generators_reward_model_is_told_the_reward_that_is_its() -> None:
+    rewards = "rewards=[{name: a, kind: model, path: x}, {name: b, kind: model, path: y}]"
+    config = configured(rewards, "async_training.generators=2")
+    assert [one.path for one in config.of_role("reward_model_b_1").rewards] == ["y"]
+    assert [one.path for one in config.of_role("reward_model_1").rewards] == ["x"]
+    assert config.role_workers["reward_model_b_1"] == config.role_workers["reward_model_b"]
+
+
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
+MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b", "b_1"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["role_mapping.ref=trainer_pool"],
+            "ref=trainer_pool is not rollout's pool, generator_0",
+        ),
+        (["actor_rollout_ref.ref.update_every=2"], "generators' references stand still"),
+        (
+            ["async_training.weight_update=immediate"],
+            "copy of the critic takes weights between two pieces",
+        ),
+        ([*GRPO, "algorithm.use_kl_in_reward=false"], "no reference, reward model or critic"),
+        (["role_workers.critic=verl_like.Worker"], "verl_like.Worker cannot publish its weights"),
+        ([f"rewards=[{MODELS}]"], "ends in a number.*reward_model_b_1.*Rename"),
+    ],
+)
+def test_what_generators_cannot_score_is_refused_before_anything_starts(
+    settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured("async_training.generators=2", *settings)

@@ -1,0 +1,79 @@
+"""`syncs.jsonl`, a line for every delivery of weights."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import lines
+from trainer.async_training.activity import Activity
+from trainer.async_training.recipe import ASYNC
+from trainer.async_training.weights import SyncLog, WeightFeed
+from trainer.ppo.recipe import load_config
+
+
+def figures(version: int) -> dict[str, float]:
+    """What a delivery of 5 MiB says."""
+    return {
+        "timing_s/weight_sync": 0.25,
+        "perf/weight_sync_hash_s": 0.125,
+        "perf/weight_sync_mb": 5.0,
+        "training/weight_version": float(version),
+    }
+
+
+def test_a_line_says_what_a_delivery_was(tmp_path: Path) -> None:
+    SyncLog(tmp_path).add(1, "rollout_1", figures(3))
+    (line,) = lines(tmp_path, "syncs.jsonl")
+    assert line.pop("time") > 1.7e9
+    assert line.pop("driver_rss_bytes") > 2**24
+    assert line == {
+        "version": 3,
+        "generator": 1,
+        "role": "rollout_1",
+        "seconds": 0.25,
+        "hash_s": 0.125,
+        "bytes": 5 * 2**20,
+    }
+
+
+def test_generators_write_whole_lines_and_a_resumed_run_adds_to_them(tmp_path: Path) -> None:
+    SyncLog(tmp_path).add(0, "rollout", figures(0))
+    log = SyncLog(tmp_path)
+
+    def deliver(generator: int) -> None:
+        for version in range(20):
+            log.add(generator, f"rollout_{generator}", figures(version))
+
+    threads = [threading.Thread(target=deliver, args=(generator,)) for generator in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lines(tmp_path, "syncs.jsonl")) == 1 + 4 * 20
+
+
+def test_a_generators_copy_of_the_critic_has_lines_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [
+        "data.train_files=x",
+        "actor_rollout_ref.model.path=y",
+        "async_training.log_syncs=true",
+    ]
+    settings += ["async_training.generators=2", "async_training.score_on=generator"]
+    config = load_config([*settings, f"trainer.default_local_dir={tmp_path}"], ASYNC)
+    monkeypatch.setattr(
+        "trainer.async_training.weights.deliver_weights", lambda *_, **__: figures(3)
+    )
+    groups: Any = dict.fromkeys([*config.role_mapping], None)
+    run: Any = SimpleNamespace(config=config, groups=groups)
+    unused: Any = None
+    feed = WeightFeed(run, unused, unused, Activity())
+    assert feed.deliver(1) == 3
+    roles = [line["role"] for line in lines(tmp_path, "syncs.jsonl")]
+    assert roles == ["rollout_1", "critic_copy_1"]

@@ -1,0 +1,111 @@
+"""Edges between generators and trainers: the default rule, explicit ones, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.async_training.topology import Topology, counts, generator_pool, generator_role
+from verl_like.errors import ConfigError
+
+
+def sent(edges: tuple[tuple[int, int], ...]) -> dict[int, set[int]]:
+    """Sender -> receivers."""
+    return {sender: {to for s, to in edges if s == sender} for sender, _ in edges}
+
+
+@pytest.mark.parametrize(
+    ("preset", "experience", "weights"),
+    [
+        ("1m1t", {0: {0}}, {0: {0}}),
+        ("2m1t", {0: {0}, 1: {0}}, {0: {0, 1}}),
+        ("1m2t", {0: {0, 1}}, {0: {0}}),
+        ("2m2t", {0: {0}, 1: {1}}, {0: {0}, 1: {1}}),
+        ("3m2t", {0: {0}, 1: {1}, 2: {0}}, {0: {0, 2}, 1: {1}}),
+        ("2m3t", {0: {0, 2}, 1: {1}}, {0: {0}, 1: {1}}),
+        ("12m1t", {generator: {0} for generator in range(12)}, {0: set(range(12))}),
+    ],
+)
+def test_default_edges(
+    preset: str, experience: dict[int, set[int]], weights: dict[int, set[int]]
+) -> None:
+    topology = Topology.of(*counts(preset))
+    assert sent(topology.experience) == experience
+    assert sent(topology.weights) == weights
+
+
+def test_explicit_edges_replace_the_rule_each_for_itself() -> None:
+    topology = Topology.of(
+        3, 2, sample_routes=[[2, 0], [0, 0], [1, 1]], weight_routes=[[1, 0], [1, 1], [1, 2]]
+    )
+    assert topology.experience == ((0, 0), (1, 1), (2, 0))
+    assert topology.generators_of(0) == [0, 2]
+    assert topology.trainers_of(1) == [1]
+    assert [topology.weight_sender(generator) for generator in range(3)] == [1, 1, 1]
+    assert topology.weight_receivers(0) == []
+    assert Topology.of(3, 2, sample_routes=[[0, 0], [1, 1], [2, 0]]).weights == (
+        (0, 0),
+        (0, 2),
+        (1, 1),
+    )
+
+
+def test_generators_have_roles_and_pools_of_their_own() -> None:
+    assert Topology.of(2, 1).roles() == {
+        "rollout": "generator_0_pool",
+        "rollout_1": "generator_1_pool",
+    }
+    assert (generator_role(0), generator_role(2)) == ("rollout", "rollout_2")
+    assert generator_pool(2) == "generator_2_pool"
+
+
+def test_the_table_shows_every_edge_and_who_sends_nothing() -> None:
+    lines = Topology.of(2, 3).describe().splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["generator", "0", "rollout", "generator_0_pool", "trainer", "0,", "2", "-"],
+        ["generator", "1", "rollout_1", "generator_1_pool", "trainer", "1", "-"],
+        ["trainer", "0", "rank", "0", "trainer_pool", "-", "generator", "0"],
+        ["trainer", "1", "rank", "1", "trainer_pool", "-", "generator", "1"],
+        ["trainer", "2", "rank", "2", "trainer_pool", "-", "-"],
+    ]
+    assert max(map(len, Topology.of(2, 3).describe(40).splitlines())) <= 40
+
+
+@pytest.mark.parametrize("preset", ["m1t", "0m1t", "1m0t", "1m1", "1M1t", "2m-1t", "", "1.5m1t"])
+def test_a_preset_that_is_none_is_refused(preset: str) -> None:
+    with pytest.raises(ConfigError, match="1m1t, 2m1t, 1m2t, 2m2t"):
+        counts(preset)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"generators": 0}, "async_training.generators=0: a number of 1 or more"),
+        ({"trainers": -1}, "async_training.trainers=-1"),
+        ({"sample_routes": [[0, 0], [1, 2]]}, r"\[1,2\] names trainer 2, .* trainers 0 to 1"),
+        ({"sample_routes": [[0, 0], [2, 1]]}, r"\[2,1\] names generator 2, .* generators 0 to 1"),
+        ({"sample_routes": [[0, -1], [1, 1]]}, r"\[0,-1\] names trainer -1"),
+        ({"sample_routes": [[0, 0], [1, 1], [0, 0]]}, r"\[0,0\] is there 2 times"),
+        (
+            {"sample_routes": [[0, 0, 1]]},
+            r"\[0, 0, 1\] is no route. A route is \[generator,trainer\]",
+        ),
+        ({"sample_routes": ["00"]}, "00 is no route"),
+        ({"sample_routes": [7]}, "7 is no route"),
+        ({"sample_routes": [[0, True]]}, "is no route"),
+        (
+            {"sample_routes": [[0, 0], [0, 1]]},
+            r"generator 1 sends its samples to nobody. Add \[1,1\]",
+        ),
+        ({"sample_routes": [[0, 0], [1, 0]]}, r"trainer 1 gets no samples.* Add \[1,1\]"),
+        ({"sample_routes": []}, "generator 0 sends its samples to nobody"),
+        ({"weight_routes": [[0, 0]]}, r"generator 1 gets weights from nobody.* such as \[1,1\]"),
+        (
+            {"weight_routes": [[0, 0], [0, 1], [1, 1]]},
+            "generator 1 gets weights from trainers 0, 1",
+        ),
+        ({"weight_routes": [[2, 0]]}, r"async_training.weight_routes: \[2,0\] names trainer 2"),
+    ],
+)
+def test_edges_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology.of(**{"generators": 2, "trainers": 2, **settings})

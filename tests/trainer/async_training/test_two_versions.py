@@ -1,0 +1,104 @@
+"""Samples with tokens of several versions of the weights: each says so, and none is too old."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.runs import POLICY_ALONE, lines, overrides
+from tests.trainer.async_training.test_run import LOCAL, ledger_of
+from tests.waiting import wait_until
+from trainer import load_config, run
+from trainer.async_training.generator import Generator
+from trainer.async_training.recipe import ASYNC
+from workers.columns import read_columns
+
+STEPS = 4
+SETTINGS = (
+    LOCAL,
+    "async_training.max_staleness=2",
+    f"trainer.total_training_steps={STEPS}",
+    *POLICY_ALONE,
+)
+
+
+class TokensOfSteps:
+    """A callback: columns of the tokens that each step is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_sample_end(self, trainer: Any, batch: Any) -> None:
+        names = ("token_versions", "policy_version", "response_mask", "rollout_log_probs")
+        self.steps.append(read_columns(batch, *names))
+
+    def versions(self, step: int) -> list[set[int]]:
+        """Of each response's tokens."""
+        columns = self.steps[step - 1]
+        made = columns["response_mask"] != 0
+        pairs = zip(columns["token_versions"], made, strict=True)
+        return [set(versions[drawn].tolist()) for versions, drawn in pairs]
+
+    def log_probs_of(self, step: int, version: int) -> torch.Tensor:
+        """Of the tokens that this version drew."""
+        columns = self.steps[step - 1]
+        drawn = (columns["response_mask"] != 0) & (columns["token_versions"] == version)
+        return columns["rollout_log_probs"][drawn]
+
+    def check(self, folder: Path) -> None:
+        """A sample is as old as its oldest token, and none is older than it may be."""
+        for step, columns in enumerate(self.steps, start=1):
+            oldest = [min(versions) for versions in self.versions(step)]
+            assert columns["policy_version"].tolist() == oldest
+            assert step - min(oldest) == lines(folder)[step - 1]["async/staleness/max"] <= 2
+        assert ledger_of(folder)["trainers"] == {"0": STEPS * 16}
+
+
+def tokens_of(tiny: Path, folder: Path, *more: str) -> TokensOfSteps:
+    tokens = TokensOfSteps()
+    run(load_config(overrides(tiny, folder, *SETTINGS, *more), ASYNC), callbacks=[tokens])
+    tokens.check(folder)
+    return tokens
+
+
+def test_weights_that_come_at_once_draw_the_rest_with_the_cache_of_the_old_ones_or_their_own(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    rigged = "role_workers.rollout=tests.trainer.async_training.rigged_workers.WaitsForWeights"
+    at_once = (rigged, "async_training.weight_update=immediate")
+    runs = {}
+    for keeps in ("true", "false"):
+        keep_kv = f"actor_rollout_ref.rollout.keep_kv={keeps}"
+        runs[keeps] = tokens_of(tiny_dir, tmp_path / keeps, *at_once, keep_kv)
+        seen = [set.union(*runs[keeps].versions(step)) for step in range(1, STEPS + 1)]
+        assert seen == [{1}, {1, 2}, {2, 3}, {3, 4}]
+        assert {1, 2} in runs[keeps].versions(2), "in one response"
+
+    # up to the new weights the runs are the same, and from there on their caches differ
+    kept, read_again = runs["true"], runs["false"]
+    assert torch.equal(kept.log_probs_of(2, 1), read_again.log_probs_of(2, 1))
+    first, other = kept.log_probs_of(2, 2), read_again.log_probs_of(2, 2)
+    assert first.shape != other.shape or not torch.allclose(first, other, atol=1e-5)
+
+
+def test_a_response_over_several_calls_goes_on_with_newer_weights(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Generator._take
+
+    def wait_for_newer(generator: Generator) -> None:
+        take(generator)
+        buffer = generator._buffer
+        going_on = [piece.batch for piece in buffer.in_flight()]
+        if buffer.version == 1 and going_on and min(going_on) > 0:
+            # the first batch is made, and responses of the second are not finished
+            wait_until(lambda: buffer.version > 1)
+
+    monkeypatch.setattr(Generator, "_take", wait_for_newer)
+    per_call = "actor_rollout_ref.rollout.max_new_tokens_per_call=2"
+    tokens = tokens_of(tiny_dir, tmp_path, per_call, "async_training.prompts_per_call=2")
+    assert tokens.versions(1) == [{1}] * 16
+    assert {1, 2} in tokens.versions(2)

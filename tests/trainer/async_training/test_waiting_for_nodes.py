@@ -1,0 +1,170 @@
+"""A generator whose node is lost waits for another node and is started again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import overrides
+from trainer import load_config, restarts
+from trainer.async_training import generator_losses
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.lost_generators import GeneratorLosses
+from trainer.async_training.recipe import ASYNC
+from trainer.loop import Loop, ToldToStop
+from trainer.run_folder.signals import RunStopped
+from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
+
+LOST = WorkerDiedError("node 7 is lost")
+
+
+class Group:
+    """The one of a generator, whose node is lost; then of its successor."""
+
+    def __init__(self, started: list[str], role: str) -> None:
+        self.started, self.role = started, role
+
+    def ping(self) -> None:
+        raise LOST
+
+    def init_model(self) -> None:
+        self.started.append(self.role)
+
+
+class Cluster(dict[str, Group]):
+    """Groups of generators; a pool can be started anew at the try for which there is no error."""
+
+    def check_idle(self, what: str) -> None:
+        """No pool is lost but those that a try says."""
+
+    def __init__(self, generators: int, *errors: Exception) -> None:
+        self.errors, self.started = list(errors), list[str]()
+        roles = ["rollout", *(f"rollout_{number}" for number in range(1, generators))]
+        super().__init__({role: Group(self.started, role) for role in roles})
+
+    def restart(self, pool: str) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_losses, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(restarts, "FIRST_WORD_S", 0.0)
+
+
+def config_of(tiny: Path, folder: Path, *more: str) -> AsyncConfig:
+    settings = ("trainer.backend=local", "async_training.on_generator_loss=restart", *more)
+    return load_config(overrides(tiny, folder, *settings), ASYNC)
+
+
+class Queue:
+    """An open queue whose version comes from a function."""
+
+    is_closed = False
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        self._version = version
+
+    @property
+    def version(self) -> int:
+        return self._version()
+
+
+def losses(
+    config: AsyncConfig,
+    cluster: Cluster,
+    is_ending: bool = False,
+    version: Callable[[], int] = lambda: 7,
+) -> GeneratorLosses:
+    stop = SimpleNamespace(received=is_ending)
+    run: Any = SimpleNamespace(config=config, groups=cluster, stop=stop)
+    buffer: Any = Queue(version)
+    return GeneratorLosses(run, buffer, lambda role: {})
+
+
+def no_room(times: int) -> list[Exception]:
+    return [NoRoomError("no living node has room for generator_0_pool.")] * times
+
+
+def test_it_comes_back_when_there_is_a_node(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(1, *no_room(3))
+    config = config_of(tiny_dir, tmp_path)
+    assert losses(config, cluster)(0, LOST, num_lost=2) is True
+    assert cluster.started == ["rollout"]
+    assert (
+        "generator 0: waiting for a node (no living node has room for generator_0_pool)"
+        in caplog.text
+    )
+
+
+def test_one_that_dies_as_it_starts_is_started_again_and_three_times_at_most(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
+    assert losses(config, Cluster(1, died, died))(0, LOST, num_lost=2) is True
+    words = r"start of rollout It was restarted 3 times with version 7\."
+    with pytest.raises(RolloutError, match=words):
+        losses(config, Cluster(1, died, died, died))(0, LOST, num_lost=2)
+
+
+def test_losses_between_which_the_run_got_further_do_not_add_up(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    version = itertools.count().__next__
+    lost = losses(config_of(tiny_dir, tmp_path), Cluster(1), version=version)
+    assert [lost(0, LOST, num_lost=2) for _ in range(5)] == [True] * 5
+
+
+def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_dir, tmp_path, "watch.placement_s=0.01")
+    with pytest.raises(
+        NoRoomError, match=r"room for generator_0_pool\. After .*placement_s=0\.01\)"
+    ):
+        losses(config, Cluster(1, *no_room(1000)))(0, LOST, num_lost=2)
+
+
+def test_where_all_pools_would_have_to_move_its_loss_is_raised(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(1, PlacementError("Planned anew, all pools fit."))
+    with pytest.raises(WorkerDiedError, match="node 7 is lost") as caught:
+        losses(config_of(tiny_dir, tmp_path), cluster)(0, LOST, num_lost=2)
+    assert caught.value.__notes__ == ["Planned anew, all pools fit."]
+
+
+def test_told_to_stop_the_other_generators_end_the_step_or_nobody_does(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    two = config_of(tiny_dir, tmp_path, "async_training.generators=2")
+    stopping = losses(two, Cluster(2, *no_room(3)), is_ending=True)
+    assert stopping(1, LOST, num_lost=2) is False
+    with pytest.raises(ToldToStop):
+        stopping(0, LOST, num_lost=2)
+
+
+def test_a_run_that_nobody_can_go_on_with_saves_its_last_step_when_it_is_told_to_stop() -> None:
+    saved: list[int] = []
+
+    class Stopping(Loop):
+        def __init__(self) -> None:
+            self.trainer: Any = SimpleNamespace(can_save=True)
+            self.record: Any = SimpleNamespace(step=3, groups=Cluster(0))
+
+        def _step(self) -> dict[str, float]:
+            raise ToldToStop("a node")
+
+        def _stop_here(self) -> None:
+            saved.append(self.record.step)
+            raise RunStopped(15, "after step 3")
+
+    with pytest.raises(RunStopped, match="after step 3"):
+        Stopping()._next_step(None, None)  # type: ignore[arg-type]
+    assert saved == [3]

@@ -1,0 +1,57 @@
+"""Generators get every version that is published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.trainer.async_training.test_run import run_async, shared_numbers
+from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
+from trainer.async_training.activity import Activity
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.weights import WeightFeed
+
+
+def generator() -> Group:
+    return Group([Receiver()])
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Group]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return {"actor": Group([Sender()]), "rollout": generator(), "rollout_1": generator()}
+
+
+def feed_of(groups: dict[str, Group]) -> WeightFeed:
+    config = AsyncConfig()
+    config.async_training.generators = 2
+    run: Any = SimpleNamespace(config=config, groups=groups)
+    unused: Any = None
+    return WeightFeed(run, unused, unused, Activity())
+
+
+def test_a_copy_of_the_critic_gets_the_critics_weights_once_for_each_version(
+    groups: dict[str, Group],
+) -> None:
+    critic, copies = Group([Sender()]), {"critic_copy": generator(), "critic_copy_1": generator()}
+    groups |= {"critic": critic, **copies}
+    feed = feed_of(groups)
+    for version in (1, 2):
+        train(critic)
+        published = checksums(critic)
+        feed.publish(version)
+        train(critic)
+        feed.publish(version)  # as for a validation by other weights of the actor
+        assert [feed.deliver(0), feed.deliver(1)] == [version] * 2
+        for copy in copies.values():
+            assert checksums(copy) == published
+            assert versions(copy) == [version]
+
+
+def test_weights_in_parts_change_no_number(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
+    ours = ("async_training.max_staleness=0", "actor_rollout_ref.rollout.sync=changed")
+    folder = run_async(tiny_dir, tmp_path, *ours)
+    assert shared_numbers(folder) == shared_numbers(plain)

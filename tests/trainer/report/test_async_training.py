@@ -1,0 +1,122 @@
+"""The part of the report about generators and trainers."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.report.report_runs import make_run
+from trainer.report.async_training import ledger_table
+from trainer.report.page import write_report
+from trainer.report.read import read_run
+
+pytestmark = pytest.mark.usefixtures("figures")
+FIGURES = ["Staleness", "Queue", "Activity"]
+LEDGER = {
+    "generators": {
+        "0": {"made": 64, "trained": 48, "queued": 8, "dropped": {"x": 3, "y": 1}, "in_flight": 4},
+        "1": {"made": 32, "trained": 32, "queued": 0, "dropped": {}, "in_flight": 0},
+    },
+    "trainers": {"0": 80},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_other_figures(figures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PPO's own take most of the time."""
+    for drawing in ("timeline", "shares"):
+        monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")
+
+
+def async_metrics(step: int) -> dict[str, float]:
+    """A step of 1 s, for a quarter of which generator 0 generated."""
+    return {
+        "async/queue_depth": step % 4,
+        "async/staleness/mean": 0.5, "async/staleness/max": 1,
+        "async/generator_0/busy_s": 0.25, "async/generator_0/waiting_s": 0.5,
+        "async/generator_0/syncing_s": 0.25,
+        "async/trainer/busy_s": 0.5, "async/trainer/waiting_s": 0.5,
+        "async/trainer/syncing_s": 0.0,
+    }  # fmt: skip
+
+
+def make_async_run(folder: Path, num_steps: int, has_ended: bool = True) -> Path:
+    make_run(folder, num_steps, samples=2)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [line | async_metrics(line["step"]) for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if has_ended:
+        (folder / "async.json").write_text(json.dumps({"ledger": LEDGER}))
+    return folder
+
+
+def figures_of(folder: Path) -> list[str]:
+    found = re.findall(r'data-figure="([^"]+)"', write_report(folder).read_text())
+    return [name for name in found if name in FIGURES]
+
+
+def test_an_async_run_has_its_figures_and_ledger(tmp_path: Path) -> None:
+    folder = make_async_run(tmp_path / "run", 8)
+    assert figures_of(folder) == FIGURES
+    page = (folder / "report.html").read_text()
+    ledger = re.search(r'id="ledger".*?</table>', page, re.DOTALL)
+    assert ledger is not None
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)<", ledger[0])
+    assert cells[:6] == ["samples", "made", "trained", "queued", "dropped", "in flight"]
+    assert cells[6:12] == ["generator 0", "64", "48", "8", "4", "4"]
+    assert cells[-6:] == ["all", "96", "80", "8", "4", "4"]
+
+
+def test_a_run_that_goes_on_has_what_its_steps_say(tmp_path: Path) -> None:
+    folder = make_async_run(tmp_path / "run", 4, has_ended=False)
+    run = read_run(folder).async_training
+    assert run is not None
+    assert run.seconds["generator 0"] == {"busy": 1.0, "waiting": 2.0, "syncing": 1.0}
+    assert figures_of(folder) == FIGURES
+
+
+def test_another_run_has_no_part_about_generators(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 2)
+    assert read_run(folder).async_training is None
+    assert figures_of(folder) == []
+    assert "Generators and trainers" not in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"ledger": {"generators": {"bu', "[1]", '{"ledger": {"generators": 3}}',
+     '{"ledger": {"generators": {"0": []}}}'],
+)  # fmt: skip
+def test_what_is_not_ours_in_async_json_is_left_out(tmp_path: Path, content: str) -> None:
+    folder = make_async_run(tmp_path / "run", 2, has_ended=False)
+    (folder / "async.json").write_text(content)
+    assert "Activity" in figures_of(folder)
+
+
+def test_ten_thousand_steps_are_drawn_in_seconds(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 1, samples=2)
+    lines = [{"step": step, **async_metrics(step)} for step in range(1, 10_001)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    began = time.process_time()
+    path = write_report(folder)
+    assert time.process_time() - began < 5
+    assert path.stat().st_size < 1e6
+
+
+def test_of_very_many_generators_most_share_a_row() -> None:
+    account = {"made": 4, "trained": 2, "queued": 1, "dropped": {"x": 1}, "in_flight": 0}
+    table = ledger_table({str(generator): account for generator in range(64)})
+    assert [row[0] for row in table] == [
+        "samples",
+        *(f"generator {generator}" for generator in range(15)),
+        "49 others",
+        "all",
+    ]
+    assert table[-2][1:] == ["196", "98", "49", "49", "0"]
+    assert table[-1][1:] == ["256", "128", "64", "64", "0"]
+    assert len(ledger_table({str(generator): account for generator in range(16)})) == 18

@@ -1,0 +1,416 @@
+"""The bounded queue between generators, which generate, and the trainer, which learns.
+
+    experience = buffer.begin(generator, weights)    # a generator's thread; waits for room and its
+    turn buffer.put(experience)                       # with its samples experiences =
+    buffer.take(Demand(16))        # the trainer; waits for a batch buffer.publish(version)
+    # there are newer weights
+
+`async_training.max_inflight_samples` and the largest age of samples bound how many samples may be
+open, that is, queued or in generation. One lock guards the buffer and the log of samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from trainer.async_training.activity import Activity
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.pieces import Loader, OpenPieces, PieceStream
+from trainer.async_training.rounds import Demand
+from trainer.async_training.samplers import SAMPLERS, Choice, Experience, chosen, num_samples_of
+from trainer.loop import EndOfSamples
+from trainer.roadside.sample_log import (
+    IN_FLIGHT,
+    QUEUED,
+    TAKEN,
+    SampleLog,
+    tokens_by_sample,
+    tokens_given_up,
+)
+from trainer.rollouts.samples import concat_rows
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import VerlLikeError
+
+LOOK_S = 1.0
+"""Seconds between two checks of a wait: has it lasted too long, do the trainers live?"""
+LOOK_SHARE = 0.05
+"""Share of a wait that may go into asking the trainers: thousands of them take long."""
+LOST = "lost with its generator"
+SAMPLES = "queued_samples"
+"""The folder of a checkpoint that holds the queued samples."""
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class StalledError(VerlLikeError, RuntimeError):
+    """Generators and trainer wait for each other; the message says who waits for what."""
+
+
+class StallWatch:
+    """Watches a wait of the trainer: logs who waits for whom, and checks that trainers live."""
+
+    def __init__(
+        self, activity: Activity, warn_after_idle_s: float, check_trainers: Callable[[], None]
+    ) -> None:
+        """The wait begins now."""
+        self._activity, self._warn_after_idle_s, self._check_trainers = (
+            activity,
+            warn_after_idle_s,
+            check_trainers,
+        )
+        self._began = time.monotonic()
+        self._checks_at, self._warns_at = self._began + LOOK_S, self._began + warn_after_idle_s
+
+    def look(self) -> None:
+        """Warn or check if it is time to; raise the error of a lost trainer."""
+        now = time.monotonic()
+        if now > self._warns_at:
+            waits = self._activity.who_waits()
+            logger.warning("no batch for %.0f s: %s", now - self._began, waits)
+            self._warns_at = now + self._warn_after_idle_s
+        if now > self._checks_at:
+            self._check_trainers()
+            took = time.monotonic() - now
+            self._checks_at = now + max(LOOK_S, took / LOOK_SHARE)
+
+
+class Weights(NamedTuple):
+    """Weights that a generator holds or may take; greater is newer."""
+
+    num_swaps: int
+    """Swaps within a version: a validation may use averaged weights."""
+    version: int
+
+
+class ExperienceBuffer:
+    """A queue with several generators' threads at one end and the trainer at the other."""
+
+    def __init__(
+        self,
+        config: AsyncConfig,
+        loader: Loader,
+        activity: Activity,
+        check_trainers: Callable[[], None] = lambda: None,
+    ) -> None:
+        """While the trainer waits, `check_trainers` raises if one of its processes is gone."""
+        self.settings = config.async_training
+        self._sampler = SAMPLERS.look_up(config.async_training.sampler)()
+        self.stream = PieceStream(config, loader)
+        self.open = OpenPieces(config, self.stream)
+        self._activity, self._check_trainers = activity, check_trainers
+        lock = threading.RLock()
+        self.log = SampleLog(lock)
+        self._changed = threading.Condition(lock)
+        """The trainer waits on it."""
+        self._has_turn = threading.Condition(lock)
+        """Generators wait on it: a finished piece gives no generator room, so it wakes none."""
+        self._queued_at_save: list[Experience] = []
+        self._to_validate: list[Experience] = []
+        self._generators: set[int] = set()
+        self._idle: set[int] = set()
+        self.weights = Weights(0, 0)
+        """The newest weights that generators can take."""
+        self._demand = Demand()
+        self._num_taken = 0
+        self._failure: BaseException | None = None
+        self.is_closed = self.is_paused = False
+
+    @property
+    def version(self) -> int:
+        """The version of the newest weights."""
+        return self.weights.version
+
+    # ------------------------------------------------------------------------------ generators'
+    # side
+
+    def join(self, generator: int) -> None:
+        """A generator's thread begins."""
+        with self._change():
+            self._generators.add(generator)
+
+    def leave(self, generator: int, error: BaseException | None = None) -> None:
+        """A generator's thread has ended. If it failed, its error is raised in the trainer's
+        thread.
+        """
+        with self._change():
+            self._generators.discard(generator)
+            self._failure = self._failure or error
+
+    def begin(self, generator: int, weights: Weights, waits: bool = True) -> Experience | None:
+        """The next piece for a generator that holds these weights; waits for its turn.
+
+        None: the generator has to take newer weights first, the run is over, or nothing is to do
+        now and the generator does not wait.
+        """
+        most = f"at most {self.settings.max_staleness} versions old"
+        what = f"room: weights of version {weights.version} may be {most}"
+        with self._changed, self._activity.of(f"generator {generator}").waiting(what):
+            while not (self.is_closed or self.weights > weights):
+                experience = self._begin_next(generator, weights.version)
+                if experience is not None or not waits:
+                    return experience
+                if generator not in self._idle:
+                    self._idle.add(generator)
+                    self._changed.notify_all()
+                self._has_turn.wait(LOOK_S)
+        return None
+
+    def put(self, experience: Experience) -> None:
+        """Queue a finished piece; with `on_buffer_full=evict_oldest` a full buffer drops the
+        oldest.
+        """
+        assert experience.samples is not None, "a finished piece has samples"
+        tokens = tokens_by_sample(experience.samples)
+        given_up = tokens_given_up(experience.samples)
+        with self._changed:
+            del self.open.in_flight[experience.number]
+            experience.rows = None
+            self._changed.notify_all()
+            if experience.is_validation:
+                return
+            self.log.receive(tokens, given_up)
+            self.open.ready.append(experience)
+            while self.open.is_too_full:
+                self._drop(self.open.ready[0], "pushed out of the full buffer")
+                self._look_again()
+
+    def lost(self, generator: int) -> int:
+        """Hand back the pieces of a lost generator, to be generated again; return their samples."""
+        with self._change():
+            lost = self.in_flight(generator)
+            for piece in lost:
+                del self.open.in_flight[piece.number]
+                if not piece.is_validation:
+                    self.log.drop(piece.names, LOST)
+            self.stream.hand_back(piece for piece in lost if not piece.is_validation)
+            self._to_validate += [piece for piece in lost if piece.is_validation]
+            return num_samples_of(lost)
+
+    # ---------------------------------------------------------------------------- trainer's side
+
+    def take(self, demand: Demand) -> list[Experience]:
+        """The pieces of a batch, as the sampler chooses them; waits for them.
+
+        Raises the error of a generator's thread, `StalledError` where nobody can go on, and
+        `EndOfSamples` where no samples are left.
+        """
+        with self._changed, self._activity.of("trainer").waiting("samples"):
+            self._demand = demand
+            self._look_again()
+            try:
+                return self._wait_for(self._take_chosen)
+            finally:
+                # before the lock is free: what was taken is no longer asked for
+                rest = demand.rest_of_version, demand.rest_of_run
+                self._demand = Demand(0, 0, *rest)
+                self._look_again()
+
+    def validate(self, rows: DataProto, generators: Sequence[int]) -> DataProto:
+        """The samples of a validation's rows; each of these generators generates a part.
+
+        Call it within `paused`. The part of a lost generator goes to its successor or another
+        generator.
+        """
+        generators = generators[: len(rows)]
+        parts = [
+            Experience(
+                number=-1 - place, num_samples=len(part), generator=generators[place], rows=part
+            )
+            for place, part in enumerate(rows.chunk(len(generators)))
+        ]
+        with self._changed:
+            self._to_validate = list(parts)
+            self._look_again()
+            self._wait_for(lambda: all(part.samples is not None for part in parts))
+        return concat_rows([part.samples for part in parts if part.samples is not None])
+
+    def check(self) -> None:
+        """Raise if the log does not add up, or has a group elsewhere than the buffer."""
+        with self._changed:
+            queued = [uid for piece in self.open.ready for uid in piece.uids]
+            in_flight = [uid for piece in self.open.in_flight.values() for uid in piece.uids]
+            self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
+
+    def publish(self, version: int) -> None:
+        """Announce weights of that version, which generators take before their next piece."""
+        with self._change():
+            swaps = self.weights.num_swaps + (version == self.version)
+            self.weights = Weights(swaps, version)
+
+    @contextmanager
+    def paused(self, timeout_s: float) -> Iterator[None]:
+        """Let generators finish their pieces; within the block they only validate."""
+        with self._changed:
+            self.is_paused = True
+            while self.open.in_flight and self._generators and self._failure is None:
+                if not self._changed.wait(timeout_s):
+                    raise StalledError(
+                        f"generators do not come to rest: {self._activity.who_waits()}"
+                    )
+        try:
+            yield
+        finally:
+            with self._change():
+                self.is_paused = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the prompts, the log, and what is queued, without its samples."""
+        with self._changed:
+            self._queued_at_save = list(self.open.ready)
+            return {
+                "stream": self.stream.state_dict(self.open.in_flight.values()),
+                "ledger": self.log.state_dict(),
+                "num_taken": self._num_taken,
+                "queued": [piece.state_dict() for piece in self.open.ready],
+            }
+
+    def write_samples(self, checkpoint: Path) -> None:
+        """With `async_training.on_resume=restore`, write the samples queued at the last
+        `state_dict`.
+        """
+        if self.settings.on_resume != "restore":
+            return
+        (checkpoint / SAMPLES).mkdir()
+        for piece in self._queued_at_save:
+            assert piece.samples is not None, "a queued piece has samples"
+            piece.samples.save_to_disk(checkpoint / SAMPLES / f"{piece.number}.safetensors")
+
+    def load_state_dict(self, state: dict[str, Any], checkpoint: Path | None) -> None:
+        """Go on from there. Queued pieces whose samples are not restored are generated again."""
+        restores = self.settings.on_resume == "restore"
+        folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
+        queued = [Experience.from_state(facts, folder) for facts in state["queued"]]
+        with self._change():
+            self.stream.load_state_dict(state["stream"])
+            self.stream.hand_back(piece for piece in queued if piece.samples is None)
+            self.log.load_state_dict(state["ledger"])
+            self._num_taken = state["num_taken"]
+            self.open.ready = [piece for piece in queued if piece.samples is not None]
+            for piece in self.open.ready:
+                assert piece.samples is not None, "a queued piece has samples"
+                self.log.restore(piece.generator, tokens_by_sample(piece.samples))
+
+    def close(self) -> None:
+        """Hand out no more pieces, so that generators' threads end."""
+        with self._change():
+            self.is_closed = True
+
+    @property
+    def generators(self) -> list[int]:
+        """The numbers of the generators whose threads run, sorted."""
+        with self._changed:
+            return sorted(self._generators)
+
+    @property
+    def depth(self) -> int:
+        """The number of queued samples."""
+        with self._changed:
+            return num_samples_of(self.open.ready)
+
+    def in_flight(self, generator: int | None = None) -> list[Experience]:
+        """The pieces that one generator is generating, or any generator."""
+        with self._changed:
+            return [
+                piece
+                for piece in self.open.in_flight.values()
+                if generator in (None, piece.generator)
+            ]
+
+    # ----------------------------------------------------------------------------------- inside
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        with self._changed:
+            yield
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Wake everybody who waits."""
+        self._idle.clear()
+        self._changed.notify_all()
+        self._has_turn.notify_all()
+
+    def _wait_for(self, find: Callable[[], Result]) -> Result:
+        """Wait until `find` returns something, and return it."""
+        watch = StallWatch(self._activity, self.settings.warn_after_idle_s, self._check_trainers)
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if result := find():
+                return result
+            self._raise_if_nobody_can_go_on()
+            self._changed.wait(LOOK_S)
+            watch.look()
+
+    def _raise_if_nobody_can_go_on(self) -> None:
+        if self.open.in_flight or self._idle < self._generators:
+            return
+        wanted, queued = self._demand.num_samples, num_samples_of(self.open.ready)
+        if self.stream.has_ended and not self.is_paused:
+            size = f", a batch has {wanted}" if wanted else ""
+            raise EndOfSamples(f"the prompts have ended: {queued} samples are left{size}")
+        where = f"the trainer waits for {wanted} samples, {queued} are queued, "
+        if not self._generators:
+            raise StalledError(where + "and there is no generator left.")
+        raise StalledError(
+            f"{where}nothing is being made, and every generator waits: "
+            f"{self._activity.who_waits()}. A larger async_training.max_inflight_samples or "
+            "async_training.max_staleness, or another sampler, would let them go on."
+        )
+
+    def _take_chosen(self) -> list[Experience]:
+        """A batch as the sampler chooses it, with a share for each trainer rank with generators."""
+        whole = Choice()
+        for stock in self.open.stocks(self._demand, self.version, self._num_taken):
+            choice = chosen(self._sampler, stock)
+            whole.dropped += choice.dropped
+            if not choice.taken:
+                whole.taken = []
+                break
+            whole.taken += choice.taken
+        for experience, reason in whole.dropped:
+            self._drop(experience, reason)
+            self._look_again()
+        for experience in whole.taken:
+            self.open.ready.remove(experience)
+            self.log.move(experience.names, TAKEN)
+        self._num_taken += bool(whole.taken)
+        return whole.taken
+
+    def _begin_next(self, generator: int, version: int) -> Experience | None:
+        """Hand out the first piece that this generator may make, if there is room for it."""
+        if self.is_paused:
+            mine = [
+                p
+                for p in self._to_validate
+                if p.generator == generator or p.generator not in self._generators
+            ]
+            if not mine:
+                return None
+            piece = mine[0]
+            self._to_validate.remove(piece)
+        else:
+            offered = self.stream.offer(generator)
+            if offered is None or not self.open.has_room(
+                offered, self.version - version, self._demand
+            ):
+                return None
+            piece = offered
+            self.stream.waiting.remove(piece)
+            piece.version, piece.attempt = version, self._demand.attempt
+            piece.rows = self.stream.rows(piece)
+            self.log.begin(generator, piece.names)
+        piece.generator = generator
+        self.open.in_flight[piece.number] = piece
+        self._idle.discard(generator)
+        return piece
+
+    def _drop(self, experience: Experience, reason: str) -> None:
+        self.open.ready.remove(experience)
+        self.log.drop(experience.names, reason)

@@ -1,0 +1,256 @@
+"""The rules between fields of an asynchronous run: refused before a device is taken."""
+
+from __future__ import annotations
+
+import logging
+
+from trainer.async_training.config import (
+    GENERATOR_SETTINGS,
+    ROLLOUT,
+    AsyncConfig,
+    samples_per_batch,
+)
+from trainer.async_training.topology import TRAINER_POOL, Topology, generator_role
+from trainer.config.checks import check_fields
+from trainer.config.unused_keys import notice_of, why_unused
+from trainer.groups.worker_groups import worker_class
+from trainer.ppo.checks import refuse
+from trainer.ppo.compute_advantage import compares_with_greedy
+from trainer.ppo.sizes import CRITIC_COPY
+from trainer.rollouts.preflight import check_rollout
+from trainer.run_folder.resume import ResumePoint
+from verl_like.errors import CheckpointError, ConfigError
+from verl_like.placement.roles import expand_roles
+from workers.config import ENGINES
+from workers.weights.sender import WeightSender
+
+logger = logging.getLogger(__name__)
+
+
+def check_run(config: AsyncConfig) -> None:
+    """Refuse, with the numbers and the way out, what cannot work."""
+    topology = config.topology
+    _check_pools(config, topology)
+    _check_algorithm(config, topology)
+    _check_sizes(config, topology)
+    _check_buffer(config)
+    _check_generator_settings(config, topology)
+    _check_weights_in_flight(config, topology)
+    _check_scoring(config)
+
+
+def _check_pools(config: AsyncConfig, topology: Topology) -> None:
+    pools = expand_roles(config.role_mapping)
+    for role, (_, generator) in config.generator_roles.items():
+        pool, own = pools[role], pools[generator_role(generator)]
+        if pool != own:
+            raise ConfigError(
+                f"role_mapping.{role}={pool} is not {generator_role(generator)}'s pool, {own}: "
+                "with async_training.score_on=generator it scores there. Leave it out, or set "
+                "async_training.score_on=trainer."
+            )
+        for other in pools.keys() - {role}:
+            if pools[other] == pool and config.generator_roles.get(other, ("", -1))[1] != generator:
+                raise ConfigError(
+                    f"role_mapping.{role}={pool} is the pool of {other} too: a generator generates "
+                    "while trainers learn and other generators generate, so each needs its own. "
+                    "For shared pools there is `verl-like ppo`."
+                )
+
+    spec = config.resource_pool_spec.get(TRAINER_POOL, [])
+    if pools["actor"] == TRAINER_POOL and sum(spec) != topology.trainers:
+        raise ConfigError(
+            f"resource_pool_spec.{TRAINER_POOL}={spec} has {sum(spec)} ranks, and "
+            f"async_training.trainers={topology.trainers}: set both alike."
+        )
+
+
+def _check_algorithm(config: AsyncConfig, topology: Topology) -> None:
+    algorithm = config.algorithm
+    if compares_with_greedy(algorithm.adv_estimator):
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples with a greedy "
+            "answer of the same weights, and generators give none. Take rloo, which compares "
+            "samples with each other, or `verl-like ppo`."
+        )
+    chooses = {
+        "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
+        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+    }
+    for key, is_set in chooses.items():
+        if is_set and len(topology.routed_ranks) > 1:
+            pairs = [
+                f"[{m},{t}]" for m in range(topology.generators) for t in range(topology.trainers)
+            ]
+            raise ConfigError(
+                f"{key}=true chooses a batch's rows among those of all generators, and trainer "
+                "ranks have generators of their own (async_training.sample_routes): a rank would "
+                "get samples of others. Let every generator send to every rank, "
+                f"async_training.sample_routes=[{','.join(pairs)}], or drop one."
+            )
+
+
+def _check_sizes(config: AsyncConfig, topology: Topology) -> None:
+    """A batch is cut into parts for trainer ranks, a part into pieces; rounds are whole."""
+    async_training, ranks = config.async_training, len(topology.routed_ranks)
+    batch, total = config.data.train_batch_size, config.data.total_prompts
+    last = batch if total is None else total % batch
+    for key, number, prompts in (
+        ("train_batch_size", batch, batch),
+        ("total_prompts", total or 0, last),
+    ):
+        if prompts % ranks:
+            near = {max(number // ranks, 1) * ranks, -(-number // ranks) * ranks}
+            ends = f" ends in a batch of {prompts} prompts, which" if key == "total_prompts" else ""
+            raise ConfigError(
+                f"data.{key}={number}{ends or ' prompts'} do not divide among the {ranks} trainer "
+                "ranks, whose generators differ (async_training.sample_routes); nearest that do: "
+                f"{' and '.join(map(str, sorted(near)))}."
+            )
+
+    part = batch // ranks
+    if part % config.piece_size:
+        fit = [size for size in range(1, part + 1) if part % size == 0]
+        fit.sort(key=lambda size: abs(size - config.piece_size))
+        raise ConfigError(
+            f"async_training.prompts_per_call={config.piece_size} does not divide the {part} "
+            "prompts of a batch that one trainer rank gets; nearest that do: "
+            f"{' and '.join(map(str, fit[:2]))}."
+        )
+    if async_training.sampler != "in_order" and total is not None and total % batch:
+        raise ConfigError(
+            f"data.total_prompts={total} ends in a part of a batch of {batch}, which only "
+            "async_training.sampler=in_order keeps together. Set it to "
+            f"{max(total // batch, 1) * batch}."
+        )
+    length, every = config.steps_per_version, config.trainer.save_freq
+    if every > 0 and every % length:
+        raise ConfigError(
+            f"trainer.save_freq={every} falls into a round of {length} steps "
+            "(async_training.update_steps x async_training.train_epochs), whose batches no "
+            f"checkpoint holds. Take a multiple of {length}."
+        )
+
+
+def _check_buffer(config: AsyncConfig) -> None:
+    async_training, batch = config.async_training, samples_per_batch(config)
+    if (
+        async_training.max_inflight_samples is not None
+        and async_training.max_inflight_samples < batch
+    ):
+        raise ConfigError(
+            f"async_training.max_inflight_samples={async_training.max_inflight_samples} samples "
+            f"hold no batch of {batch} (data.train_batch_size x actor_rollout_ref.rollout.n): no "
+            f"step could begin. Set it to {batch} or more, or to null."
+        )
+    if (
+        async_training.max_sample_age is not None
+        and async_training.max_sample_age > async_training.max_staleness
+    ):
+        raise ConfigError(
+            f"async_training.max_sample_age={async_training.max_sample_age} is wider than "
+            f"async_training.max_staleness={async_training.max_staleness}, which generators keep "
+            "already."
+        )
+    if (
+        async_training.on_buffer_full == "evict_oldest"
+        and async_training.max_inflight_samples is None
+    ):
+        raise ConfigError(
+            "async_training.on_buffer_full=evict_oldest needs a "
+            "async_training.max_inflight_samples, in samples."
+        )
+
+
+def check_start(config: AsyncConfig) -> None:
+    """Refuse to go on from the last checkpoint of a run that ended within a round."""
+    resume, length = ResumePoint(config), config.steps_per_version
+    if resume.start is None or resume.start_step % length == 0:
+        return
+    if not resume.why_finished:
+        raise CheckpointError(
+            f"{resume.start} is of a run that ended within a round of {length} steps "
+            "(async_training.update_steps x async_training.train_epochs), whose batches no "
+            f"checkpoint holds. Move it away to go on from one after a multiple of {length} steps, "
+            "if there is one, or start in another trainer.default_local_dir."
+        )
+
+
+def check_engines(config: AsyncConfig) -> None:
+    """Check that each generator's engine is here and can do what its settings ask for."""
+    for generator, role in enumerate(config.topology.roles()):
+        config_of_generator = config.of_role(role)
+        try:
+            check_rollout(config_of_generator, role)
+        except ConfigError as error:
+            if config_of_generator is config:
+                raise
+            raise ConfigError(f"{GENERATOR_SETTINGS}.{generator}: {error}") from error
+
+
+def _check_generator_settings(config: AsyncConfig, topology: Topology) -> None:
+    """A generator's settings are those of a generator that there is, and keep the rules of their
+    keys.
+    """
+    for generator, settings in config.async_training.generator_settings.items():
+        where = f"{GENERATOR_SETTINGS}.{generator}"
+        if generator >= topology.generators:
+            raise ConfigError(f"{where}: this run has generators 0 to {topology.generators - 1}.")
+        own = config.of_role(generator_role(generator))
+        try:
+            check_fields(own)
+            refuse(own)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        for name in settings.chosen():
+            if reason := why_unused(own, f"{ROLLOUT}.{name}"):
+                logger.warning(notice_of([f"{where}.{name}"], reason))
+
+
+def _check_weights_in_flight(config: AsyncConfig, topology: Topology) -> None:
+    """Reject engines that cannot take weights when they come."""
+    at_once = config.async_training.weight_update == "immediate"
+    for generator, role in enumerate(topology.roles()):
+        rollout = config.rollout_of(generator)
+        engine = ENGINES.look_up(rollout.name)
+        if at_once and not getattr(engine, "can_take_weights_in_flight", engine == rollout.name):
+            raise ConfigError(
+                f"async_training.weight_update=immediate: {role}'s engine {rollout.name} takes "
+                "no weights within a generation (can_take_weights_in_flight is false). Set it to "
+                "between_batches."
+            )
+
+
+def _check_scoring(config: AsyncConfig) -> None:
+    """Roles with which generators score have names of their own, and weights that do not move
+    alone.
+    """
+    async_training, roles = config.async_training, config.score_roles
+    if async_training.score_on == "generator" and not roles:
+        raise ConfigError(
+            "async_training.score_on=generator: this run has no reference, reward model or critic "
+            "that could score on generators. Leave it out."
+        )
+    if len(config.generator_roles) < async_training.generators * (1 + len(roles)):
+        raise ConfigError(
+            "async_training.score_on=generator: a model in `rewards` has a name that ends in a "
+            f"number, as a further generator's role has ({', '.join(config.generator_roles)}). "
+            "Rename it."
+        )
+    if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
+        raise ConfigError(
+            f"actor_rollout_ref.ref.update_every={config.actor_rollout_ref.ref.update_every} with "
+            "async_training.score_on=generator: generators' references stand still. Drop one."
+        )
+    if CRITIC_COPY in roles and async_training.weight_update == "immediate":
+        raise ConfigError(
+            "async_training.weight_update=immediate with async_training.score_on=generator: a "
+            "generator's copy of the critic takes weights between two pieces. Set between_batches, "
+            "score_on=trainer, or an algorithm.adv_estimator without a critic, such as grpo."
+        )
+    if CRITIC_COPY in roles and not issubclass(worker_class(config, "critic"), WeightSender):
+        raise ConfigError(
+            f"role_workers.critic={config.role_workers['critic']} cannot publish its weights, "
+            "which generators' copies need (async_training.score_on=generator). Derive it from "
+            "workers.roles.critic.CriticWorker, or set async_training.score_on=trainer."
+        )

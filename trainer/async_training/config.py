@@ -1,0 +1,264 @@
+"""The whole configuration tree of an asynchronous run: PPO's, and the section `async_training`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.async_training.topology import ANY_RANK, Topology, generator_role, role_on
+from trainer.ppo.config import PPOConfig, PPOTrainerConfig
+from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
+from trainer.ppo.sizes import CRITIC_COPY
+from verl_like.config_key import Section, When, key, when
+from verl_like.placement.roles import expand_roles
+from workers.config import RolloutConfig, model_rewards
+from workers.config.conditions import SAVES
+
+GENERATOR_SETTINGS = "async_training.generator_settings"
+ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
+REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
+CRITIC_COPY_WORKER = "workers.roles.critic_copy.CriticCopyWorker"
+OWN_TRAINER = "trainer.async_training.step.AsyncTrainer"
+"""The trainer of an asynchronous run, or what a user's is a subclass of."""
+BY_NUMBERS = when("topology", None, otherwise="async_training.topology gives the numbers")
+HAS_MAX_AGE = When(
+    "`sampler` is version_window or your own",
+    lambda async_training, _: (
+        async_training.sampler == "version_window" or "." in async_training.sampler
+    ),
+    "async_training.sampler is not version_window",
+)
+
+
+@dataclass(kw_only=True)
+class GeneratorSettings(Section):
+    """Settings in which a generator differs from `actor_rollout_ref.rollout`; null keeps those."""
+
+    name: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    max_num_seqs: int | None = None
+    kv_cache_gb: float | None = None
+    max_new_tokens_per_call: int | None = None
+    tensor_model_parallel_size: int | None = None
+    gpu_memory_utilization: float | None = None
+
+    def chosen(self) -> dict[str, Any]:
+        """The keys that are set."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(kw_only=True)
+class AsyncSettings(Section):
+    """Generators, trainers, and the buffer between them."""
+
+    topology: str | None = key(None, allows="a name such as 2m1t")
+    """Numbers of generators and trainers."""
+    generators: int = key(1, above=0, read_when=BY_NUMBERS)
+    """Groups that generate, each on its own pool: roles `rollout`, `rollout_1`, ..."""
+    trainers: int = key(1, above=0, read_when=BY_NUMBERS)
+    """Ranks that train."""
+    sample_routes: list[list[int]] | None = key(None, allows="a list of [generator, trainer]")
+    """Which generator's samples go to which trainer rank; null: even."""
+    weight_routes: list[list[int]] | None = key(None, allows="a list of [trainer, generator]")
+    """Which trainer rank sends weights to which generator; null: even."""
+    generator_settings: dict[Any, GeneratorSettings] = key(
+        factory=dict, allows=f"number of a generator: {{{', '.join(vars(GeneratorSettings()))}}}"
+    )
+    """Settings of a generator that differ from `actor_rollout_ref.rollout`."""
+    prompts_per_call: int | None = key(None, above=0, hint="or null for a batch in equal parts")
+    """Prompts per call of a generator; null divides each batch among the generators."""
+    max_inflight_samples: int | None = key(
+        None, above=0, hint="or null for what max_staleness lets be open"
+    )
+    """Samples open at once, queued or in generation."""
+    on_buffer_full: str = key("wait", choices=("wait", "evict_oldest"))
+    """If the buffer is full, a generator waits or evicts the oldest samples."""
+    sampler: str = key("in_order", registry="sampler")
+    """Which buffered samples become the next batch."""
+    max_sample_age: int | None = key(
+        None, at_least=0, hint="or null for max_staleness", read_when=HAS_MAX_AGE
+    )
+    """Largest age of samples in versions; older ones are dropped."""
+    max_staleness: int = key(1, at_least=0)
+    """Largest lag, in weight versions, from generating a sample to training on it; 0 is the
+    synchronous run.
+    """
+    score_on: str = key("trainer", choices=("trainer", "generator"))
+    """Where reference, reward models and critic score: with the trainers, or with each generator.
+    """
+    weight_update: str = key("between_batches", choices=("between_batches", "immediate"))
+    """When a generator takes new weights: between calls, or within one."""
+    update_steps: int = key(1, above=0)
+    """Batches trained on per weight version."""
+    train_epochs: int = key(1, above=0)
+    """Passes over these batches, reshuffled from the second on."""
+    on_generator_loss: str = key(
+        "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
+    )
+    """If a generator dies: end the run, give its prompts to the others, or restart it."""
+    on_resume: str = key(
+        "regenerate",
+        choices=("regenerate", "restore"),
+        read_when=SAVES,
+        may_change_on_resume=True,
+    )
+    """Samples queued at a checkpoint: generate them again, or store them."""
+    warn_after_idle_s: float = key(120.0, above=0, may_change_on_resume=True)
+    """Seconds without a batch until the log says who waits for whom."""
+    log_syncs: bool = key(False, may_change_on_resume=True)
+    """Log bytes, seconds and memory of weight deliveries to `syncs.jsonl`."""
+
+
+@dataclass(kw_only=True)
+class AsyncTrainerConfig(PPOTrainerConfig):
+    """The run: length, devices, folder."""
+
+    cls: str = key(OWN_TRAINER, allows="a dotted path", may_change_on_resume=False)
+    """Trainer class: AsyncTrainer or a subclass."""
+    max_restarts: int = key(0, at_least=0)
+    """Times that a run goes on by itself from its last checkpoint; for a lost
+    generator see `async_training.on_generator_loss`."""
+    experiment_name: str = key("async", allows="a name")
+    """Second part of the run folder's name."""
+
+
+@dataclass(kw_only=True)
+class AsyncConfig(PPOConfig):
+    """A run that generates and trains at the same time."""
+
+    async_training: AsyncSettings = key(factory=AsyncSettings)
+    """Generators, trainers, and the buffer between them."""
+    trainer: AsyncTrainerConfig = key(factory=AsyncTrainerConfig)
+    """The run."""
+
+    @property
+    def child_pools(self) -> frozenset[str]:
+        """Generators' pools: they generate while the driver trains."""
+        pools = expand_roles(self.role_mapping)
+        return frozenset(
+            pools[generator_role(generator)] for generator in range(self.async_training.generators)
+        )
+
+    @property
+    def num_generator_ranks(self) -> int:
+        """Ranks of all generators."""
+        return sum(sum(self.resource_pool_spec[pool]) for pool in self.child_pools)
+
+    @property
+    def generates_beside_training(self) -> bool:
+        """Whether a rollout generates while the trainer trains."""
+        return True
+
+    @property
+    def takes_weights_at_once(self) -> bool:
+        """Whether new weights may arrive in the middle of a generation."""
+        return self.async_training.weight_update == "immediate"
+
+    @property
+    def topology(self) -> Topology:
+        """Who sends what to whom."""
+        async_training = self.async_training
+        edges = async_training.sample_routes, async_training.weight_routes
+        return Topology.of(async_training.generators, async_training.trainers, *edges)
+
+    @property
+    def steps_per_version(self) -> int:
+        """Steps of a round, which a version of the weights ends."""
+        return self.async_training.update_steps * self.async_training.train_epochs
+
+    @property
+    def piece_size(self) -> int:
+        """Prompts of a piece: as configured, or a batch in equal parts for the generators."""
+        prompts = self.async_training.prompts_per_call
+        return self.topology.piece_size(self.data.train_batch_size) if prompts is None else prompts
+
+    def pieces_at_once(self, generator: int) -> int:
+        """Pieces that a generator begins together: where a batch is in equal parts, all of its
+        part.
+        """
+        if self.async_training.prompts_per_call is not None or self.topology.routed_ranks == [
+            ANY_RANK
+        ]:
+            return 1
+        return len(self.topology.trainers_of(generator))
+
+    @property
+    def score_roles(self) -> dict[str, str]:
+        """Roles with which every generator scores, as generator 0 has them -> their classes."""
+        if self.async_training.score_on == "trainer":
+            return {}
+        inactive, roles = inactive_roles(self), {}
+        if "ref" not in inactive:
+            roles["ref"] = REFERENCE_WORKER
+        if "critic" not in inactive:
+            roles[CRITIC_COPY] = CRITIC_COPY_WORKER
+        return roles | dict.fromkeys(model_rewards(self), REWARD_MODEL_WORKER)
+
+    @property
+    def generator_roles(self) -> dict[str, tuple[str, int]]:
+        """Every role of every generator -> its name at generator 0, and the generator's number."""
+        generators, kinds = range(self.async_training.generators), ["rollout", *self.score_roles]
+        return {
+            role_on(kind, generator): (kind, generator)
+            for generator in generators
+            for kind in kinds
+        }
+
+    def kind_of(self, role: str) -> str:
+        """What generator 0 calls the role of another generator."""
+        return self.generator_roles.get(role, (role, 0))[0]
+
+    def reads_in(self, role: str) -> str:
+        """Generators read their samples as they make them."""
+        return "gen" if role in ("rollout", *self.score_roles) else super().reads_in(role)
+
+    def prompts_per_call(self, role: str) -> int:
+        """Of a generator's roles a piece."""
+        return self.piece_size if role in self.generator_roles else super().prompts_per_call(role)
+
+    def of_role(self, role: str) -> AsyncConfig:
+        """With `async_training.generator_settings` for a generator that has some; a further
+        generator's reward model is told the one reward that is its.
+        """
+        kind, generator = self.generator_roles.get(role, (role, 0))
+        if kind != role and self.rewards and kind in model_rewards(self):
+            return dataclasses.replace(self, rewards=[model_rewards(self)[kind]])
+        settings = self.async_training.generator_settings.get(generator)
+        if kind != "rollout" or settings is None:
+            return self
+        policy = self.actor_rollout_ref
+        rollout = dataclasses.replace(policy.rollout, **settings.chosen())
+        of_generator = dataclasses.replace(policy, rollout=rollout)
+        return dataclasses.replace(self, actor_rollout_ref=of_generator)
+
+    def rollout_of(self, generator: int) -> RolloutConfig:
+        """The settings of a generator's rollout, its own ones included."""
+        return self.of_role(generator_role(generator)).actor_rollout_ref.rollout
+
+    def validators(self, living: Sequence[int]) -> list[int]:
+        """The generators that validate: those with the settings of the first generator that lives.
+
+        With `async_training.score_on=generator` that first generator also scores.
+        """
+        generators = living or [0]
+        first = self.rollout_of(generators[0])
+        return [generator for generator in generators if self.rollout_of(generator) == first]
+
+
+def samples_per_batch(config: AsyncConfig) -> int:
+    """Samples of a step."""
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def open_at_once(config: AsyncConfig) -> int:
+    """Samples that staleness and the buffer's limit let be queued or in the making."""
+    async_training = config.async_training
+    num_batches = (async_training.max_staleness + 1) * async_training.update_steps
+    return min(
+        async_training.max_inflight_samples or sys.maxsize, num_batches * samples_per_batch(config)
+    )

@@ -1,0 +1,203 @@
+"""A generator: a thread of the driver that keeps one rollout group generating.
+
+    while True:
+        take newer weights, if there are any
+        submit pieces, if the queue has room for them
+        take what is finished; a piece with all its samples goes to the queue
+
+The rows of a validation are pieces, too. During a validation, generators get no other pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, Protocol
+
+from trainer.async_training.activity import Activity
+from trainer.async_training.buffer import ExperienceBuffer, Weights
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.lost_generators import GeneratorLosses
+from trainer.async_training.samplers import Experience
+from trainer.async_training.topology import generator_role, role_on
+from trainer.async_training.weights import WeightFeed
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.ppo.sizes import CRITIC_COPY
+from trainer.record import Metrics
+from trainer.rollouts.rollouts import Rollouts, join_results, with_responses
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.future import gather
+from verl_like.calls.result import Result
+from verl_like.errors import WorkerDiedError
+from workers.columns import rm_column, select_reads
+from workers.config import plays
+from workers.rollout.client import RolloutClient, Submission
+
+SLICE_S = 0.25
+"""Seconds per take. New weights and the end of a run wait that long."""
+TAKES_PER_S = 250
+"""The most takes per second of all generators' ranks together; each take is a call by the driver.
+"""
+METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
+"""Role -> its method. All other roles are reward models."""
+REWARD_METHOD = "compute_rm_score"
+MADE_BY_GENERATORS = frozenset(
+    ["generate_sequences", "submit", "take", REWARD_METHOD, *METHODS.values()]
+)
+
+
+class GeneratorsTrainer(Protocol):
+    """The part of a `AsyncTrainer` that a generator's thread uses."""
+
+    config: AsyncConfig
+    groups: WorkerGroups
+    """After a loss, a role has another group here."""
+    buffer: ExperienceBuffer
+    activity: Activity
+    weights: WeightFeed
+    losses: GeneratorLosses
+    rollouts: Rollouts
+
+
+class Generator:
+    """One rollout group and its thread."""
+
+    def __init__(self, number: int, trainer: GeneratorsTrainer) -> None:
+        """The thread begins with `start`.
+
+        With `max_new_tokens_per_call` a take draws that many tokens of each response and does not
+        wait for slow environments. Then pieces begin next to unfinished pieces, and weights arrive
+        between two takes.
+        """
+        config = trainer.config
+        self._number, self._role, self._trainer = number, generator_role(number), trainer
+        self._buffer = trainer.buffer
+        self._activity = trainer.activity.of(f"generator {number}")
+        self._weights = Weights(0, 0)
+        self._running: dict[Submission, Experience] = {}
+        self._max_tokens = config.rollout_of(number).max_new_tokens_per_call
+        self._num_at_once = config.pieces_at_once(number)
+        slice_s = max(SLICE_S, config.num_generator_ranks / TAKES_PER_S)
+        self._take_s = slice_s if plays(config) or not self._max_tokens else None
+        self._takes_weights_within = config.takes_weights_at_once or bool(self._max_tokens)
+        self._client = RolloutClient(trainer.groups[self._role])
+        self._is_lost = False
+        self._thread = threading.Thread(target=self._run, name=f"generator {number}", daemon=True)
+
+    def start(self) -> None:
+        """Generate until the buffer is closed; a second call does nothing."""
+        if self._thread.ident is None:
+            self._buffer.join(self._number)
+            self._thread.start()
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until the thread has ended, at most so long."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while not (self._buffer.is_closed or self._is_lost):
+                try:
+                    self._take_weights()
+                    if not self._running or self._max_tokens:
+                        self._submit()
+                    if self._running:
+                        self._take()
+                except WorkerDiedError as error:
+                    self._replace(error)
+        except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
+            failure = error
+        self._buffer.leave(self._number, failure)
+
+    def _take_weights(self) -> None:
+        """Bring the group to the newest weights, unless it would have to stop generating."""
+        newest = self._buffer.weights
+        if newest > self._weights and (self._takes_weights_within or not self._running):
+            with self._activity.syncing(f"weights of version {newest.version}"):
+                version = self._trainer.weights.deliver(self._number)
+                self._weights = Weights(newest.num_swaps, version)
+
+    def _submit(self) -> None:
+        """Submit pieces if the queue has room; wait for room if nothing else is to do."""
+        begun: list[Experience] = []
+        while len(begun) < self._num_at_once:
+            waits = not (self._running or begun)
+            experience = self._buffer.begin(self._number, self._weights, waits)
+            if experience is None:
+                break
+            begun.append(experience)
+        submissions = {self._submission_of(experience): experience for experience in begun}
+        self._running |= submissions
+        for _, of_one_draw in groupby(submissions, lambda submission: submission.rows.meta_info):
+            self._client.submit(*of_one_draw)
+
+    def _submission_of(self, experience: Experience) -> Submission:
+        assert experience.rows is not None, "a piece has rows until it is finished"
+        rows = experience.rows
+        if not experience.is_validation:
+            rows = self._trainer.rollouts.prompt_columns(rows, self._role)
+            rows.meta_info = rows.meta_info | {"attempt": experience.attempt}
+        return Submission(rows)
+
+    def _take(self) -> None:
+        """Generate; put finished pieces into the queue."""
+        with self._activity.busy("generate"):
+            finished = self._client.take(self._max_tokens, self._take_s)
+        for submission in finished:
+            experience = self._running[submission]
+            self._finish(experience, submission)
+            if not self._buffer.is_closed:
+                self._buffer.put(experience)
+            del self._running[submission]
+
+    def _finish(self, experience: Experience, submission: Submission) -> None:
+        """Give the piece its samples and, with `score_on=generator`, their scores."""
+        experience.samples = submission.samples()
+        if experience.is_validation:
+            return
+        assert experience.rows is not None, "a piece has rows until it is finished"
+        experience.samples = with_responses(experience.rows, experience.samples)
+        if (kinds := self._trainer.config.score_roles) and not self._buffer.is_closed:
+            roles = {kind: role_on(kind, self._number) for kind in kinds}
+            with self._activity.busy("score"):
+                scored = score_samples(self._trainer.groups, roles, experience.samples)
+            experience.samples, experience.metrics = scored
+
+    def _replace(self, error: WorkerDiedError) -> None:
+        """Hand back the pieces of a group that lost a process, and restart it if it may be.
+
+        Raises where the run cannot go on.
+        """
+        num_lost = self._buffer.lost(self._number)
+        self._running, self._weights = {}, Weights(0, 0)
+        with self._activity.gone("new processes are to replace the lost ones"):
+            self._is_lost = not self._trainer.losses(self._number, error, num_lost)
+        if self._is_lost:
+            self._activity.leave("the other generators have taken over")
+        else:
+            self._client = RolloutClient(self._trainer.groups[self._role])
+
+
+def score_samples(
+    groups: Any, roles: Mapping[str, str], samples: DataProto
+) -> tuple[DataProto, Metrics]:
+    """Return the samples with the columns of every scoring role of one generator, and metrics.
+
+    `roles` maps a role's name at generator 0 to its name at this generator. Each reward model has
+    its own column until the trainer adds its scores to those of functions and servers.
+    """
+    futures = []
+    for kind, role in roles.items():
+        group, method = groups[role], METHODS.get(kind, REWARD_METHOD)
+        sent = select_reads(samples, group.roles[role], method)
+        futures.append(getattr(group, method).remote(sent))
+    results = []
+    for kind, answer in zip(roles, gather(*futures), strict=True):
+        result = Result.of(answer)
+        if kind not in METHODS:
+            result.batch.rename("rm_scores", rm_column(kind))
+        results.append(result)
+    return join_results(samples, results)

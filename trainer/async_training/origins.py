@@ -1,0 +1,112 @@
+"""Where the samples of an asynchronous run come from: their generator, and the age of their
+weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from trainer.async_training.samplers import Experience
+from trainer.ppo.sample import over_draws
+from trainer.record import Metrics, Run
+from trainer.roadside.sample_log import SampleKey, SampleLog
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import few
+from workers.columns import count_ones, has_column, read_columns
+
+
+class Origins:
+    """Answers the observers' questions about a step's samples."""
+
+    def __init__(self, num_trainers: int, log: SampleLog) -> None:
+        """Rows of a batch go to so many trainer ranks, in equal chunks.
+
+        `log` is the log in which generators begin their samples.
+        """
+        self._num_trainers, self.log = num_trainers, log
+        self._generator_of: dict[str, int] = {}
+        """Uid of a prompt -> the generator of its samples, for the batches of one round."""
+        self.trained_by = 0
+        """The version of the weights with which the present update began."""
+        self.begin_step(begins_round=True)
+
+    def begin_step(self, begins_round: bool) -> None:
+        """Forget the draws of the step before, and the batches of the round before."""
+        if begins_round:
+            self._generator_of = {}
+        self._uids: list[str] = []
+        self._scoring: list[Metrics] = []
+        """Metrics of the generators' scores in this step."""
+        self._num_tokens = 0
+
+    def add(self, experiences: Sequence[Experience], batch: DataProto) -> None:
+        """Note who made these pieces, which are a batch."""
+        self._generator_of |= {uid: piece.generator for piece in experiences for uid in piece.uids}
+        self._uids += [uid for piece in experiences for uid in piece.uids]
+        self._scoring += [piece.metrics for piece in experiences]
+        self._num_tokens += int(count_ones(batch, "response_mask").sum())
+
+    def draw_metrics(self) -> Metrics:
+        """The generators' scores and the tokens that this step has drawn."""
+        return over_draws(self._scoring) | {"async/drawn_tokens": float(self._num_tokens)}
+
+    @contextmanager
+    def naming_samples(self, run: Run) -> Iterator[None]:
+        """Within, an error gets a note with the uids of the step's samples."""
+        try:
+            yield
+        except Exception as error:
+            known = f"is on the samples of uid {few(self._uids)}"
+            error.add_note(f"step {run.step} {known if self._uids else 'has no samples yet'}")
+            raise
+
+    def rows_by_generator(self, batch: DataProto) -> dict[int, list[int]]:
+        """Generator -> numbers of its rows."""
+        rows: dict[int, list[int]] = {}
+        for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+            rows.setdefault(self._generator_of[str(uid)], []).append(row)
+        return dict(sorted(rows.items()))
+
+    def facts(self, batch: DataProto) -> dict[SampleKey, dict[str, int]]:
+        """For the sample log: the trainer rank of each sample, its version and its staleness."""
+        uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
+        keys = [(str(uid), index) for uid, index in zip(uids, indices, strict=True)]
+        rows = zip(keys, self._trainer_ranks(batch), self._versions(batch).tolist(), strict=True)
+        return {
+            key: {"trainers": rank, "versions": version, "staleness": self.trained_by - version}
+            for key, rank, version in rows
+        }
+
+    def fields(self, batch: DataProto) -> dict[str, list[Any]]:
+        """Further fields of `rollouts/N.jsonl`."""
+        return {
+            "generator": [
+                self._generator_of.get(str(uid)) for uid in batch.non_tensor_batch["uid"]
+            ],
+            "trainer": self._trainer_ranks(batch),
+            "trained_by_version": [self.trained_by] * len(batch),
+        }
+
+    def metrics(self, batch: DataProto) -> Metrics:
+        """How old the samples, and the values of generators' critics, are."""
+        ages = self.trained_by - self._versions(batch)
+        metrics = {
+            f"async/staleness/{age}": float(count) for age, count in Counter(ages.tolist()).items()
+        }
+        if has_column(batch, "value_version"):
+            value_ages = self.trained_by - read_columns(batch, "value_version")["value_version"]
+            metrics["async/value_staleness/max"] = float(value_ages.max())
+        return metrics | {
+            "async/staleness/mean": float(ages.float().mean()),
+            "async/staleness/max": float(ages.max()),
+        }
+
+    def _trainer_ranks(self, batch: DataProto) -> list[int]:
+        size = -(-len(batch) // self._num_trainers)
+        return [row // size for row in range(len(batch))]
+
+    def _versions(self, batch: DataProto) -> Any:
+        return read_columns(batch, "policy_version")["policy_version"]

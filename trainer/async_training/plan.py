@@ -1,0 +1,74 @@
+"""The plan of an asynchronous run in words, from its configuration."""
+
+from __future__ import annotations
+
+from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
+
+AGES = {0: "as new as the policy", 1: "at most 1 version old"}
+MOMENTS = {"between_batches": "between two pieces", "immediate": "in the middle of a piece"}
+
+
+def plan_lines(
+    config: AsyncConfig, max_columns: int | None = None, brief: bool = False
+) -> list[str]:
+    """Who sends what to whom, how far generators run ahead, when weights reach them."""
+    async_training, topology = config.async_training, config.topology
+    generators, num_open = topology.generators, open_at_once(config)
+    age = AGES.get(
+        async_training.max_staleness, f"at most {async_training.max_staleness} versions old"
+    )
+    rounds = (
+        "batch" if async_training.update_steps == 1 else f"{async_training.update_steps} batches"
+    )
+
+    aged = (
+        f"a sample is {age} when it is trained on: generators wait rather than let one grow older"
+    )
+    batch, most = config.data.train_batch_size, max(map(config.pieces_at_once, range(generators)))
+    together = f"; a generator answers up to {most} together" if most > 1 else ""
+    pieces = (
+        f"a batch of {batch} prompts is {_count(batch // config.piece_size, 'piece')}: "
+        f"{_count(config.piece_size, 'prompt')} each, which one generator answers in a "
+        f"call{together}"
+    )
+    queued = (
+        f"at most {num_open} samples are queued or being made "
+        f"({num_open / samples_per_batch(config):.3g} times a batch)"
+    )
+    versions = (
+        f"there is a version of the weights after every {rounds}; "
+        f"a generator takes it {MOMENTS[async_training.weight_update]}"
+    )
+    drawn = topology.describe(max_columns).splitlines()
+    lines = [*drawn, pieces, aged, queued, versions]
+    if roles := config.score_roles:
+        lines.append(f"generators score what they have made, each with its own {', '.join(roles)}")
+    if weights := config.algorithm.rollout_correction.rollout_is:
+        lines.append(f"what older weights drew is corrected for: rollout_is={weights}")
+    if brief:
+        lines = [f"A sample is {age}; at most {num_open} are queued or being made"]
+    if topology.lopsided:
+        lines.append(topology.lopsided)
+    if idle := _idle_generators(config):
+        lines.append(
+            f"{idle} of {generators} generators have nothing to make, so few pieces are open at "
+            "once: smaller ones (async_training.prompts_per_call), or a larger "
+            "async_training.max_staleness"
+        )
+    return lines
+
+
+def _idle_generators(config: AsyncConfig) -> int:
+    """Generators for whom no piece is left, so few are open at once."""
+    ranks = config.topology.routed_ranks
+    samples_per_piece = config.piece_size * config.actor_rollout_ref.rollout.n
+    num_open = open_at_once(config) // len(ranks) // samples_per_piece
+    busy = {
+        generator for rank in ranks for generator in config.topology.generators_for(rank)[:num_open]
+    }
+    return config.topology.generators - len(busy)
+
+
+def _count(number: int, what: str) -> str:
+    """`1 piece`, `2 pieces`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,143 @@
+"""usage: verl-like async data.train_files=FILE
+           actor_rollout_ref.model.path=FOLDER [key=value ...]
+
+PPO whose samples are made beside the training: generators generate on pools of their own, the
+trainer takes batches from a buffer and sends its weights back. All keys of `verl-like ppo`, and:
+
+  async_training.generators=2  async_training.trainers=1   or async_training.topology=2m1t
+  async_training.max_staleness=1                 versions that a sample may be old; 0 is synchronous
+  verl-like async --cfg all             every key with its meaning
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.async_training.config import (
+    GENERATOR_SETTINGS,
+    OWN_TRAINER,
+    ROLLOUT_WORKER,
+    AsyncConfig,
+    GeneratorSettings,
+)
+from trainer.async_training.topology import TRAINER_POOL, counts, generator_pool
+from trainer.config.recipe import Recipe
+from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
+from trainer.ppo.recipe import complete as complete_ppo
+from trainer.ppo.sizes import CRITIC_COPY
+from verl_like.config_key import changed
+from verl_like.errors import ConfigError
+from verl_like.placement.roles import expand_roles
+from verl_like.registry import load_object
+
+TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
+PLACEMENTS = {"async": {TRAINER_POOL: TRAINER_ROLES, "generator_0_pool": ["rollout"]}}
+"""The roles of a run; its pools are as many as it has generators, so no preset could name them."""
+
+
+def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, Sequence[str]]:
+    """Settle pools, roles, devices and correction, where the user did not."""
+    if config.async_training.topology is not None:
+        generators, trainers = counts(config.async_training.topology)
+        config = changed(
+            config, {"async_training.generators": generators, "async_training.trainers": trainers}
+        )
+    config = changed(config, {GENERATOR_SETTINGS: _numbered_settings(config)})
+    pool_of = {
+        role: generator_pool(generator) for role, (_, generator) in config.generator_roles.items()
+    }
+
+    mapping, mapped = dict(config.role_mapping), expand_roles(config.role_mapping)
+    for role, pool in {**dict.fromkeys(TRAINER_ROLES, TRAINER_POOL), **pool_of}.items():
+        if role not in mapped:
+            mapping[role] = pool
+
+    spec, used = dict(config.resource_pool_spec), set(mapping.values())
+    if TRAINER_POOL in used:
+        spec.setdefault(TRAINER_POOL, [config.async_training.trainers])
+    for pool in pool_of.values():
+        if pool in used:
+            spec.setdefault(pool, [1])
+    changes: dict[str, Any] = {
+        "role_mapping": mapping,
+        "role_workers": config.role_workers | _workers(config),
+        "resource_pool_spec": spec,
+    }
+    if "trainer.n_gpus_per_node" not in keys:
+        changes["trainer.n_gpus_per_node"] = sum(max(sizes) for sizes in spec.values() if sizes)
+    return complete_ppo(changed(config, changes), keys, _other_weights(config))
+
+
+def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
+    """`{1: ...}` of a dict or of YAML, and `.1` of a command, are both of generator 1."""
+    settings = config.async_training.generator_settings
+    for generator in settings:
+        if not str(generator).isdecimal() or (
+            str(generator) in settings and generator != str(generator)
+        ):
+            raise ConfigError(
+                f"{GENERATOR_SETTINGS} has {generator!r}: give each generator's number once, 0 to "
+                f"{config.async_training.generators - 1}."
+            )
+    return {int(generator): own for generator, own in settings.items()}
+
+
+def _workers(config: AsyncConfig) -> dict[str, str]:
+    """Return the classes of generators' roles that have none yet."""
+    classes = {"rollout": ROLLOUT_WORKER, **config.score_roles}
+    return {
+        role: config.role_workers.get(kind) or classes[kind]
+        for role, (kind, generator) in config.generator_roles.items()
+        if (generator or kind == CRITIC_COPY) and role not in config.role_workers
+    }
+
+
+def _other_weights(config: AsyncConfig) -> str:
+    """Say which key of an asynchronous run lets samples come from other weights."""
+    async_training = config.async_training
+    if async_training.max_staleness:
+        staleness = f"async_training.max_staleness={async_training.max_staleness}"
+        return f"{staleness} lets samples be of older weights"
+    for generator, own in async_training.generator_settings.items():
+        if own.quantization:
+            rounds = f"quantization={own.quantization} rounds that generator's weights"
+            return f"{GENERATOR_SETTINGS}.{generator}.{rounds}"
+    return ""
+
+
+def check_async(config: AsyncConfig) -> None:
+    """The rules between fields of an asynchronous run."""
+    from trainer.async_training.checks import check_run
+
+    check_run(config)
+    if config.trainer.cls != OWN_TRAINER:
+        _check_trainer(config.trainer.cls)
+
+
+def _check_trainer(path: str) -> None:
+    """Refuse a trainer of the user's that would leave generators out."""
+    own = load_object(OWN_TRAINER, "trainer.cls")
+    cls = load_object(path, "trainer.cls")
+    if isinstance(cls, type) and not issubclass(cls, own):
+        raise ConfigError(
+            f"trainer.cls={path} is no subclass of {OWN_TRAINER}, without which this run "
+            "has no generators. `verl-like ppo` runs any trainer of PPO."
+        )
+
+
+ASYNC = Recipe(
+    name="async",
+    schema=AsyncConfig,
+    config_dir=Path(__file__).resolve().parent,
+    config_name="async_trainer",
+    placements=PLACEMENTS,
+    inactive_roles=inactive_roles,
+    extra_roles=extra_roles,
+    complete=complete,
+    translate=PPO.translate,
+    registries=("trainer.async_training.samplers", *PPO.registries),
+    checks=(check, check_async),
+    shares_presets_of=PPO.config_dir,
+)

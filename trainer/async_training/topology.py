@@ -1,0 +1,262 @@
+"""Who sends what to whom: generators give experience to trainer ranks, which give weights to
+generators.
+
+    topology = Topology.of(*counts("2m1t"))
+    print(topology.describe())
+
+It follows from the configuration, before anything is started. Generator 0 is the role `rollout`,
+generator 1 `rollout_1`, and so on, each on a pool of its own; the trainers are the ranks of one
+pool.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from verl_like.errors import ConfigError
+from verl_like.terminal import draw_table
+
+ANY_RANK = -1
+"""In the place of a trainer rank: samples may go to whichever."""
+Other = TypeVar("Other")
+Route = tuple[int, int]
+"""(sender, receiver): (generator, trainer rank) of experience, (trainer rank, generator) of
+weights.
+"""
+TRAINER_POOL = "trainer_pool"
+"""The pool whose ranks are the trainers."""
+PRESETS = ("1m1t", "2m1t", "1m2t", "2m2t")
+"""Names that messages show as examples; there is `<N>m<M>t` for any two numbers."""
+
+
+def role_on(role: str, generator: int) -> str:
+    """What a role of generators is called at this one: `ref`, `ref_1`, ..."""
+    return f"{role}_{generator}" if generator else role
+
+
+def generator_role(generator: int) -> str:
+    """The role of a generator that generates."""
+    return role_on("rollout", generator)
+
+
+def generator_pool(generator: int) -> str:
+    """The pool of a generator."""
+    return f"generator_{generator}_pool"
+
+
+def counts(preset: str) -> tuple[int, int]:
+    """Generators and trainers of a name such as `2m1t`."""
+    found = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
+    if found is None:
+        raise ConfigError(
+            f"the topology {preset!r} is none: give generators and trainers as in "
+            f"{', '.join(PRESETS)}, each number 1 or more."
+        )
+    return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Generators, trainer ranks, and the routes between them."""
+
+    generators: int
+    trainers: int
+    experience: tuple[Route, ...]
+    weights: tuple[Route, ...]
+
+    @classmethod
+    def of(
+        cls,
+        generators: int,
+        trainers: int,
+        sample_routes: Iterable[Sequence[int]] | None = None,
+        weight_routes: Iterable[Sequence[int]] | None = None,
+    ) -> Topology:
+        """The routes given, or those of the default rule; checked.
+
+        Experience: with at least as many trainers as generators every trainer has one generator,
+        with more generators every generator has one trainer. Weights: every generator has one
+        trainer, and trainers may send nothing.
+        """
+        for what, number in (("generators", generators), ("trainers", trainers)):
+            if type(number) is not int or number < 1:
+                raise ConfigError(f"async_training.{what}={number}: a number of 1 or more.")
+        if sample_routes is None:
+            num = max(generators, trainers)
+            experience = tuple((i % generators, i % trainers) for i in range(num))
+        else:
+            experience = _pairs(
+                "async_training.sample_routes",
+                sample_routes,
+                ("generator", generators),
+                ("trainer", trainers),
+            )
+        if weight_routes is None:
+            weights = tuple((generator % trainers, generator) for generator in range(generators))
+        else:
+            ends = ("trainer", trainers), ("generator", generators)
+            weights = _pairs("async_training.weight_routes", weight_routes, *ends)
+
+        made = cls(generators, trainers, tuple(sorted(experience)), tuple(sorted(weights)))
+        made._check_reached()
+        return made
+
+    @cached_property
+    def _receivers(self) -> dict[int, list[int]]:
+        return by_first(self.experience)
+
+    @cached_property
+    def _senders(self) -> dict[int, list[int]]:
+        return by_first((trainer, generator) for generator, trainer in self.experience)
+
+    def trainers_of(self, generator: int) -> list[int]:
+        """The trainer ranks that get this generator's experience."""
+        return self._receivers.get(generator, [])
+
+    def generators_of(self, trainer: int) -> list[int]:
+        """The generators whose experience this trainer rank gets."""
+        return self._senders.get(trainer, [])
+
+    @property
+    def routed_ranks(self) -> list[int]:
+        """The trainer ranks whose samples come from generators of their own.
+
+        Where every generator serves every rank, rows may go to any: one answer, `ANY_RANK`.
+        """
+        if len(self.experience) == self.generators * self.trainers:
+            return [ANY_RANK]
+        return list(range(self.trainers))
+
+    def generators_for(self, rank: int) -> list[int]:
+        """The generators that make samples for one of `routed_ranks`."""
+        return list(range(self.generators)) if rank == ANY_RANK else self.generators_of(rank)
+
+    @property
+    def lopsided(self) -> str:
+        """Say which rank has more generators than another; empty if none has."""
+        shares = {
+            rank: sum(
+                1 / len(self.trainers_of(generator)) for generator in self.generators_for(rank)
+            )
+            for rank in self.routed_ranks
+        }
+        most, least = max(shares, key=lambda r: shares[r]), min(shares, key=lambda r: shares[r])
+        if shares[most] == shares[least]:
+            return ""
+        return (
+            f"trainer {least} has {shares[least]:.3g} of the generators for its part of a batch, "
+            f"trainer {most} has {shares[most]:.3g}, so every batch waits for the first: give all "
+            "ranks as many generators, or let each generator send to all "
+            "(async_training.sample_routes)"
+        )
+
+    def piece_size(self, batch: int) -> int:
+        """Prompts of a piece, so that all generators have one of a batch of so many prompts."""
+        ranks = self.routed_ranks
+        part, generators = (
+            batch // len(ranks),
+            max(len(self.generators_for(rank)) for rank in ranks),
+        )
+        return next(n for n in range(max(part // generators, 1), 0, -1) if part % n == 0)
+
+    def weight_sender(self, generator: int) -> int:
+        """The trainer rank that sends this generator its weights."""
+        return next(trainer for trainer, receiver in self.weights if receiver == generator)
+
+    def weight_receivers(self, trainer: int) -> list[int]:
+        """The generators that this trainer rank sends weights to."""
+        return [generator for sender, generator in self.weights if sender == trainer]
+
+    def roles(self) -> dict[str, str]:
+        """Role of every generator -> its pool."""
+        return {
+            generator_role(generator): generator_pool(generator)
+            for generator in range(self.generators)
+        }
+
+    def describe(self, width: int | None = None) -> str:
+        """The table of routes, no wider than `width` columns."""
+        rows = [("sender", "role or rank", "pool", "experience to", "weights to")]
+        for generator in range(self.generators):
+            to = _named("trainer", self.trainers_of(generator))
+            rows.append(
+                (
+                    f"generator {generator}",
+                    generator_role(generator),
+                    generator_pool(generator),
+                    to,
+                    "-",
+                )
+            )
+        for trainer in range(self.trainers):
+            to = _named("generator", self.weight_receivers(trainer))
+            rows.append((f"trainer {trainer}", f"rank {trainer}", TRAINER_POOL, "-", to))
+        return "\n".join(draw_table(rows, width))
+
+    def _check_reached(self) -> None:
+        """Check that each generator has a receiver and one sender, and each trainer has samples."""
+        senders_of = by_first((generator, str(trainer)) for trainer, generator in self.weights)
+        for generator in range(self.generators):
+            if not self.trainers_of(generator):
+                raise ConfigError(
+                    f"async_training.sample_routes: generator {generator} sends its samples to "
+                    f"nobody. Add [{generator},{generator % self.trainers}]."
+                )
+            senders = senders_of.get(generator, [])
+            if len(senders) != 1:
+                raise ConfigError(
+                    f"async_training.weight_routes: generator {generator} gets weights from "
+                    f"{'trainers ' + ', '.join(senders) if senders else 'nobody'}. Give it one "
+                    f"route, such as [{generator % self.trainers},{generator}]: trainers hold the "
+                    "same ones."
+                )
+        for trainer in range(self.trainers):
+            if not self.generators_of(trainer):
+                raise ConfigError(
+                    f"async_training.sample_routes: trainer {trainer} gets no samples, and "
+                    "the other trainers would wait for it. Add "
+                    f"[{trainer % self.generators},{trainer}]."
+                )
+
+
+def by_first(pairs: Iterable[tuple[int, Other]]) -> dict[int, list[Other]]:
+    """First of a pair -> the others of its pairs, in their order."""
+    found: dict[int, list[Other]] = defaultdict(list)
+    for first, other in pairs:
+        found[first].append(other)
+    return dict(found)
+
+
+def _pairs(
+    key: str, edges: Iterable[Sequence[int]], sender: tuple[str, int], receiver: tuple[str, int]
+) -> tuple[Route, ...]:
+    """The edges of a setting; `sender` and `receiver` are what they are called and their number."""
+    pairs: list[Route] = []
+    for edge in edges:
+        ends = list(edge) if isinstance(edge, Iterable) and not isinstance(edge, str) else [edge]
+        if len(ends) != 2 or any(type(end) is not int for end in ends):
+            raise ConfigError(
+                f"{key}: {edge} is no route. A route is [{sender[0]},{receiver[0]}], two numbers."
+            )
+        for end, (what, number) in zip(ends, (sender, receiver), strict=True):
+            if not 0 <= end < number:
+                raise ConfigError(
+                    f"{key}: [{ends[0]},{ends[1]}] names {what} {end}, and there is none: this "
+                    f"run has {what}s 0 to {number - 1} (async_training.{what}s={number})."
+                )
+        pairs.append((ends[0], ends[1]))
+
+    for (first, second), number in Counter(pairs).items():
+        if number > 1:
+            raise ConfigError(f"{key}: [{first},{second}] is there {number} times. Keep one.")
+    return tuple(pairs)
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    """`trainer 0, 2`; a dash for none."""
+    return f"{what} {', '.join(map(str, numbers))}" if numbers else "-"

@@ -1,0 +1,121 @@
+"""Weights on their way from the trainers to the generators: published once, taken by each in its
+time.
+
+`publish` is called between two updates, and copies; `deliver` is called in a generator's thread,
+and sends that copy while the trainers go on. A generator that has a copy of the critic gets the
+critic's weights in the same way, after the actor's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.async_training.activity import Activity
+from trainer.async_training.buffer import ExperienceBuffer
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.rounds import Rounds
+from trainer.async_training.topology import role_on
+from trainer.ppo.sizes import CRITIC_COPY
+from trainer.record import Metrics, Run
+from verl_like.errors import WeightSyncError
+from verl_like.process.machine import resident_bytes
+from workers.weights.sync import deliver_weights, publish_weights
+
+SYNCS_FILE = "syncs.jsonl"
+MIB = 2**20
+
+
+class SyncLog:
+    """Bytes, seconds and the driver's memory of each delivery; generators' threads call it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """A run that is gone on with adds to its file."""
+        self._path = Path(folder) / SYNCS_FILE
+        self._lock = threading.Lock()
+
+    def add(self, generator: int, role: str, figures: Mapping[str, float]) -> None:
+        """Write what `deliver_weights` has said of a delivery to this role of the generator's."""
+        line = {
+            "time": time.time(),
+            "version": round(figures["training/weight_version"]),
+            "generator": generator,
+            "role": role,
+            "seconds": figures["timing_s/weight_sync"],
+            "hash_s": figures["perf/weight_sync_hash_s"],
+            "bytes": round(figures["perf/weight_sync_mb"] * MIB),
+            "driver_rss_bytes": resident_bytes(os.getpid()),
+        }
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class WeightFeed:
+    """The trainers' newest weights, for any generator that asks."""
+
+    def __init__(
+        self, run: Run, buffer: ExperienceBuffer, rounds: Rounds, activity: Activity
+    ) -> None:
+        """`buffer` tells the generators of new versions, which rounds end."""
+        config: AsyncConfig = run.config  # type: ignore[assignment]
+        self._run, self._groups, self._topology = run, run.groups, config.topology
+        self._buffer, self._rounds, self._activity = buffer, rounds, activity.of("trainer")
+        self.version = 0
+        """The newest version that generators can take."""
+        self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+        self._log = (
+            SyncLog(config.trainer.default_local_dir) if config.async_training.log_syncs else None
+        )
+        self._critic_version: int | None = None
+
+    def send_next(self) -> Metrics:
+        """Publish the weights for the generators, as a new version where a round has ended.
+
+        The averaged weights of a validation, and the policy's own weights after it, keep the
+        number of their version.
+        """
+        version = self.version
+        if not self._buffer.is_paused:
+            if version and not self._rounds.ends_with(self._run.step):
+                return {}
+            version += 1
+        with self._activity.syncing(f"weights of version {version}"):
+            metrics = self.publish(version)
+        self.version = version
+        self._buffer.publish(version)
+        return metrics
+
+    def publish(self, version: int) -> Metrics:
+        """The weights as they are now are that version, on the ranks that send."""
+        senders = sorted({sender for sender, _ in self._topology.weights})
+        copies = {}
+        # a version comes again where a validation has had other weights: the critic has one set
+        if CRITIC_COPY in self._groups and version != self._critic_version:
+            # before the actor's: who gets those finds the critic's no older
+            figures = publish_weights(self._groups["critic"], version, senders, self._bucket_mb)
+            self._critic_version = version
+            copies = {"timing_s/publish_critic_weights": figures["timing_s/publish_weights"]}
+        metrics = copies | publish_weights(self._groups["actor"], version, senders, self._bucket_mb)
+        return metrics | {"training/weight_version": float(version)}
+
+    def deliver(self, generator: int) -> int:
+        """Bring that generator to the newest weights; gives their version."""
+        version = self._deliver(generator, "actor", "rollout")
+        if CRITIC_COPY in self._groups:
+            self._deliver(generator, "critic", CRITIC_COPY)
+        return version
+
+    def _deliver(self, generator: int, sends: str, kind: str) -> int:
+        role, sender = role_on(kind, generator), self._topology.weight_sender(generator)
+        try:
+            figures = deliver_weights(self._groups[sends], self._groups[role], sender=sender)
+        except WeightSyncError as error:
+            error.add_note(f"It was to bring generator {generator} ({role}) to the {sends}'s.")
+            raise
+        if self._log is not None:
+            self._log.add(generator, role, figures)
+        return int(figures["training/weight_version"])

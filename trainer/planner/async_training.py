@@ -1,0 +1,155 @@
+"""Plan asynchronous runs on GPUs: the GPUs that train, and the generators that generate.
+
+The trainer's roles share one pool, and all generators are alike. The seconds of a step are
+simulated from the seconds of its phases (`trainer.planner.simulate`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.recipe import ASYNC
+from trainer.async_training.topology import TRAINER_POOL, generator_pool
+from trainer.config.recipe import Recipe
+from trainer.planner.cost import Gpus
+from trainer.planner.job import layout_keys, pool_key, sizes_of
+from trainer.planner.ppo import PPOJob
+from trainer.planner.prediction import setup_of
+from trainer.planner.search import PlannedPlacement, PoolPlan
+from trainer.planner.simulate import Phases, Setup, simulate, what_limits
+from verl_like.errors import ConfigError
+
+NUM_STEPS = 30
+"""Steps of a simulation: enough that the first steps, without overlap, count little."""
+NUMS_OF_GENERATORS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class AsyncPlacement(PlannedPlacement):
+    """A pool that trains, and generators."""
+
+    phases: Phases = Phases([0.0], [0.0], [0.0])
+    setup: Setup = Setup()
+
+    @functools.cached_property
+    def step(self) -> float:
+        """Simulated seconds of a step."""
+        return simulate(self.phases, self.setup, NUM_STEPS).seconds
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the trainer and of all generators."""
+        trainer, generator = self.pools
+        return trainer.gpus + self.setup.num_generators * generator.gpus
+
+    @property
+    def in_words(self) -> str:
+        """Roles and GPUs of the trainer and of each generator."""
+        trainer, generator = self.pools
+        generators = self.setup.num_generators
+        each = (
+            f"{generators} generators on {generator.gpus} each"
+            if generators > 1
+            else f"generator on {generator.gpus}"
+        )
+        return f"{' + '.join(trainer.roles)} on {trainer.gpus} | {each}"
+
+    @property
+    def partition(self) -> Hashable:
+        """The number of training GPUs and the number of generators."""
+        return self.pools[0].gpus, self.setup.num_generators
+
+    def limit(self, stages: Sequence[str]) -> str:
+        """Return the role that limits the speed of a step most."""
+        return what_limits(self.phases, self.setup)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AsyncJob(PPOJob):
+    """A run that generates samples while it trains."""
+
+    recipe: ClassVar[Recipe[Any]] = ASYNC
+    config: AsyncConfig
+
+    @functools.cached_property
+    def trainer_roles(self) -> tuple[str, ...]:
+        """Roles that share the trainer's GPUs."""
+        return tuple(role for role in self.roles if self.config.kind_of(role) != "rollout")
+
+    def check(self) -> None:
+        """Raise for runs that cannot be planned, and for axes that do not fit a model."""
+        if self.config.async_training.score_on == "generator":
+            raise ConfigError(
+                "async_training.score_on=generator is not planned: seconds of scores are counted "
+                "on the trainer's GPUs. Leave it out to plan."
+            )
+        super().check()
+
+    def best(self, num_gpus: int) -> list[PlannedPlacement]:
+        """Return the splits into trainer and generators, fastest first."""
+        return sorted(self._splits(num_gpus), key=PlannedPlacement.by_speed)
+
+    def _splits(self, num_gpus: int) -> Iterator[AsyncPlacement]:
+        sizes, prompts = sizes_of(num_gpus, self.per_node), self.config.data.train_batch_size
+        async_training = self.config.async_training
+        has_generators = self.keys & {"async_training.generators", "async_training.topology"}
+        has_trainers = "async_training.trainers" in self.keys
+        for trainers in [async_training.trainers] if has_trainers else sizes[:-1]:
+            for num_generators in (
+                [async_training.generators] if has_generators else NUMS_OF_GENERATORS
+            ):
+                sizes_of_generator = [n for n in sizes if n * num_generators <= num_gpus - trainers]
+                if not sizes_of_generator or prompts % max(trainers, num_generators):
+                    continue
+                trainer = self.lay_out(self.trainer_roles, trainers)
+                generator = self.lay_out(("rollout",), sizes_of_generator[-1])
+                if trainer is not None and generator is not None:
+                    yield self._placed(trainer, generator, num_generators)
+
+    def _placed(
+        self, trainer: PoolPlan, generator: PoolPlan, num_generators: int
+    ) -> AsyncPlacement:
+        """Return the placement with the phases of a step, in pieces of the generators."""
+        async_training = replace(
+            self.config.async_training, generators=num_generators, trainers=trainer.gpus
+        )
+        setup = setup_of(replace(self.config, async_training=async_training))
+        gen, _, _, sync = generator.seconds
+        (layout,), pieces = generator.layouts, setup.num_pieces
+        if pieces > 1:
+            fixed = (self._piece_seconds(generator, pieces) / gen - 1 / pieces) / (1 - 1 / pieces)
+            setup = replace(setup, fixed_share=min(max(fixed, 0.0), 1.0))
+        _, score, update, _ = trainer.seconds
+        phases = Phases([gen], [score + self.rewards], [update], [sync])
+        share = setup.fixed_share + (1 - setup.fixed_share) / pieces
+        seconds = (gen * share * pieces / num_generators, 0.0, 0.0, sync)
+        shown = replace(generator, layouts=(replace(layout, seconds=seconds),))
+        return AsyncPlacement((trainer, shown), self.least, phases, setup)
+
+    def _piece_seconds(self, generator: PoolPlan, pieces: int) -> float:
+        """Return the seconds of a piece on a generator's GPUs."""
+        rows = self.rows("rollout")
+        prompts, samples = (-(-number // pieces) for number in (rows.prompts, rows.samples))
+        gpus = Gpus(self.device, generator.gpus, self.per_node)
+        engines = self.engines("rollout", gpus, replace(rows, prompts=prompts, samples=samples))
+        return next(each.seconds[0] for each in engines if each.keys == generator.layouts[0].keys)
+
+    def overrides(self, placement: PlannedPlacement) -> list[str]:
+        """Return the keys of generators, trainers and their pools."""
+        assert isinstance(placement, AsyncPlacement), "this job finds no others"
+        trainer, generator = placement.pools
+        generators = placement.setup.num_generators
+        return [
+            f"async_training.generators={generators}",
+            f"async_training.trainers={trainer.gpus}",
+            pool_key(TRAINER_POOL, trainer.gpus, self.per_node),
+            *(
+                pool_key(generator_pool(n), generator.gpus, self.per_node)
+                for n in range(generators)
+            ),
+            *layout_keys(placement),
+        ]
