@@ -1,9 +1,9 @@
 """The bounded queue between generators, which generate, and the trainer, which learns.
 
-    experience = buffer.begin(generator, weights)    # a generator's thread; waits for room and its
-    turn buffer.put(experience)                       # with its samples experiences =
-    buffer.take(Demand(16))        # the trainer; waits for a batch buffer.publish(version)
-    # there are newer weights
+    experience = buffer.begin(generator, weights)    # a generator waits for room and its turn
+    buffer.put(experience)                           # with its samples
+    experiences = buffer.take(Demand(16))            # the trainer waits for a batch
+    buffer.publish(version)                          # there are newer weights
 
 `async_training.max_inflight_samples` and the largest age of samples bound how many samples may be
 open, that is, queued or in generation. One lock guards the buffer and the log of samples.
@@ -126,8 +126,7 @@ class ExperienceBuffer:
         """The version of the newest weights."""
         return self.weights.version
 
-    # ------------------------------------------------------------------------------ generators'
-    # side
+    # -------------------------------------------------------------------------- generators' side
 
     def join(self, generator: int) -> None:
         """A generator's thread begins."""

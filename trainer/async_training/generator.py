@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer, Weights
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.lost_generators import GeneratorLosses
+from trainer.async_training.lost_generators import LostGenerators
 from trainer.async_training.samplers import Experience
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
@@ -56,7 +56,7 @@ class GeneratorsTrainer(Protocol):
     buffer: ExperienceBuffer
     activity: Activity
     weights: WeightFeed
-    losses: GeneratorLosses
+    losses: LostGenerators
     rollouts: Rollouts
 
 

@@ -25,7 +25,7 @@ MOST_RESTARTS = 3
 logger = logging.getLogger(__name__)
 
 
-class GeneratorLosses:
+class LostGenerators:
     """Handles the loss of a generator as `async_training.on_generator_loss` says; restarts
     generators.
     """

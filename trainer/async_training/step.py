@@ -1,11 +1,10 @@
 """Asynchronous PPO: the same stages, with a queue of samples in front.
 
-    generators ─> bounded queue ─> score ─> advantages ─> { critic ‖ actor } ─> weights ─>
-    generators
+    generators ─> queue ─> score ─> advantages ─> { critic ‖ actor } ─> weights ─> generators
 
-Generators generate in threads of their own (`generator`), and the trainer takes batches from the
-queue (`buffer`). New weights are published, and each generator takes them when it can (`weights`).
-Read `AsyncTrainer.step` first.
+Each generator generates in its own thread (`generator`), and the trainer takes batches from the
+bounded queue (`buffer`). New weights are published, and each generator takes them when it can
+(`weights`). Read `AsyncTrainer.step` first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trainer.async_training.buffer import ExperienceBuffer
 from trainer.async_training.checks import check_engines, check_start
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.generator import MADE_BY_GENERATORS, Generator
-from trainer.async_training.lost_generators import GeneratorLosses
+from trainer.async_training.lost_generators import LostGenerators
 from trainer.async_training.origins import Origins
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.rounds import Rounds
@@ -64,7 +63,7 @@ class AsyncTrainer(PPOTrainer):
         self.origins = Origins(config.topology.trainers, self.buffer.log)
         self.weights = WeightFeed(run, self.buffer, self.rounds, self.activity)
         self.rollouts = Rollouts(self, tokenizer, rewards, ask=self.validation_samples)
-        self.losses = GeneratorLosses(run, self.buffer, self.init_arguments)
+        self.losses = LostGenerators(run, self.buffer, self.init_arguments)
         self.generators = [
             Generator(number, self) for number in range(config.async_training.generators)
         ]

@@ -12,9 +12,9 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config, restarts
-from trainer.async_training import generator_losses
+from trainer.async_training import lost_generators
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.lost_generators import GeneratorLosses
+from trainer.async_training.lost_generators import LostGenerators
 from trainer.async_training.recipe import ASYNC
 from trainer.loop import Loop, ToldToStop
 from trainer.run_folder.signals import RunStopped
@@ -54,7 +54,7 @@ class Cluster(dict[str, Group]):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator_losses, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(lost_generators, "LOOK_AGAIN_S", 0.001)
     monkeypatch.setattr(restarts, "FIRST_WORD_S", 0.0)
 
 
@@ -81,11 +81,11 @@ def losses(
     cluster: Cluster,
     is_ending: bool = False,
     version: Callable[[], int] = lambda: 7,
-) -> GeneratorLosses:
+) -> LostGenerators:
     stop = SimpleNamespace(received=is_ending)
     run: Any = SimpleNamespace(config=config, groups=cluster, stop=stop)
     buffer: Any = Queue(version)
-    return GeneratorLosses(run, buffer, lambda role: {})
+    return LostGenerators(run, buffer, lambda role: {})
 
 
 def no_room(times: int) -> list[Exception]:
