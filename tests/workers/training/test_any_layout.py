@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import ROOT
+from tests.integration import axes
 from tests.workers import distributed
 from tests.workers.training.test_sequence_ranks import saved
 from tests.workers.training.test_tensor_ranks import State, actor_over, state_of, updated_and_saved
 from workers.config import ParallelConfig
 
-TABLE = runpy.run_path(str(ROOT / "docs" / "axes.py"))
-LAYOUTS = {"one process": TABLE["Layout"](1, ()), **TABLE["LAYOUTS"]}
+LAYOUTS = {"one process": axes.Layout(1, ()), **axes.LAYOUTS}
 del LAYOUTS["ep x tp"]
 Saved = dict[str, tuple[State, str]]
 
 
 def over_ranks(layout: str, function: Any, folder: Path, *args: Any) -> list[Any]:
-    num_ranks, axes, _ = LAYOUTS[layout]
-    pairs = (axis.split("=") for axis in axes)
+    num_ranks, of_ranks, _ = LAYOUTS[layout]
+    pairs = (axis.split("=") for axis in of_ranks)
     parallel = ParallelConfig(**{name: int(size) for name, size in pairs})
     return distributed.run(num_ranks, function, folder, parallel, *args, deadline_s=150)
 
