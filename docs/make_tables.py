@@ -83,9 +83,15 @@ def key_table() -> str:
         if key.rules.options is not None and key.rules.options not in own_sections:
             takers.setdefault(key.rules.options, []).append(key.name)
     for options, names in takers.items():
+        if names[0] in ON_ANOTHER_PAGE:
+            continue
         rows = _without_said(_rows_of_keys(options, leaf_keys(options)), names[0], said)
         parts += [f"### Below {_code(names)}", rows]
     return "\n\n".join(parts)
+
+
+ON_ANOTHER_PAGE = ("faults",)
+"""Keys whose page has a table of what is below them."""
 
 
 def _without_said(rows: str, section: str, said: dict[str, str]) -> str:
@@ -187,6 +193,8 @@ LOWER_BOUND = re.compile(r"[>≥][01]")
 
 def _values(key: Key, default: Any, doc: str) -> str:
     """The default, then what else it may be, unless the type or the meaning says so."""
+    if key.rules.options is not None:  # its keys have a list of their own
+        return ""
     words = LISTED_ELSEWHERE.get(key.rules.registry or key.rules.choices) or _cell(key.allowed)
     words = words.removesuffix(", or null")
     if "null" in doc:
@@ -352,21 +360,15 @@ def _algorithm_cards(kind: str, cards: list[Card]) -> str:
 
 
 def _algorithm_card(kind: str, card: Card) -> str:
-    read = [name for name in (*card.columns, *card.keys) if name not in READ_BY_ALL[kind]]
     facts = [f"- **Source:** {' '.join(card.source.split())}"]
-    if read:
-        facts.append(f"- **Reads:** {_code(read)}")
+    if keys := [
+        key.removeprefix("actor_rollout_ref.actor.") for key in card.keys if key != LOSS_AGG_MODE
+    ]:
+        facts.append(f"- **Keys:** {_code(keys)}")
     facts.append(f"- **Watch:** {' '.join(card.watch.split())}")
     if card.names[1:]:
         facts.insert(0, f"- **Also called:** {_code(card.names[1:])}")
     return _card(kind, card.names[0], [card.formula, "\n".join(facts)])
-
-
-READ_BY_ALL = {
-    "estimator": ("response_mask",),
-    "policy_loss": ("response_mask", "old_log_probs", "advantages", LOSS_AGG_MODE),
-}
-"""What the page names once."""
 
 
 def _card(kind: str, name: str, about: list[str]) -> str:
@@ -432,8 +434,7 @@ def flag_rows(system: str, dashes: str = "") -> list[list[str]]:
     for section in sections:
         of_command = f" ({section})" if section not in ("", "all") else ""
         for name, row in Table(system, *filter(None, [section])).rows.items():
-            spelled = [f"`{dashes}{each}`" for each in (name, row.new) if each]
-            rows.append([" ".join(spelled) + of_command, _here(row)])
+            rows.append([f"`{dashes}{name}`{of_command}", _here(row)])
     return sorted(rows)
 
 
@@ -481,7 +482,8 @@ def migration_table(
     """The keys or flags of another system that have another name here, then those rejected.
 
     Flags of which the table `beside` says the same are left out, and so are those that training
-    does not need. `verl-like migrate` gives the reason and the way out for each name.
+    does not need, and those whose key has the same last name. `verl-like migrate` gives the reason
+    and the way out for each name.
     """
     known = {(name, OF_POLICY.sub("", said)) for name, said in beside()}
     fates: dict[str, set[str]] = {}
@@ -496,13 +498,18 @@ def migration_table(
         name = name if len(fates[flag]) > 1 else flag
         if REJECTED.fullmatch(said):
             rejected.append(name)
-        elif flag != said:
+        elif _last_name(flag) != _last_name(said):
             renamed.setdefault(said, []).append(name)
     lines = [f"- {_joined(names)}: {said}" for said, names in renamed.items()]
     return (
         "\n".join(lines)
         + f"\n\n**Rejected**, unless the value changes nothing: {_joined(rejected)}."
     )
+
+
+def _last_name(text: str) -> str:
+    """`--lora_rank` and `model.lora_rank` have the same."""
+    return text.strip("`").lstrip("-").rpartition(".")[2]
 
 
 def _joined(names: list[str]) -> str:

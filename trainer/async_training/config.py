@@ -57,9 +57,9 @@ class AsyncSettings(Section):
     """Generators, trainers, and the buffer between them."""
 
     topology: str | None = key(None, allows="a name such as 2m1t")
-    """Numbers of generators and trainers."""
+    """Number of generators and trainers."""
     generators: int = key(1, above=0, read_when=BY_NUMBERS)
-    """Groups that generate, each on its own pool: roles `rollout`, `rollout_1`, ..."""
+    """Generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Ranks that train."""
     sample_routes: list[list[int]] | None = key(None, allows="a list of [generator, trainer]")
@@ -75,7 +75,7 @@ class AsyncSettings(Section):
     max_inflight_samples: int | None = key(
         None, above=0, hint="or null for what max_staleness lets be open"
     )
-    """Samples open at once, queued or in generation."""
+    """Limit of samples that are queued or in generation."""
     on_buffer_full: str = key("wait", choices=("wait", "evict_oldest"))
     """If the buffer is full, a generator waits or evicts the oldest samples."""
     sampler: str = key("in_order", registry="sampler")
@@ -83,20 +83,17 @@ class AsyncSettings(Section):
     max_sample_age: int | None = key(
         None, at_least=0, hint="or null for max_staleness", read_when=HAS_MAX_AGE
     )
-    """Largest age of samples in versions; older ones are dropped."""
+    """Largest age of samples in versions; older samples are dropped."""
     max_staleness: int = key(1, at_least=0)
-    """Largest lag, in weight versions, from generating a sample to training on it; 0 is the
-    synchronous run.
-    """
+    """Largest staleness of a sample in weight versions; 0 is the synchronous run."""
     score_on: str = key("trainer", choices=("trainer", "generator"))
-    """Where reference, reward models and critic score: with the trainers, or with each generator.
-    """
+    """Where reference, reward models and critic run: with the trainers, or with each generator."""
     weight_update: str = key("between_batches", choices=("between_batches", "immediate"))
     """When a generator takes new weights: between calls, or within one."""
     update_steps: int = key(1, above=0)
     """Batches trained on per weight version."""
     train_epochs: int = key(1, above=0)
-    """Passes over these batches, reshuffled from the second on."""
+    """Passes over these batches, reshuffled from the second pass on."""
     on_generator_loss: str = key(
         "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
     )
@@ -107,11 +104,11 @@ class AsyncSettings(Section):
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """Samples queued at a checkpoint: generate them again, or store them."""
+    """Queued samples at a checkpoint: generate them again, or store them."""
     warn_after_idle_s: float = key(120.0, above=0, may_change_on_resume=True)
-    """Seconds without a batch until the log says who waits for whom."""
+    """Seconds without a batch until a warning."""
     log_syncs: bool = key(False, may_change_on_resume=True)
-    """Log bytes, seconds and memory of weight deliveries to `syncs.jsonl`."""
+    """Log weight deliveries to `syncs.jsonl`."""
 
 
 @dataclass(kw_only=True)

@@ -66,7 +66,7 @@ class TrainerConfig(Section):
     )
     """Trainer class: the recipe's or a subclass."""
     total_epochs: int | None = key(None, above=0, hint="or null for one, or as many as steps take")
-    """Passes over the data, unless `total_training_steps` ends earlier."""
+    """Passes over the data."""
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the run; null: those of `total_epochs`."""
     stop_at: dict[str, float] = key(factory=dict, allows="metric: value")
@@ -74,11 +74,11 @@ class TrainerConfig(Section):
     nnodes: int = key(1, above=0)
     """Machines."""
     n_gpus_per_node: int = key(1, above=0)
-    """Devices per machine; on CPUs process slots, unset as many as the pools need."""
+    """Devices per machine (process slots on CPUs)."""
     backend: str = key("ray", choices=("ray", "local"))
-    """A Ray cluster, or local processes without Ray."""
+    """Ray, or local processes without Ray."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
-    """auto takes GPUs if there are any."""
+    """auto uses GPUs if there are any."""
     seed: int = key(1, at_least=0, may_change_on_resume=False)
     """Seed of data order, sampling and new heads."""
     project_name: str = key("verl_like", allows="a name")
@@ -88,12 +88,11 @@ class TrainerConfig(Section):
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
     """Run folder."""
     test_freq: int = key(0, at_least=-1)
-    """Steps between validations; there is one after the last step, too. 0: only that one; -1: none.
-    """
+    """Steps between validations. 0: only after the last step; -1: never."""
     val_before_train: bool = key(True)
     """Validate before the first step."""
     show: str = key("brief", choices=("brief", "full"))
-    """Length of the printed plan; a dry run prints all."""
+    """Length of the printed plan; a dry run prints everything."""
     dry_run: bool = key(False)
     """Check the run, print the plan and stop."""
     pretend: str | None = key(
@@ -101,14 +100,13 @@ class TrainerConfig(Section):
     )
     """Plan as if the machines had these GPUs; sets dry_run."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
-    """Steps between checkpoints, which include the last step."""
+    """Steps between checkpoints."""
     save_every_minutes: float | None = key(
         SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"
     )
-    """Minutes between checkpoints, beside `save_freq`; a longer run also writes one at its end.
-    """
+    """Minutes between checkpoints; a longer run also saves one at its end."""
     save_final: bool = key(True)
-    """Save the final model to the run folder's `model/`, in Hugging Face format."""
+    """Save the final model in Hugging Face format."""
     max_ckpt_to_keep: int | None = key(
         2,
         at_least=1,
@@ -116,7 +114,7 @@ class TrainerConfig(Section):
         read_when=SAVES,
         verl="trainer.max_actor_ckpt_to_keep",
     )
-    """Checkpoints kept: the newest, and the best by validation."""
+    """Newest checkpoints to keep, in addition to the best one."""
     async_save: bool = key(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
@@ -124,7 +122,7 @@ class TrainerConfig(Section):
     max_restarts: int = key(3, at_least=0)
     """Automatic restarts after a worker is lost."""
     resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
-    """auto resumes from the run folder's newest checkpoint, if any."""
+    """auto resumes from the newest checkpoint in the run folder."""
     resume_from_path: str | None = key(
         None, allows="a folder", read_when=when("resume_mode", "resume_path")
     )
@@ -134,7 +132,7 @@ class TrainerConfig(Section):
         registry="tracker",
         hint="(metrics.jsonl is always written.)",
     )
-    """Trackers, in addition to metrics.jsonl."""
+    """Where metrics go, in addition to metrics.jsonl."""
 
     def num_steps(self, in_epochs: Callable[[int], int]) -> int:
         """Return the steps of the whole run; `in_epochs` maps a number of epochs to steps."""
@@ -150,9 +148,9 @@ class RayConfig(Section):
     """How `trainer.backend=ray` reaches its cluster."""
 
     address: str | None = key(None, allows="host:port")
-    """Cluster to join; null starts one here."""
+    """Cluster to join; null: start one here."""
     namespace: str | None = key(None, allows="a name", read_when=JOINS_A_CLUSTER)
-    """Ray namespace; null makes a new one."""
+    """Ray namespace; null: a new one."""
     runtime_env: dict[str, Any] = key(
         factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"
     )
@@ -192,9 +190,9 @@ class ChaosConfig(Section):
     """How often which fault comes: chances per step."""
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
-    """Chance that a step starts by killing a random worker."""
+    """Probability per step of killing a random worker."""
     delay: float = key(0.0, at_least=0, at_most=1)
-    """Chance that a random role's calls are delayed in a step."""
+    """Probability per step of delaying a random role's calls."""
     delay_s: float = key(1.0, above=0, read_when=DELAYS)
     """Seconds of delay."""
     seed: int = key(1, allows="a number", read_when=HAS_FAULTS)
@@ -222,17 +220,17 @@ class RunConfig(Section):
         allows="seconds above 0, each",
         may_change_on_resume=True,
     )
-    """Deadlines of waits, in seconds; longer waits than warn_s are logged."""
+    """Timeouts of waits in seconds; waits longer than warn_s are logged."""
     resource_pool_spec: dict[str, list[int]] = key(
         factory=dict,
         allows="pool: processes of each node, or [] for an even share",
         may_change_on_resume=True,
     )
-    """Pool: its processes on each node."""
+    """Pools, with their processes per node."""
     role_mapping: dict[str, str] = key(factory=dict, allows="role: pool", may_change_on_resume=True)
-    """Role: its pool; `actor_rollout` is actor and rollout in one process."""
+    """Pool of each role; `actor_rollout` is actor and rollout in one process."""
     role_workers: dict[str, str] = key(factory=dict, allows="role: dotted path")
-    """Role: its worker class."""
+    """Worker class of each role."""
     cpus_per_process: float | None = key(None, above=0, read_when=ON_RAY, may_change_on_resume=True)
     """CPUs per worker process; null: min(1, CPUs / processes)."""
     pool_resources: dict[str, PoolResources] = key(
@@ -241,7 +239,7 @@ class RunConfig(Section):
         read_when=SEVERAL_POOLS,
         may_change_on_resume=True,
     )
-    """Pool: resources of each of its processes."""
+    """Resources of each process of a pool."""
 
     chaos: dict[str, Any] = key(factory=dict, options=ChaosConfig, may_change_on_resume=True)
     """Injected faults."""

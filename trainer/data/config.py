@@ -32,18 +32,18 @@ class DataConfig(Section):
         allows="a file, a list, or a number",
         required="give a parquet, JSONL or CSV file, or a list of them",
     )
-    """Parquet, JSONL or CSV files in verl's schema, or a number of games of an environment."""
+    """Files in verl's schema (Parquet, JSONL, CSV), or a number of trajectories."""
     val_files: Any = key(
         "",
         allows="a file, a list, or a number",
         read_when=VALIDATION_IS_ON,
         may_change_on_resume=True,
     )
-    """Files to validate on; empty: no validation."""
+    """Validation files; empty: no validation."""
     custom_cls: UserCodeConfig = key(factory=UserCodeConfig)
-    """Your data set class, called with data_files, tokenizer and config."""
+    """Your data set: a callable of data_files, tokenizer and config."""
     prompt_key: str = key("prompt", allows="a column")
-    """Column of prompts: chat messages or strings."""
+    """Column of the prompts."""
     train_batch_size: int = key(1024, above=0)
     """Prompts per step."""
     total_prompts: int | None = key(
@@ -53,8 +53,7 @@ class DataConfig(Section):
         read_when=unless("total_prompts"),
         may_change_on_resume=True,
     )
-    """Prompts of the whole run; the last step takes what is left.
-    """
+    """Prompts of the whole run."""
     max_prompt_length: int = key(512, above=0)
     """Longest prompt in tokens."""
     max_response_length: int = key(512, above=0)
@@ -62,17 +61,17 @@ class DataConfig(Section):
     shuffle: bool = key(
         True, read_when=when("sampler", None, otherwise="data.sampler says the order")
     )
-    """Shuffle each epoch, by `trainer.seed`."""
+    """Shuffle each epoch by `trainer.seed`."""
     sampler: str | None = key(None, allows="a dotted path", read_when=unless("sampler"))
-    """Your function that orders an epoch's prompts."""
+    """Your function that orders the prompts of an epoch."""
     filter_overlong_prompts: bool = key(False)
-    """Drop and count prompts longer than `max_prompt_length`."""
+    """Drop prompts longer than `max_prompt_length`."""
     truncation: str = key("error", choices=("error", "left", "right"))
-    """Overlong prompts: refuse, or cut left or right."""
+    """Overlong prompts: reject them, or cut them left or right."""
     apply_chat_template_kwargs: dict[str, Any] = key(factory=dict, allows="variables")
     """Variables of the chat template, such as {enable_thinking: false}."""
     on_bad_row: str = key("error", choices=("error", "skip"))
-    """Rows that are no prompts: refuse, or skip and count."""
+    """Invalid rows: reject them, or skip and count them."""
 
 
 @dataclass(kw_only=True)
@@ -80,7 +79,6 @@ class ValidatingTrainerConfig(TrainerConfig):
     """The section `trainer` of a recipe that validates on `data.val_files`."""
 
     test_freq: int = key(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
-    """Steps between validations; there is one after the last step, too. 0: only that one; -1: none.
-    """
+    """Steps between validations. 0: only after the last step; -1: never."""
     val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before the first step."""

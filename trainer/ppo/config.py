@@ -39,9 +39,9 @@ class KLControlConfig(Section):
     type: str = key("fixed", choices=("fixed", "adaptive"))
     """Constant, or adapted so that the KL stays near `target_kl`."""
     kl_coef: float = key(0.001, at_least=0)
-    """The coefficient; its first value if adaptive."""
+    """Coefficient; its first value if adaptive."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
-    """Samples over which the controller reacts."""
+    """Samples over which the controller adapts."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
     """Target of the controller."""
 
@@ -51,14 +51,14 @@ class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: new prompts replace groups of equal scores."""
 
     enable: bool = key(False)
-    """Replace groups of equal scores by new prompts."""
+    """Replace groups with equal scores by new prompts."""
     metric: str = key(
         "seq_reward", allows="seq_reward or a reward's own number", read_when=when("enable")
     )
-    """The number that must differ within a group: the score, or one that the reward returns.
-    """
+    """Number that must differ within a group."""
     max_num_gen_batches: int = key(10, above=0, read_when=when("enable"))
-    """Most batches generated for a step; then groups of equal scores fill it."""
+    """Largest number of batches generated per step; then groups with equal scores fill the batch.
+    """
 
 
 @dataclass(kw_only=True)
@@ -66,11 +66,11 @@ class PolicyFiltrationConfig(Section):
     """PF-PPO: an update trains on the step's samples drawn anew, with replacement, by score."""
 
     reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
-    """Chance of a sample: pow, its absolute score to a power; max_min, the highest and lowest
-    scores alone; max_random, the highest four times as likely.
+    """Probability of a sample: pow, a power of its absolute score; max_min, only the highest and
+    lowest scores; max_random, the highest four times as likely.
     """
     weight_pow: float = key(2.0, at_least=0, read_when=when("reweight_method", "pow"))
-    """The power; 0 treats all samples alike."""
+    """Exponent; 0 treats all samples alike."""
 
 
 @dataclass(kw_only=True)
@@ -86,22 +86,21 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = key(True, read_when=estimator_takes("norm_adv_by_std_in_grpo"))
     """Divide advantages by the group's standard deviation."""
     bootstrap_truncated: bool = key(False, read_when=estimator_takes("truncated"))
-    """Bootstrap a truncated response from its last value instead of 0."""
+    """Bootstrap truncated responses from their last value."""
     gdpo_reward_keys: list[str] = key(
         factory=list,
         allows="seq_reward (the score) and numbers that the reward function returns beside it",
         read_when=estimator_takes("named_rewards"),
     )
-    """Rewards that GDPO normalises separately."""
+    """Rewards that GDPO normalizes separately."""
     gdpo_reward_weights: list[float] | None = key(
         None,
         allows="a number for each of `gdpo_reward_keys`",
         read_when=estimator_takes("gdpo_reward_weights"),
     )
-    """Weights of these rewards; null is 1 for each."""
+    """Weights of these rewards; null: 1 each."""
     running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
-    """Normalise scores, or advantages instead of whitening, by running mean and standard deviation.
-    """
+    """Normalize scores, or advantages (instead of whitening), by running statistics."""
     use_pf_ppo: bool = key(False)
     """Resample each update's samples by score (PF-PPO)."""
     pf_ppo: PolicyFiltrationConfig = key(
@@ -111,20 +110,19 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
     """Dynamic sampling (DAPO)."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
-    """Clamp scores to ±score_clip; null does not."""
+    """Clamp scores to ±score_clip."""
     mask_truncated: bool = key(False)
-    """Truncated responses leave the losses; their scores still count in their groups.
-    """
+    """Leave truncated responses out of the losses; their scores still count in their groups."""
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
-    """Importance weights and rejection for samples of another policy."""
+    """Importance weights and rejection for off-policy samples."""
     use_kl_in_reward: bool = key(False)
-    """Subtract the KL to the reference from the reward; starts the reference role."""
+    """Subtract the KL to the reference from the reward."""
     kl_penalty: str = key("kl", choices=KL_ESTIMATORS, read_when=when("use_kl_in_reward"))
     """KL estimator in the reward."""
     kl_penalty_per: str = key(
         "token", choices=("token", "sequence"), read_when=when("use_kl_in_reward")
     )
-    """Subtract each token's KL, or the response's mean KL at its last token."""
+    """Subtract each token's KL, or the mean KL at the last token."""
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
     """Coefficient of the KL in the reward."""
 
@@ -142,11 +140,11 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     critic_warmup: int = key(
         0, at_least=0, read_when=NO_STEPS_OR_CRITIC, may_change_on_resume=False
     )
-    """First steps in which only the critic is updated."""
+    """First steps, in which only the critic is updated."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
-    """Newest steps whose samples are kept whole; older ones keep 2 kB."""
+    """Newest steps whose samples are kept completely."""
     max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
-    """Newest steps whose stage inputs are kept for `verl-like replay --stage`."""
+    """Newest steps whose batches are kept for `replay --stage`."""
 
 
 @dataclass(kw_only=True)
@@ -154,11 +152,11 @@ class PPOChaosConfig(ChaosConfig):
     """How often which fault comes: chances per step."""
 
     drop_bucket: float = key(0.0, at_least=0, at_most=1)
-    """Chance that a step's next weight sync loses a bucket."""
+    """Probability per step that the weight sync loses a bucket."""
     kill_environment: float = key(0.0, at_least=0, at_most=1, read_when=PLAYS)
-    """Chance that an environment is killed in the place of an answer."""
+    """Probability per reply of killing the environment."""
     delay_environment: float = key(0.0, at_least=0, at_most=1, read_when=PLAYS)
-    """Chance that an environment's answer comes `delay_s` later."""
+    """Probability per reply of a delay of `delay_s`."""
 
     @property
     def has_faults(self) -> bool:

@@ -31,8 +31,8 @@ class PreferenceDataConfig(RowDataConfig):
     """Pairs, or responses with a label: files, sizes, how long they may be."""
 
     after_end: str = key("keep", choices=("keep", "cut"))
-    """Blanks that the chat template writes after a response's end token: keep them in the loss, as
-    TRL does, or cut them, as samples end.
+    """Spaces that the chat template writes after the end token: keep them in the loss, as TRL does,
+    or cut them.
     """
 
 

@@ -25,7 +25,7 @@ class SFTDataConfig(RowDataConfig):
     """Texts, responses and chats: files, sizes, how long they may be."""
 
     loss_on: str = key("response", choices=("response", "all"))
-    """response: what a row's columns put into the loss. all: prompts and others' turns, too."""
+    """response: what the row's columns define. all: also prompts and other turns."""
 
 
 @dataclass(kw_only=True)

@@ -62,11 +62,11 @@ class Sandbox:
     """Limits of processes that run untrusted code."""
 
     memory_gb: float = key(8.0, above=0)
-    """GiB of memory, per process and for all that the code starts."""
+    """GiB of memory, per process and in total."""
     cpu_s: float = key(60.0, above=0)
-    """CPU seconds per sample; batches and coroutines get twelve times that."""
+    """CPU seconds per sample; batches have twelve times that."""
     file_gb: float = key(1.0, at_least=0)
-    """GiB per written file, and for the whole working folder."""
+    """GiB per file, and for the working folder."""
     processes: int = key(64, above=0)
     """Processes at a time."""
     network: bool = key(True)

@@ -57,17 +57,17 @@ class ScoringSections(Section):
     """What says how samples are scored, in a run that trains and in one that does not."""
 
     rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
-    """Weighted rewards, in place of the two sections below."""
+    """Weighted rewards, instead of the two sections below."""
     custom_reward_function: RewardFunctionConfig = key(
         factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
     )
-    """Your reward function; without one, each row's data_source picks a built-in rule."""
+    """Your reward function. Without one, a row's data_source names a built-in rule."""
     reward_model: RewardModelConfig = key(factory=RewardModelConfig)
-    """Reward model, and how its score combines with the rule's."""
+    """Reward model, and how its score is combined with the rule's."""
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Failures and limits of reward functions."""
     environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
-    """What answers the policy in samples of several turns."""
+    """The environment of a policy that acts in several turns."""
 
 
 @dataclass(kw_only=True)
@@ -79,9 +79,9 @@ class WorkersConfig(ScoringSections):
     critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
     """Value model."""
     parallel: ParallelConfig = key(factory=ParallelConfig)
-    """Axes along which the ranks of every role share its model."""
+    """How the ranks of every role share its model."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
-    """A language-model loss beside the policy's."""
+    """A language-model loss in addition to the policy loss."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
     """Distillation: a teacher's log-probs as token rewards."""
     data: Any

@@ -38,7 +38,7 @@ class CriticConfig(ShardedConfig):
     """The value model and its update."""
 
     model: CriticModelConfig = key(factory=CriticModelConfig)
-    """Value model; its head comes from a reward model's folder or starts at zero."""
+    """Value model. The head of a reward model is reused; otherwise it starts at zero."""
     parallel: dict[str, Any] = own_axes()
     """Axes of the critic that differ from the run's `parallel`."""
     optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)
@@ -59,7 +59,7 @@ class CriticConfig(ShardedConfig):
     ppo_epochs: int | None = key(None, above=0, hint="or null for the actor's")
     """Passes over the batch per update."""
     value_loss: str = key("clipped", choices=("clipped", "huber"))
-    """PPO's clipped squared error, or Huber's loss."""
+    """Clipped squared error (PPO), or Huber's loss."""
     cliprange_value: float = key(0.5, above=0, read_when=VALUE_IS_CLIPPED)
     """Clip range of values."""
     huber_delta: float = key(1.0, above=0, read_when=when("value_loss", "huber"))

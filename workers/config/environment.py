@@ -28,51 +28,47 @@ class EnvironmentConfig(Section):
     """What answers the policy, turn by turn, in a process of its own for each trajectory."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
-    """Class of the environments, or function of an agent that asks the policy by OpenAI's API;
-    `environment=...` for short."""
+    """Class of the environments, or function of an agent that uses OpenAI's API; in short
+    `environment=...`.
+    """
     kwargs: dict[str, Any] = key(factory=dict, allows="what the class takes", read_when=HAS_CLASS)
     """Keyword arguments of the class or function."""
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
-    """Functions that the policy may call; `tools=[...]` for short."""
+    """Functions that the policy can call; in short `tools=[...]`."""
     call_parser: str | None = key(
         None, allows="the name of a form, or FILE.py:FUNCTION", read_when=PLAYS
     )
-    """Parser of tool calls; null: the form that the chat template writes."""
+    """Form of tool calls, or a parser; null: the chat template's."""
     overrides: str = key(
         "serve",
         choices=("serve", "override", "reject"),
         read_when=PLAYS,
         may_change_on_resume=True,
     )
-    """Settings of an agent's requests that are not the run's: served where that is right and
-    overridden otherwise, all overridden, or an error."""
+    """Settings in an agent's requests: served if possible, overridden, or rejected."""
     max_turns: int = key(8, above=0, read_when=PLAYS)
-    """Turns of the policy, after which a trajectory ends."""
+    """Turns per trajectory."""
     max_tokens_per_turn: int | None = key(
         None, above=0, hint="or null for what is left of the response", read_when=PLAYS
     )
-    """Tokens drawn in one turn at most."""
+    """Tokens per turn."""
     history: str = key("as_drawn", choices=("as_drawn", "as_template"), read_when=PLAYS)
-    """What a turn reads of older ones: what was drawn, or what the template writes of it now."""
+    """How a turn reads older turns: as they were sampled, or as the template writes them now."""
     step_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)
-    """Seconds that an environment has for an answer."""
+    """Timeout of a reply in seconds."""
     episode_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
-    """Seconds that a trajectory has."""
+    """Timeout of a trajectory in seconds."""
     retries: int = key(2, at_least=0, read_when=PLAYS, may_change_on_resume=True)
-    """Fresh environments for a trajectory whose own fails; or is late, while others play that were
-    not: one that never answers costs a step no more than one `step_s`.
-    """
+    """Restarts of a failed environment per trajectory."""
     failed_reward: float | None = key(
         None,
         allows="a number",
         read_when=PLAYS,
         may_change_on_resume=True,
     )
-    """Reward of trajectories whose environments fail; null leaves them out. Set it below every
-    reward of the game.
-    """
+    """Reward of failed trajectories; null leaves them out of the update."""
     max_failed: float = key(0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True)
-    """Share of failed trajectories in a batch above which the run ends; 1: never."""
+    """Share of failed trajectories in a batch above which the run ends."""
     sandbox: dict[str, Any] = key(
         factory=dict, options=Sandbox, read_when=PLAYS, may_change_on_resume=True
     )

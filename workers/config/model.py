@@ -86,9 +86,9 @@ class OptimConfig(Section):
     lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
     """Update calls of linear warm-up."""
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
-    """Warm-up as a share of all update calls."""
+    """Warm-up as a share of all calls."""
     optimizer: str = key("AdamW", registry="optimizer")
-    """Optimizer; it gets the settings below that it takes."""
+    """Optimizer; it gets the settings below that it accepts."""
     betas: tuple[float, float] = key(
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )
@@ -104,9 +104,9 @@ class OptimConfig(Section):
     wsd_decay_ratio: float = key(
         0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
     )
-    """Share of calls after warm-up in which wsd decays."""
+    """Share of the calls after warm-up in which wsd decays."""
     max_skipped_steps: int = key(5, at_least=0, may_change_on_resume=True)
-    """Consecutive non-finite steps that are skipped; one more ends the run."""
+    """Consecutive non-finite steps to skip; one more ends the run."""
 
 
 @dataclass(kw_only=True)
@@ -117,7 +117,7 @@ class FrozenFSDPConfig(Section):
     fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
     """Ranks per sharding group."""
     param_offload: bool | None = key(None)
-    """Parameters in host memory between calls; null: by strategy."""
+    """Keep parameters in host memory between calls."""
 
 
 @dataclass(kw_only=True)
@@ -125,7 +125,7 @@ class FSDPConfig(FrozenFSDPConfig):
     """How a role's module and its optimizer are sharded over its ranks."""
 
     optimizer_offload: bool | None = key(None)
-    """Optimizer state in host memory between updates; null: by strategy."""
+    """Keep optimizer state in host memory between updates."""
 
 
 @dataclass(kw_only=True)
@@ -134,7 +134,7 @@ class ParallelConfig(Section):
 
     may_change_on_resume = True
     shard: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all that the other axes leave")
-    """Ranks that share the weights; the same as `fsdp_size`."""
+    """Ranks that shard the weights; the same as `fsdp_size`."""
     sp: int = key(1, above=0)
     """Ranks that share the tokens of a row (sequence parallel)."""
     tp: int = key(1, above=0)
@@ -142,7 +142,7 @@ class ParallelConfig(Section):
     pp: int = key(1, above=0)
     """Ranks that share the layers (pipeline)."""
     pp_schedule: str = key("1f1b", choices=PP_SCHEDULES, read_when=HAS_STAGES)
-    """Order of passes over pp; interleaved has two stages of layers a rank."""
+    """Order of passes with pp."""
     ep: int = key(1, above=0)
     """Ranks that share the experts."""
 
@@ -162,9 +162,9 @@ class FrozenModelConfig(Section):
     """How a model that gives log-probs alone is held."""
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8 holds linear weights as int8, whole on each rank."""
+    """int8 stores linear weights as int8, whole on each rank."""
     fsdp_config: dict[str, Any] = own_sharding(FrozenFSDPConfig)
-    """Sharding of this role that differs from what `strategy` says."""
+    """Sharding that differs from `strategy`."""
     parallel: dict[str, Any] = own_axes()
     """Axes of this role that differ from the run's `parallel`."""
 
@@ -180,7 +180,7 @@ class ModelConfig(Section):
     )
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = key(None, allows="a number", read_when=HAS_NO_WEIGHTS)
-    """Seed of random weights for a folder without weights; null refuses such a folder."""
+    """Seed of random weights for a folder without weights; null rejects such a folder."""
     enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
     """Recompute activations in the backward pass; null: on CUDA."""
     attn_implementation: str = key(
@@ -189,23 +189,23 @@ class ModelConfig(Section):
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """auto: the newest FlashAttention installed, for packed rows on CUDA, else sdpa, or eager if
-    sdpa is wrong for the model.
+    """auto: the newest installed FlashAttention on GPUs, otherwise sdpa (eager if sdpa is wrong for
+    the model).
     """
     use_remove_padding: bool = key(True, may_change_on_resume=True)
-    """Pack rows without padding, for models that support it."""
+    """Pack rows without padding if the model supports it."""
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
-    """Compute log-probs in chunks where a pass's logits exceed 256 MiB (1024 rows on a card)."""
+    """Compute large logits in chunks."""
     dtype: str = key(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )
     """Type of weights and optimizer state; bfloat16 loses small updates."""
     compute_dtype: str | None = key(None, choices=DTYPES)
-    """Type of forward and backward passes; null: bfloat16 on CUDA, else `dtype`."""
+    """Type of passes; null: bfloat16 on GPUs, otherwise `dtype`."""
     compile: str = key("auto", choices=COMPILES, may_change_on_resume=True)
-    """Compile layers by torch.compile; auto: on CUDA, where a compiler is there."""
+    """Compile layers with torch.compile; auto: on GPUs."""
     fp8_linear: bool = key(False, may_change_on_resume=True)
-    """Multiply linear layers of training passes in float8 (Ada, Hopper and newer)."""
+    """Train linear layers in float8 (Ada, Hopper and newer)."""
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
@@ -213,8 +213,7 @@ class ModelConfig(Section):
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
-    """Layers with adapters: all linear ones but head and routed experts, or names (q_proj).
-    """
+    """Layers with adapters: all linear layers except head and routed experts, or names (q_proj)."""
 
 
 @dataclass(kw_only=True)
@@ -227,6 +226,6 @@ class CheckpointConfig(Section):
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """A resume needs the first three; extra is schedule and random state, hf_model a Hugging Face
+    """What a checkpoint contains. A resume needs the first three; hf_model is a Hugging Face
     folder.
     """

@@ -86,30 +86,27 @@ class RolloutCorrectionConfig(Section):
     """Correction for samples of another policy: the rollout engine's, or an older one."""
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
-    """Importance weights, trainer's over rollout's probability: per token, or of the sequence as
-    product or geometric mean; null: none.
-    """
+    """Importance weights: per token, or per sequence as product or geometric mean."""
     rollout_is_threshold: str = key(
         "2.0", allows="a number, or lower_upper such as 0.5_5.0", read_when=WEIGHS_ROLLOUT
     )
     """One number truncates weights; lower_upper sets weights outside to zero."""
     rollout_is_batch_normalize: bool = key(False, read_when=WEIGHS_ROLLOUT)
-    """Divide weights by their batch mean."""
+    """Divide weights by their mean over the batch."""
     rollout_rs: str | None = key(
         None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms); several in quotes"
     )
-    """Criteria, comma-separated, that remove tokens or sequences from the loss; null: none."""
+    """Criteria that remove tokens or sequences from the loss."""
     rollout_rs_threshold: str | None = key(
         None,
         allows="a number, or lower_upper for k1; one for all, or one each",
         read_when=unless("rollout_rs"),
     )
-    """The largest k2 or k3; for k1 the least and largest exp(k1)."""
+    """Largest k2 or k3; for k1 the range of exp(k1)."""
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
     """Reject sequences with a token whose ratio is below this."""
     bypass_mode: bool = key(False)
-    """Use the rollout's log-probs as old ones; weights and criteria are computed in the update.
-    """
+    """Use the rollout's log-probs as old log-probs."""
     loss_type: str = key(
         "ppo_clip", choices=("ppo_clip", "reinforce"), read_when=when("bypass_mode")
     )
@@ -125,9 +122,7 @@ class RouterReplayConfig(Section):
         choices=("disabled", "R3"),
         hint="the rollout's choices (R2, the actor's own of an earlier pass, is not here)",
     )
-    """R3: those that the rollout's routers chose, in old log-probs and update; they travel with the
-    samples, a byte per token, layer and choice. Reference and critic choose by themselves.
-    """
+    """R3: the actor uses the experts that the rollout's routers chose."""
 
 
 @dataclass(kw_only=True)
@@ -135,29 +130,28 @@ class ActorConfig(ShardedConfig):
     """How the policy is updated: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
-    """Prompts per optimizer step, over all ranks; a divisor of `data.train_batch_size`, unset the
-    largest up to 64.
+    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size` (unset: the
+    largest divisor up to 64).
     """
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
     """Samples per pass and rank."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
-    """Cut all roles' micro-batches by tokens. Setting a `…micro_batch_size_per_gpu` turns this off.
-    """
+    """Size micro-batches by tokens. Setting a `…micro_batch_size_per_gpu` turns this off."""
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         allows="prompt and response, or more",
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
-    """Tokens per pass and rank, without padding; null: what memory holds, at most 16,384."""
+    """Tokens per pass and rank; null: as many as fit, at most 16,384."""
     ppo_epochs: int = key(1, above=0)
     """Passes over the batch per update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
-    """Reshuffle mini-batches in each pass, the critic's too."""
+    """Reshuffle mini-batches in each pass, also the critic's."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
-    """PPO's clip range on both sides."""
+    """Clip range on both sides."""
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
     """Lower clip range; null: `clip_ratio`."""
     clip_ratio_high: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
@@ -167,7 +161,7 @@ class ActorConfig(ShardedConfig):
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """The policy loss."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
-    """How token losses become one number; also the critic's default."""
+    """How token losses become one number."""
     loss_scale_factor: float | None = key(
         None, above=0, read_when=when("loss_agg_mode", "seq-mean-token-sum-norm")
     )
@@ -175,17 +169,15 @@ class ActorConfig(ShardedConfig):
     entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
-    """Target entropy per token in nats, to which the weight adapts; null keeps the weight."""
+    """Target entropy per token in nats, to which the weight adapts; null: a constant weight."""
     use_kl_loss: bool = key(False)
-    """Add the KL to the reference to the loss; starts the reference role."""
+    """Add the KL to the reference to the loss."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))
     """Weight of the KL in the loss."""
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=when("use_kl_loss"))
     """KL estimator in the loss."""
     ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES_OR_SAVES)
-    """Decay of the weights' moving average, for validation and `verl-like export --average`; null:
-    none.
-    """
+    """Decay of the weights' moving average, for validation and `export --average`."""
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts."""
     router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
@@ -195,7 +187,7 @@ class ActorConfig(ShardedConfig):
     optim: OptimConfig = key(factory=OptimConfig)
     """Optimizer."""
     fsdp_config: dict[str, Any] = own_sharding()
-    """Sharding that differs from what `strategy` says."""
+    """Sharding that differs from `strategy`."""
     parallel: dict[str, Any] = own_axes()
     """Axes of the actor that differ from the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
@@ -218,7 +210,7 @@ class RefModelConfig(Section):
     """Where the weights of the reference come from."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
-    """Folder or hub name of a model with the actor's tokenizer; null: the actor's initial model."""
+    """Model folder or hub name, with the actor's tokenizer; null: the actor's initial model."""
 
 
 @dataclass(kw_only=True)
@@ -230,7 +222,7 @@ class RefConfig(FrozenModelConfig):
     )
     """Samples per pass and rank."""
     model: RefModelConfig = key(factory=RefModelConfig)
-    """Model; types, attention and packing are the actor's."""
+    """Model of the reference."""
     update_every: int | None = key(None, above=0)
     """Steps between copies of the actor's weights into the reference; null: never."""
     ema_decay: float = key(0.0, at_least=0, below=1, read_when=unless("update_every"))
@@ -256,13 +248,13 @@ class PTXConfig(Section):
     """Rows whose language-model loss is trained with the policy's: InstructGPT's PPO-ptx."""
 
     train_files: Any = key("", allows="a file, or a list")
-    """Parquet, JSONL or CSV files of texts, prompts with responses, or chats."""
+    """Files of texts, prompts with responses, or chats."""
     coef: float = key(1.0, at_least=0)
     """Weight of that loss."""
     batch_size: int | None = key(None, above=0, hint="or null")
     """Rows per optimizer step, over all ranks; null: `ppo_mini_batch_size`."""
     max_length: int | None = key(None, above=1, hint="or null")
-    """Longest row in tokens; null: max_prompt_length + max_response_length."""
+    """Longest row in tokens; null: prompt and response."""
 
 
 @dataclass(kw_only=True)
@@ -270,7 +262,7 @@ class TeacherModelConfig(FrozenModelConfig):
     """The teacher; types, attention and packing are the actor's."""
 
     model_path: str = key("", allows="a folder or a name")
-    """Folder or hub name of a model with the actor's tokenizer."""
+    """Model folder or hub name, with the actor's tokenizer."""
 
 
 @dataclass(kw_only=True)
@@ -278,15 +270,15 @@ class DistillationConfig(Section):
     """The policy learns from a teacher: log p(teacher) - log p(policy) is a token's reward."""
 
     teacher_model: TeacherModelConfig = key(factory=TeacherModelConfig)
-    """Teacher; starts the teacher role."""
+    """Teacher; it gets its own role."""
     gamma: float = key(0.0, at_least=0, at_most=1)
-    """Discount of later tokens' rewards; 1 minimises the KL of whole responses."""
+    """Discount of later tokens' rewards; 1 minimizes the KL of whole responses."""
     use_task_rewards: bool = key(False, verl="distillation.distillation_loss.use_task_rewards")
-    """Learn from rewards, too; else they are only logged."""
+    """Train on rewards, too; otherwise they are only logged."""
     coef: float = key(
         1.0,
         at_least=0,
         read_when=REWARDS_TEACH,
         verl="distillation.distillation_loss.distillation_loss_coef",
     )
-    """Weight of the teacher's advantages beside the estimator's."""
+    """Weight of the teacher's advantages relative to the estimator's."""

@@ -51,9 +51,7 @@ class ReferenceModelConfig(Section):
     """Where the weights of the reference model come from."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
-    """Folder or hub name of a reference with the tokenizer of `model.path`; null: the initial
-    model.
-    """
+    """Model folder or hub name, with the tokenizer of `model.path`; null: the initial model."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +71,7 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     loss: str = key("dpo", registry="preference loss")
     """Preference loss."""
     beta: float = key(0.1, above=0, read_when=takes("beta"))
-    """Scale of log-ratios; the simpo paper uses 2 and more."""
+    """Scale of log-ratios; the SimPO paper uses 2 and more."""
     label_smoothing: float = key(0.0, at_least=0, below=0.5, read_when=takes("label_smoothing"))
     """Assumed share of swapped pairs."""
     simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
@@ -85,7 +83,7 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     undesirable_weight: float = key(1.0, at_least=0, read_when=takes("undesirable_weight"))
     """Weight of bad responses."""
     sft_coef: float = key(0.0, at_least=0, read_when=LEARNS_PAIRS)
-    """Weight of the chosen response's SFT loss, a mean over tokens."""
+    """Weight of the SFT loss of the chosen response."""
     reference_free: bool = key(False, read_when=MAY_BE_REFERENCE_FREE)
     """Use a uniform reference instead of a model."""
     ref: ReferenceConfig = key(factory=ReferenceConfig, read_when=HAS_REFERENCE)

@@ -53,7 +53,7 @@ class ScoringModelConfig(Section):
     path: str = key("", allows="a folder")
     """Folder of a sequence classifier."""
     quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8 holds linear weights as int8, whole on each rank."""
+    """int8 stores linear weights as int8, whole on each rank."""
 
 
 @dataclass(kw_only=True)
@@ -89,15 +89,15 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
-    """Samples per forward pass and rank; null: cut by tokens like the actor's."""
+    """Samples per pass and rank; null: by tokens, like the actor."""
     overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
     """Penalty on long responses (DAPO)."""
     rule_weight: float = key(1.0, allows="a number", read_when=when("enable"))
-    """Weight of the rule's score; 0 uses the model's alone."""
+    """Weight of the rule's score; 0 uses only the model."""
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Score if the rule raises, returns no finite number or times out."""
+    """Score of failed calls."""
     sample_timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Timeout of the rule per sample; a batch gets twelve times that."""
+    """Timeout per sample; a batch has twelve times that."""
 
 
 REWARD_KINDS = ("function", "model", "remote")
@@ -122,17 +122,17 @@ class RewardConfig(Section):
     weight: float = key(1.0, allows="a number")
     """Weight in the sum of rewards."""
     normalize: bool = key(False)
-    """Normalise scores by batch mean and standard deviation; not in validation."""
+    """Normalize scores by batch mean and standard deviation, except in validation."""
     on_failure: str = key("default", choices=ON_FAILURE, read_when=IS_NO_MODEL)
-    """Give `default_score`, leave the sample out of the update, or end the run."""
+    """Use `default_score`, leave the sample out of the update, or end the run."""
     default_score: float = key(
         0.0, allows="a number", read_when=(IS_NO_MODEL, when("on_failure", "default"))
     )
-    """Score if the reward raises, returns no finite number or times out."""
+    """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
-    """Timeout per sample, or per request of a server; a batch gets twelve times that."""
+    """Timeout per sample or request; a batch has twelve times that."""
     path: str = key("", allows="a .py file, a module, or a model's folder")
-    """File or module of the function, or model folder; empty: each row's data_source picks a
+    """File or module of the function, or model folder; empty: the row's data_source names a
     built-in rule.
     """
     function: str = key("compute_score", allows="a name", read_when=IS_FUNCTION)
@@ -142,26 +142,27 @@ class RewardConfig(Section):
     )
     """Extra keyword arguments of each call."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
-    """int8 holds linear weights as int8."""
+    """int8 stores linear weights as int8."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
-    """Samples per forward pass and rank; null: cut by tokens like the actor's."""
+    """Samples per pass and rank; null: by tokens, like the actor."""
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
     """Server address."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)
-    """samples: our server's; openrlhf: query, prompts, labels; openai: chat completion (a judge).
+    """samples: `verl-like serve-reward`; openrlhf: query, prompts, labels; openai: chat completion
+    (a judge).
     """
     batch_size: int = key(64, above=0, read_when=IS_REMOTE)
-    """Samples per request; a judge gets one."""
+    """Samples per request; one for a judge."""
     retries: int = key(4, at_least=0, read_when=IS_REMOTE)
     """Retries after a temporary failure."""
     token_env: str = key("", allows="a variable's name", read_when=IS_REMOTE)
-    """Environment variable with the bearer token; empty sends none."""
+    """Environment variable with the bearer token."""
     template: str = key(
         "", allows="text with {prompt} and {solution_str}", read_when=(IS_REMOTE, IS_JUDGE)
     )
-    """Text for the judge; braces take any field of a sample."""
+    """Prompt of the judge; braces take any field of a sample."""
     model: str = key("", allows="a model's name", read_when=(IS_REMOTE, IS_JUDGE))
-    """Model to ask the judge's server for."""
+    """Model name for the judge's server."""
 
 
 def _functions_of_the_user(_: Any, run: Any) -> bool:
@@ -191,9 +192,9 @@ class ScoringConfig(Section):
     max_failed: float = key(
         0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
     )
-    """Share of failed samples in a batch above which the run ends; 1: never."""
+    """Share of failed samples in a batch above which the run ends."""
     trust_programs: bool = key(False, read_when=MAY_FAIL, may_change_on_resume=True)
-    """Allow asserts of any form as tests: a model's program can then forge its score."""
+    """Accept asserts of any form as tests; a model's program can then forge its score."""
     sandbox: dict[str, Any] = key(
         factory=dict, options=Sandbox, read_when=HAS_FUNCTION, may_change_on_resume=True
     )

@@ -71,9 +71,9 @@ class ValidationSamplingConfig(Section):
     temperature: float = key(1.0, allows="a number", read_when=when("do_sample"))
     """Temperature."""
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
-    """Sample among the k likeliest tokens."""
+    """Sample from the k most likely tokens."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample among the likeliest tokens of this probability."""
+    """Sample from the most likely tokens with this total probability."""
 
 
 @dataclass(kw_only=True)
@@ -81,31 +81,32 @@ class RolloutConfig(Section):
     """How samples are generated: engine, sampling, memory and weight sync."""
 
     name: str = key(AUTO, registry="rollout engine")
-    """Engine; auto: vllm on GPUs where it is installed, else native."""
+    """Engine; auto: vllm on GPUs if installed, otherwise native."""
     dtype: str | None = key(None, choices=DTYPES)
     """Type of the engine's weights; null: the trainer's compute type."""
     quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
-    """Linear weights, rounded at each sync: int8 (native, hf; CPUs) or fp8 (vllm; GPUs)."""
+    """Rounding of linear weights at each sync: int8 (native and hf on CPUs) or fp8 (vllm on GPUs).
+    """
     n: int = key(1, above=0)
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)
-    """Temperature, of sampling and of log-prob passes."""
+    """Temperature of sampling and of log-prob passes."""
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
-    """Sample among the k likeliest tokens."""
+    """Sample from the k most likely tokens."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample among the likeliest tokens of this probability."""
+    """Sample from the most likely tokens with this total probability."""
     do_sample: bool = key(True)
     """false decodes greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
     """Samples decoded together on a rank."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
-    """GiB of KV cache per rank, of native (and as much between turns) and of vllm on CPUs."""
+    """GiB of KV cache per rank, for native and for vllm on CPUs."""
     keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
-    """Keep the KV cache of unfinished samples when weights arrive; false recomputes it."""
+    """Keep the KV cache when weights arrive during generation; false recomputes it."""
     max_new_tokens_per_call: int | None = key(
         None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
     )
-    """Tokens per response and call; a later call continues it."""
+    """Tokens per response and call; later calls continue the response."""
     sampling_kwargs: dict[str, Any] = key(
         factory=dict,
         allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",
@@ -116,14 +117,14 @@ class RolloutConfig(Section):
     )
     """Size of the buckets in which weights travel."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
-    """Send all weights, or only changed ones and LoRA factors."""
+    """Send all weights, or only changed ones."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",
         read_when=ENGINE_IS_VLLM,
         may_change_on_resume=True,
     )
-    """Running vLLM servers; empty starts engines in process."""
+    """Running vLLM servers; empty: engines in the rollout's processes."""
     engine_kwargs: dict[str, Any] = key(
         factory=dict, allows="what vLLM's LLM takes", read_when=VLLM_IS_OURS
     )
@@ -146,7 +147,7 @@ class RolloutConfig(Section):
         read_when=VALIDATES,
         may_change_on_resume=True,
     )
-    """Sampling in validation; greedy, one sample per prompt, unless you say otherwise."""
+    """Sampling in validation; by default greedy, one sample per prompt."""
 
     @property
     def validation(self) -> ValidationSamplingConfig:

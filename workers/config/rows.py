@@ -33,15 +33,15 @@ class RowDataConfig(Section):
     val_files: Any = key(
         "", allows="a file, or a list", read_when=VALIDATION_IS_ON, may_change_on_resume=True
     )
-    """Files to validate on; empty: no validation."""
+    """Validation files; empty: no validation."""
     train_batch_size: int = key(64, above=0)
-    """Rows per optimizer step, over all ranks; the last step may have fewer."""
+    """Rows per optimizer step, over all ranks."""
     max_length: int | None = key(None, above=1, hint="or null for as many as the model takes")
-    """Longest row in tokens, longer ones are cut; null: the model's positions, at most 1,024."""
+    """Longest row in tokens; longer rows are cut. null: the model's positions, at most 1,024."""
     on_bad_row: str = key("error", choices=("error", "skip"))
-    """Invalid rows (missing columns, empty or equal responses): refuse, or skip and count."""
+    """Invalid rows: reject them, or skip and count them."""
     use_dynamic_bsz: bool = key(True, may_change_on_resume=True)
-    """Cut passes by tokens, not by rows."""
+    """Size passes by tokens, not by rows."""
     max_token_len_per_gpu: int = key(
         16384,
         allows="max_length, or more",
@@ -92,8 +92,8 @@ class RewardTrainingConfig(RowWorkerConfig):
     loss: str = key("log_sigmoid", registry="pairwise loss")
     """Loss of the gap between a pair's scores."""
     center_coef: float = key(0.0, at_least=0)
-    """Weight of (chosen score + rejected score)², which keeps the scores around zero."""
+    """Weight of (chosen score + rejected score)², which keeps scores near zero."""
     score_at: str | None = key(None, choices=SCORE_AT)
-    """Score at the last token, or legacy_mean: the mean over tokens; null: what the model folder
-    says, else last_token.
+    """Score at the last token, or the mean over tokens; null: as in the model folder, otherwise
+    last_token.
     """

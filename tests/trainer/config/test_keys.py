@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests import ROOT
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
@@ -73,12 +72,6 @@ def test_the_tree_of_every_recipe_has_few_keys(recipe: Recipe[Any], needed: list
 def test_the_tree_of_every_algorithm_has_few_keys(preset: str, more: list[str]) -> None:
     teacher = ["distillation.teacher_model.model_path=t"] * (preset == "distillation")
     assert size_of_tree(load(f"algorithm={preset}", *teacher, *more)) < MOST_KEYS
-
-
-def test_the_documented_sizes_of_trees_are_theirs() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    words = f"{size_of_tree(load())} of PPO, {size_of_tree(load('algorithm=grpo'))} of GRPO"
-    assert words in " ".join(text.split())
 
 
 def test_what_nothing_reads_is_left_out() -> None:
