@@ -107,7 +107,7 @@ class SlowSend(RolloutWorker):
 class SlowDelivery(ActorWorker):
     """Weights take a while until they are with a generator."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, *arguments: Any) -> SyncReport:
         """The published version, after a rest."""
         time.sleep(DELAY_S)

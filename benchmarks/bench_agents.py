@@ -125,7 +125,7 @@ class Trajectories:
             kwargs={"turns": turns, **kwargs},
             max_turns=turns,
             max_tokens_per_turn=tokens,
-            step_s=step_s,
+            step_timeout_s=step_s,
             retries=0,
         )
         self.engine = model.engine(self.width)

@@ -58,8 +58,8 @@ def settings_of(published: Case, case: Case, root: Path) -> list[str]:
     if "values" in case:
         paths["critic"] = paths["reward_model"] = model_folder(root, published, case["values"])
     return [
-        f"plan.gpus={case['gpus']}",
-        f"plan.device={case.get('device') or published['device']}",
+        f"--gpus={case['gpus']}",
+        f"--device={case.get('device') or published['device']}",
         *(f"{key}.model.path={path}" for key, path in paths.items()),
         *published["settings"],
         *case.get("settings", ()),
@@ -70,7 +70,7 @@ def placements(published: Case, root: Path) -> list[Case]:
     """Return the fastest of the same placements, under each reading of the network."""
     rows = []
     for (reading, rate), case in product(published["networks"].items(), published["cases"]):
-        job = job_of([*settings_of(published, case, root), f"plan.network={rate}"])
+        job = job_of([*settings_of(published, case, root), f"--network={rate}"])
         seconds: dict[str, float] = {}
         for placement in job.best(case["gpus"]):
             shares = {frozenset(pool.roles) for pool in placement.pools}

@@ -3,7 +3,7 @@
     python benchmarks/bench_soak.py [--steps 1000] [--kill-every 100] [--folder FOLDER] [--wide]
 
 makes both, the tiny model on two worker processes of the local backend, one after the other in a
-process of its own. The kills are those of `chaos.kill_worker`, of a seed that has one kill in
+process of its own. The kills are those of `faults.kill_worker`, of a seed that has one kill in
 `--kill-every` steps on the average. It prints whether all lines of `metrics.jsonl` are equal but
 for times, the memory of driver and workers, the kB of the run folder a step, and the restarts. A
 run in FOLDER that was broken off goes on from its last checkpoint. With `--wide` there are two
@@ -128,7 +128,7 @@ def side(folder: Path, tiny: Path, steps: int, kill_every: int, wide: bool) -> d
     if kill_every:
         kills, chance = steps // kill_every, 1 / kill_every
         seed = seed_of(kills, steps, chance)
-        overrides += [f"chaos.kill_worker={chance}", f"chaos.seed={seed}"]
+        overrides += [f"faults.kill_worker={chance}", f"faults.seed={seed}"]
         overrides += [f"trainer.max_restarts={kills}"]
 
     gauge, began = Gauge(steps), time.monotonic()
@@ -155,8 +155,8 @@ def report(folders: dict[str, Path], sides: dict[str, dict[str, Any]], steps: in
             print(
                 f"  {len(facts['restarts'])} restarts, from the failure to the next step: {each} s"
             )
-    chaos = (folders["killed"] / "chaos.jsonl").read_text().splitlines()
-    print("faults and ledger:", *chaos, sep="\n  ")
+    faults = (folders["killed"] / "faults.jsonl").read_text().splitlines()
+    print("faults and ledger:", *faults, sep="\n  ")
 
     whole, killed = (lines(folders[name]) for name in ("undisturbed", "killed"))
     for name, last in (("undisturbed", whole[-1]), ("killed", killed[-1])):

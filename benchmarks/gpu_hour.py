@@ -135,10 +135,10 @@ def dry_run(part: Part, machine: Machine, gpu: str) -> str:
 
     assert part.run is not None, f"{part.name} is no run"
     recipe = load_object(RECIPES[part.run.recipe], part.run.recipe)
-    pretend = f"trainer.pretend={machine.num_gpus}x{gpu}"
+    simulate = f"trainer.simulate={machine.num_gpus}x{gpu}"
     output = io.StringIO()
     with redirect_stdout(output):
-        run(load_config([*part.run.keys(machine), pretend], recipe))
+        run(load_config([*part.run.keys(machine), simulate], recipe))
     return output.getvalue()
 
 

@@ -80,7 +80,7 @@ def test_all_parts_end_in_time(hour: ModuleType, num_gpus: int) -> None:
 @pytest.mark.parametrize(
     ("num_gpus", "name"), [(number, name) for number, names in RUNS.items() for name in names]
 )
-def test_every_run_passes_the_checks_of_a_run_on_pretended_gpus(
+def test_every_run_passes_the_checks_of_a_run_on_simulated_gpus(
     hour: ModuleType, configs: Path, num_gpus: int, name: str, engine: str
 ) -> None:
     backend = "ray" if num_gpus > 1 else "local"

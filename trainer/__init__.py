@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from trainer.run_folder.result import RunResult
 
 __all__ = [
-    "DPO",
     "AsyncPPO",
+    "DPO",
     "GRPO",
     "PPO",
     "PPOConfig",

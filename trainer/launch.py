@@ -211,7 +211,7 @@ def nominal_placement(config: RunConfig) -> Placement:
     """Return the plan on the machines that the configuration names, without looking for them."""
     trainer = config.trainer
     cpus, card = float(os.cpu_count() or 1), devices_of(trainer).card or "device"
-    if trainer.pretend is not None:  # CPUs of simulated machines: one per process
+    if trainer.simulate is not None:  # CPUs of simulated machines: one per process
         cpus = float(trainer.n_gpus_per_node)
     kind = "CPU slot" if trainer.device == "cpu" else card
     nodes = [

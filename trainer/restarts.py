@@ -106,7 +106,7 @@ class Restarts:
     def when_there_is_room(self, start: Callable[[], Result], since: float) -> Result:
         """Return the result of `start`, once the cluster has room for it, perhaps on another node.
 
-        Raise NoRoomError if there is no room within `watch.placement_s` after the failure, which
+        Raise NoRoomError if there is no room within `timeouts.placement_s` after the failure, which
         was noticed at `since`, or at once if this is no restart. A request to stop ends the wait.
         """
         if not self._made:
@@ -233,10 +233,10 @@ def wait_for_room(
 ) -> Result:
     """Return the result of `start`, once the cluster has room for it.
 
-    Raise NoRoomError if that takes until `watch.placement_s` after `since`. `what` names the wait
-    in messages. `look_again` takes a moment, or raises to end the wait.
+    Raise NoRoomError if that takes until `timeouts.placement_s` after `since`. `what` names the
+    wait in messages. `look_again` takes a moment, or raises to end the wait.
     """
-    limit_s = Deadlines.of(config.watch).placement_s
+    limit_s = Deadlines.of(config.timeouts).placement_s
     clock = WaitClock(what, limit_s, FIRST_WORD_S, since)
     while True:
         try:
@@ -245,9 +245,9 @@ def wait_for_room(
             if clock.over():
                 raise NoRoomError(
                     f"{error} After {clock.age_s:.0f} s without another node "
-                    f"(watch.placement_s={limit_s:g}) the run ends. Bring the node back, or give "
-                    "the cluster another, and start the same command again: it goes on from the "
-                    "last checkpoint."
+                    f"(timeouts.placement_s={limit_s:g}) the run ends. Bring the node back, or "
+                    "give the cluster another, and start the same command again: it goes on from "
+                    "the last checkpoint."
                 ) from None
             clock.warn_if_old(partial("a node ({})".format, str(error).rstrip(".")))
         look_again()

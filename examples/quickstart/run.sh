@@ -17,7 +17,7 @@ goal=0.8
 places=(trainer.device=cpu placement=split trainer.n_gpus_per_node=2)
 case " $*" in
 *" trainer.device=cpu"*) ;;
-*" trainer.device="* | *" trainer.pretend="*) places=() ;;
+*" trainer.device="* | *" trainer.simulate="*) places=() ;;
 *) if nvidia-smi -L >/dev/null 2>&1; then say "running on the CPU; to run on a GPU: bash examples/quickstart/run.sh trainer.device=cuda"; fi ;;
 esac
 

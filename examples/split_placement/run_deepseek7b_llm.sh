@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DeepSeek-LLM-7B, PPO on GSM8K: actor, rollout and reference on one half of the cards, the critic on the other half.
 #   bash run_deepseek7b_llm.sh [key=value ...]          eight GPUs, the model, the data
-#   ... trainer.pretend=8xH100                          a dry run as on eight H100s, without any
+#   ... trainer.simulate=8xH100                          a dry run as on eight H100s, without any
 #   TINY=1 bash run_deepseek7b_llm.sh [key=value ...]   the same dataflow with a tiny Llama on this machine's CPU
 # MODEL and DATA say where model and data lie; README.md tells what each step of the original example became here.
 set -euo pipefail
@@ -53,7 +53,7 @@ missing() {
     for setting in "$@"; do
         case $setting in
             ray.address=*) wanted=0 ;;
-            trainer.pretend=*) wanted=0 engine=elsewhere ;;
+            trainer.simulate=*) wanted=0 engine=elsewhere ;;
             trainer.n_gpus_per_node=[1-9]*) wanted=${setting#*=} ;;
             actor_rollout_ref.rollout.name=*) engine=${setting#*=} ;;
         esac

@@ -57,7 +57,7 @@ def interrupted_in_a_terminal(
 
 
 def test_the_quickstart_can_be_checked_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    done = bash(EXAMPLES / "quickstart" / "run.sh", "trainer.pretend=1xH100", RUN_DIR=tmp_path)
+    done = bash(EXAMPLES / "quickstart" / "run.sh", "trainer.simulate=1xH100", RUN_DIR=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ALL_FOUND in done.stdout
 

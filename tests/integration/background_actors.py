@@ -30,7 +30,7 @@ class BackgroundActor(ActorWorker):
 class HeldBackActor(BackgroundActor):
     """Writes the checkpoint of step 4 when step 5 has been made."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
         metrics, until = self.step_folder.parent / "metrics.jsonl", time.monotonic() + LIMIT_S
         while self.step_folder.name == "global_step_4.part" and time.monotonic() < until:
@@ -43,7 +43,7 @@ class HeldBackActor(BackgroundActor):
 class KilledActor(BackgroundActor):
     """In the driver's process; ends it with step 2 half written, and with step 4 not committed."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
         name, files = self.step_folder.name, super().write_checkpoint()
         killed = self.step_folder.parent / f"killed_at_{name}"
@@ -59,7 +59,7 @@ class KilledActor(BackgroundActor):
 class FailingActor(BackgroundActor):
     """Has no room for the checkpoint of step 4."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
         if self.step_folder.name == "global_step_4.part":
             raise CheckpointError(f"rank {self.rank}: {self.step_folder}: no space left")

@@ -138,7 +138,7 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
         *("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.device=cpu"),
         *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
     )
-    bounded = f"watch.placement_s={PLACEMENT_S}"
+    bounded = f"timeouts.placement_s={PLACEMENT_S}"
     folder.mkdir(parents=True)
     log = logging.FileHandler(folder / "log")
     for package in ("trainer", "verl_like"):

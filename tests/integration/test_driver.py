@@ -224,7 +224,7 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
         f"trainer.backend={backend}",
         *broken,
     )
-    settings += ("watch.start_s=150", "watch.warn_s=0.02")
+    settings += ("timeouts.start_s=150", "timeouts.warn_s=0.02")
     with pytest.raises(FloatingPointError, match="the critic is broken") as caught:
         train(tiny_dir, tmp_path, *settings, trainer=PPOTrainer)
     notes = "\n".join(caught.value.__notes__)
@@ -233,7 +233,7 @@ def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
     assert len(calls(tmp_path, "update_actor")) == 1  # it was waited for
     pids = {event["args"]["pid"] for event in calls(tmp_path, "init_model")} - {os.getpid()}
     assert len(pids) == (2 if backend == "ray" else 0)
-    if backend == "ray":  # the overrides of `watch` are the groups' own limits
+    if backend == "ray":  # the overrides of `timeouts` are the groups' own limits
         assert re.search(
             r"start of critic: waiting for critic rank 0 .* \(limit 150 s\)", caplog.text
         )

@@ -64,10 +64,10 @@ def test_where_none_comes_the_run_ends_by_the_name_of_the_node_and_the_pool(
     found = lost["none"]
     assert re.search(
         r"node \S+ \(\w{8}\) is gone: pool 'student_pool' needs 1 node\(s\).*none has room: "
-        rf".* After \d+ s without another node \(watch\.placement_s={PLACEMENT_S:g}\)",
+        rf".* After \d+ s without another node \(timeouts\.placement_s={PLACEMENT_S:g}\)",
         found["error"],
     )
     assert found["seconds"] < 60
     folder = lost["folder"] / "none"
-    assert "watch.placement_s" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "timeouts.placement_s" in (folder / "report.html").read_text(encoding="utf-8")
     assert numbers(folder) == numbers(undisturbed)[:2]

@@ -79,7 +79,7 @@ class Sender(ActorWorker):
         with dying(self):
             return super().send_weights(*arguments, **more)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, *arguments: Any) -> SyncReport:
         with dying(self):
             return super().deliver_weights(*arguments)

@@ -306,10 +306,10 @@ def test_a_pause_ends_when_the_run_is_told_to_stop(
     assert waited == [restarts.LOOK_AGAIN_S]
 
 
-def with_a_restart(folder: Path, stop: StopSignals | None = None, **watch: float) -> Any:
+def with_a_restart(folder: Path, stop: StopSignals | None = None, **timeouts: float) -> Any:
     """Of a run that waits for nodes so long."""
-    waits = config(folder).watch | watch
-    made = restarts.Restarts(changed(config(folder), {"watch": waits}), stop)
+    waits = config(folder).timeouts | timeouts
+    made = restarts.Restarts(changed(config(folder), {"timeouts": waits}), stop)
     made.wait_for_next(WorkerDiedError("gone"), 1)
     return made
 
@@ -342,7 +342,7 @@ def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path
         raise NoRoomError("node 7 is gone.")
 
     since = time.monotonic() - 9
-    with pytest.raises(NoRoomError, match=r"gone\. After \d+ s .* \(watch\.placement_s=8\)"):
+    with pytest.raises(NoRoomError, match=r"gone\. After \d+ s .* \(timeouts\.placement_s=8\)"):
         with_a_restart(tmp_path, placement_s=8.0).when_there_is_room(start, since)
     with StopSignals() as stop, stop.held():
         made = with_a_restart(tmp_path, stop)

@@ -257,21 +257,21 @@ class Faulty(Worker):
         self.waits.set()
         return "stopped" if self.stopped.wait(20) else "waited in vain"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def is_waiting(self) -> bool:
         return self.waits.is_set()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def stop(self, value: object = None) -> object:
         self.stopped.set()
         return value
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    async def raises_past_queue(self) -> None:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
+    async def raises_concurrently(self) -> None:
         raise FileNotFoundError(2, "no such thing", "there")
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def returns_past_queue(self) -> None:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
+    def returns_concurrently(self) -> None:
         return 4  # type: ignore[return-value]
 
     @register(dispatch_mode=PROTO)

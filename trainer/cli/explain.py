@@ -5,7 +5,7 @@ Takes the same key=value settings as `verl-like ppo` and prints, without startin
 calls of a step with what each waits for, which run at the same time, who runs where, every batch
 size with its unit, each key that is not at its default with its meaning, and the keys that have no
 effect in this run. Memory of every role is that of this machine's devices, or of those that
-trainer.pretend=8xH100 names.
+trainer.simulate=8xH100 names.
 
 Of an asynchronous run also who makes and who trains, how far generators run ahead, and, from the
 seconds of the PPO run in RUN_DIR, how long a step will take and what limits it.

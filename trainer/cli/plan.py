@@ -1,4 +1,4 @@
-r"""usage: verl-like plan [RECIPE] plan.gpus=16 plan.device=H100 [key=value ...]
+r"""usage: verl-like plan [RECIPE] --gpus 16 --device H100 [key=value ...]
 
 Proposes on which GPUs each role should run, from the model's config.json and data sheets only. It
 takes the same key=value settings as `verl-like RECIPE` (ppo, async, sft, reward-model or dpo; by
@@ -7,19 +7,19 @@ keys of the best to paste, and why others lose. Keys that you set keep
 their values. The others are searched: pools, parallel sizes, recomputation, offloading, the size of
 a pass, engines, generators.
 
-  plan.gpus=16             number of GPUs
-  plan.device=H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with its
-                           numbers: plan.gib plan.flops plan.memory plan.link plan.network
-  plan.per_node=8          GPUs per node
-  plan.mean_prompt=200     tokens per prompt; by default half of data.max_prompt_length
-  plan.mean_response=400   tokens per response; by default half of data.max_response_length
-  plan.mean_length=300     tokens per row of sft, reward-model or dpo; by default half of the most
-  plan.lengths=FILE        tokens of responses or rows, as a JSON list, instead of a mean
-  plan.rewards=2.5         seconds per step in which the driver scores
-  plan.environment=8       seconds per sample in which it waits for its environment
+  --gpus 16             number of GPUs
+  --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with its
+                        numbers: --gib --flops --memory --link --network
+  --per-node 8          GPUs per node
+  --mean-prompt 200     tokens per prompt; by default half of data.max_prompt_length
+  --mean-response 400   tokens per response; by default half of data.max_response_length
+  --mean-length 300     tokens per row of sft, reward-model or dpo; by default half of the most
+  --lengths FILE        tokens of responses or rows, as a JSON list, instead of a mean
+  --rewards 2.5         seconds per step in which the driver scores
+  --environment 8       seconds per sample in which it waits for its environment
 
-  verl-like plan plan.gpus=16 plan.device=H100 actor_rollout_ref.model.path=y
-  verl-like plan sft plan.gpus=8 plan.device=A100 model.path=y
+  verl-like plan --gpus 16 --device H100 actor_rollout_ref.model.path=y
+  verl-like plan sft --gpus 8 --device A100 model.path=y
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
 def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the recipe, which may be named first, and the other arguments."""
     first = arguments[0] if arguments else ""
-    if not first or "=" in first:
+    if not first or "=" in first or first.startswith("-"):
         return "ppo", arguments
     known = ", ".join(JOBS)
     if first in JOBS:
@@ -105,7 +105,7 @@ def job_of(arguments: Sequence[str]) -> Job:
     if num_gpus > per_node and num_gpus % per_node:
         below = num_gpus - num_gpus % per_node
         raise ConfigError(
-            f"plan.gpus={num_gpus} are no whole nodes of plan.per_node={per_node}: give "
+            f"--gpus={num_gpus} are not whole nodes of --per-node={per_node}: give "
             f"{below} or {below + per_node}."
         )
     cls = load_object(JOBS[recipe], "plan")
@@ -142,13 +142,13 @@ def _lengths(options: Mapping[str, Any], part: str, limit_key: str, most: int) -
     if "lengths" not in options:
         return spread(_mean(options, part, limit_key, most), most)
     if f"mean_{part}" in options:
-        raise ConfigError(f"plan.lengths and plan.mean_{part} say the same twice: drop one.")
+        raise ConfigError(f"--lengths and --mean-{part} say the same twice: drop one.")
     lengths = read_lengths(options["lengths"])
     if part == "length":  # longer rows are cut
         return [min(length, most) for length in lengths]
     if lengths[-1] > most:
         raise ConfigError(
-            f"plan.lengths={options['lengths']} has a response of {lengths[-1]:,.0f} tokens, above "
+            f"--lengths={options['lengths']} has a response of {lengths[-1]:,.0f} tokens, above "
             f"{limit_key}={most:,}."
         )
     return lengths
@@ -159,7 +159,7 @@ def _mean(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> f
     name = f"mean_{part}"
     mean: float = options.get(name, most / 2)
     if mean > most:
-        raise ConfigError(f"plan.{name}={mean:g} is above {limit_key}={most}.")
+        raise ConfigError(f"--mean-{part}={mean:g} is above {limit_key}={most}.")
     return mean
 
 
@@ -167,14 +167,14 @@ def read_lengths(path: str) -> Sequence[float]:
     """Return quantiles of the lengths in a JSON list, which represent all of them."""
     file = Path(path)
     if file.exists() and not file.is_file():
-        raise ConfigError(f"plan.lengths={path} is not a regular file.")
+        raise ConfigError(f"--lengths={path} is not a regular file.")
     try:
         lengths = np.array(parse_json(file.read_text(encoding="utf-8")), dtype=float)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"plan.lengths={path} is no JSON list of lengths: {error}.") from error
+        raise ConfigError(f"--lengths={path} is no JSON list of lengths: {error}.") from error
     is_list = lengths.ndim == 1 and lengths.size
     if not is_list or not (np.isfinite(lengths) & (lengths > 0)).all():
-        raise ConfigError(f"plan.lengths={path}: give a list of lengths in tokens, above 0.")
+        raise ConfigError(f"--lengths={path}: give a list of lengths in tokens, above 0.")
     middles = (np.arange(POINTS) + 0.5) / POINTS
     return [*map(float, np.quantile(lengths, middles[:-1])), float(lengths.max())]
 
@@ -183,27 +183,32 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
     """Return the options of the plan, and the keys of the run."""
     options: dict[str, Any] = {}
     keys = []
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if not name.startswith("plan."):
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
             keys.append(argument)
             continue
-        option = name.removeprefix("plan.")
+        name, equals, value = argument.partition("=")
+        option = name.removeprefix("--").replace("-", "_")
         if option not in OPTIONS:
-            known = ", ".join(f"plan.{each}" for each in OPTIONS)
-            raise ConfigError(f"{name} is no key.{nearest(option, OPTIONS)} Known: {known}.")
+            known = [f"--{each}".replace("_", "-") for each in OPTIONS]
+            raise ConfigError(
+                f"{name} is not an option.{nearest(name, known)} Known: {', '.join(known)}."
+            )
+        if not equals:
+            value = next(rest, "")
         if option in (OF_ROWS if recipe in ON_SAMPLES else OF_PPO):
             readers = [each for each in JOBS if (each in ON_SAMPLES) != (recipe in ON_SAMPLES)]
             raise ConfigError(f"{name} does not apply to {recipe}; {', '.join(readers)} read it.")
         options[option] = value if option in TEXTS else _number(name, value)
     for option in ("gpus", "device"):
         if option not in options:
-            raise ConfigError(f"plan.{option} is missing, as in plan.gpus=16 plan.device=H100.")
+            raise ConfigError(f"--{option} is missing, as in --gpus 16 --device H100.")
     return options, keys
 
 
 def _number(name: str, value: str) -> float:
-    is_count = name in ("plan.gpus", "plan.per_node")
+    is_count = name in ("--gpus", "--per-node")
     try:
         number = int(value) if is_count else float(value)
     except ValueError:

@@ -164,7 +164,7 @@ def check_run(config: RunConfig) -> None:
     for pool, sizes in config.resource_pool_spec.items():
         ResourcePool.named(pool, sizes)
     _check_pool_resources(config)
-    _check_chaos(config)
+    _check_faults(config)
 
 
 def _check_resume(config: RunConfig) -> None:
@@ -198,15 +198,16 @@ def _check_pool_resources(config: RunConfig) -> None:
                 )
 
 
-def _check_chaos(config: RunConfig) -> None:
+def _check_faults(config: RunConfig) -> None:
     """Reject killing workers if none has its own process, because the driver would die."""
-    if config.faults.kill_worker == 0:
+    chance, backend = config.injected_faults.kill_worker, config.trainer.backend
+    if chance == 0:
         return
-    what, backend = f"chaos.kill_worker={config.faults.kill_worker:g}", config.trainer.backend
     sizes = {name: sum(of_nodes) for name, of_nodes in config.resource_pool_spec.items()}
     if not any(config.has_own_processes(name, size) for name, size in sizes.items()):
+        pools = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise ConfigError(
-            f"{what}: no worker of this run has a process of its own (trainer.backend={backend}, "
-            f"pools of {', '.join(f'{name}: {size}' for name, size in sizes.items())}). Take "
-            "trainer.backend=ray, or a pool of two processes."
+            f"faults.kill_worker={chance:g}: no worker of this run has a process of its own "
+            f"(trainer.backend={backend}, pools of {pools}). Use trainer.backend=ray, or a pool of "
+            "two processes."
         )

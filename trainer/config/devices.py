@@ -1,4 +1,4 @@
-"""The devices that a run plans with: this machine's, or those of `trainer.pretend`."""
+"""The devices that a run plans with: this machine's, or those of `trainer.simulate`."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Devices:
 
 
 def devices_of(trainer: TrainerConfig) -> Devices:
-    """Return the GPUs of this machine or of `trainer.pretend`, or CPUs if the run uses them."""
-    if trainer.pretend is not None:
-        number, card = _parsed(trainer.pretend)
-        return Devices("cuda", number, card, _gib_of(trainer.pretend, card))
+    """Return the GPUs of this machine or of `trainer.simulate`, or CPUs if the run uses them."""
+    if trainer.simulate is not None:
+        number, card = _parsed(trainer.simulate)
+        return Devices("cuda", number, card, _gib_of(trainer.simulate, card))
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
@@ -74,19 +74,19 @@ def devices_of(trainer: TrainerConfig) -> Devices:
     return Devices("cpu" if on_cpus else "cuda", num_gpus)
 
 
-def with_pretended(config: C, keys: Collection[str]) -> C:
-    """Return the configuration of a dry run on the GPUs that `trainer.pretend` names, if any."""
+def with_simulated(config: C, keys: Collection[str]) -> C:
+    """Return the configuration of a dry run on the GPUs that `trainer.simulate` names, if any."""
     trainer = config.trainer
-    if trainer.pretend is None:
+    if trainer.simulate is None:
         return config
     if trainer.device == "cpu":
         raise ConfigError(
-            f"trainer.pretend={trainer.pretend} and trainer.device=cpu: GPUs that are not used "
-            "need not be pretended. Leave one of them out."
+            f"trainer.simulate={trainer.simulate} and trainer.device=cpu: GPUs that are not used "
+            "need not be simulated. Leave one of them out."
         )
     if "trainer.dry_run" in keys and not trainer.dry_run:
         raise ConfigError(
-            f"trainer.pretend={trainer.pretend} and trainer.dry_run=false: nothing can train on "
+            f"trainer.simulate={trainer.simulate} and trainer.dry_run=false: nothing can train on "
             "GPUs that are not here. Leave one of them out."
         )
     changes: dict[str, Any] = {"trainer.device": "cuda", "trainer.dry_run": True}
@@ -95,25 +95,25 @@ def with_pretended(config: C, keys: Collection[str]) -> C:
     return changed(config, changes)
 
 
-def _parsed(pretend: str) -> tuple[int, str]:
+def _parsed(simulate: str) -> tuple[int, str]:
     """Return (number, name) of a text such as 8xH100."""
-    found = re.fullmatch(r"(\d+) ?x ?(.+)", pretend.strip())
+    found = re.fullmatch(r"(\d+) ?x ?(.+)", simulate.strip())
     if found is None or int(found[1]) == 0:
         raise ConfigError(
-            f"trainer.pretend={pretend}: give the GPUs of a machine as 8xH100, or by their memory "
-            "as 8x80GiB."
+            f"trainer.simulate={simulate}: give the GPUs of a machine as 8xH100, or by their "
+            "memory as 8x80GiB."
         )
     return int(found[1]), found[2].strip()
 
 
-def _gib_of(pretend: str, card: str) -> float:
+def _gib_of(simulate: str, card: str) -> float:
     if memory := re.fullmatch(r"(\d*\.?\d+) ?(?:GiB|GB)?", card, re.IGNORECASE):
         if float(memory[1]) > 0:
             return float(memory[1])
     by_name = {_plain(name): gib for name, gib in GIB_OF_CARDS.items()}
     if _plain(card) not in by_name:
         raise ConfigError(
-            f"trainer.pretend={pretend}: {card!r} is no card whose memory is known."
+            f"trainer.simulate={simulate}: {card!r} is no card whose memory is known."
             f"{nearest(card, GIB_OF_CARDS)} Known: {', '.join(GIB_OF_CARDS)}; of another give the "
             "memory, as 8x80GiB."
         )
@@ -148,5 +148,5 @@ def check_offload(
             raise ConfigError(
                 f"{wanted[0]}: this run is on CPUs, whose only memory is the host's, so nothing "
                 "can be moved out of it. Leave it out (strategy: fsdp or shard_grad_op), take "
-                "trainer.device=cuda, or check the command for GPUs with trainer.pretend=8xH100."
+                "trainer.device=cuda, or check the command for GPUs with trainer.simulate=8xH100."
             )

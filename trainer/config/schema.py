@@ -95,7 +95,7 @@ class TrainerConfig(Section):
     """Length of the printed plan; a dry run prints everything."""
     dry_run: bool = key(False)
     """Check the run, print the plan and stop."""
-    pretend: str | None = key(
+    simulate: str | None = key(
         None, allows="number and card, as 8xH100", read_when=when("dry_run", True)
     )
     """Plan as if the machines had these GPUs; sets dry_run."""
@@ -175,23 +175,23 @@ class PoolResources(Section):
 
 HAS_FAULTS = When(
     "a chance is above 0",
-    lambda chaos, _: chaos.has_faults,
-    "all chances in chaos are 0, so there are no faults",
+    lambda faults, _: faults.has_faults,
+    "all chances in faults are 0, so there are no faults",
 )
 DELAYS = When(
     "something is delayed",
-    lambda section, _: section.delay > 0 or getattr(section, "delay_environment", 0) > 0,
-    "chaos.delay is 0",
+    lambda section, _: section.delay_call > 0 or getattr(section, "delay_environment", 0) > 0,
+    "faults.delay_call is 0",
 )
 
 
 @dataclass(kw_only=True)
-class ChaosConfig(Section):
+class FaultsConfig(Section):
     """How often which fault comes: chances per step."""
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
     """Probability per step of killing a random worker."""
-    delay: float = key(0.0, at_least=0, at_most=1)
+    delay_call: float = key(0.0, at_least=0, at_most=1)
     """Probability per step of delaying a random role's calls."""
     delay_s: float = key(1.0, above=0, read_when=DELAYS)
     """Seconds of delay."""
@@ -201,7 +201,7 @@ class ChaosConfig(Section):
     @property
     def has_faults(self) -> bool:
         """Whether any fault is configured."""
-        return max(self.kill_worker, self.delay) > 0
+        return max(self.kill_worker, self.delay_call) > 0
 
 
 @dataclass(kw_only=True)
@@ -215,7 +215,7 @@ class RunConfig(Section):
     """The run."""
     ray: RayConfig = key(factory=RayConfig, read_when=ON_RAY, may_change_on_resume=True)
     """The Ray cluster."""
-    watch: dict[str, float] = key(
+    timeouts: dict[str, float] = key(
         factory=Deadlines.settings,
         allows="seconds above 0, each",
         may_change_on_resume=True,
@@ -241,13 +241,13 @@ class RunConfig(Section):
     )
     """Resources of each process of a pool."""
 
-    chaos: dict[str, Any] = key(factory=dict, options=ChaosConfig, may_change_on_resume=True)
+    faults: dict[str, Any] = key(factory=dict, options=FaultsConfig, may_change_on_resume=True)
     """Injected faults."""
 
     @property
-    def faults(self) -> ChaosConfig:
+    def injected_faults(self) -> FaultsConfig:
         """The injected faults, with defaults."""
-        return ChaosConfig(**self.chaos)
+        return FaultsConfig(**self.faults)
 
     @property
     def child_pools(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TypeVar
 
-from trainer.config.devices import devices_of, with_pretended
+from trainer.config.devices import devices_of, with_simulated
 from trainer.config.keys import path_to, read
 from trainer.config.placement import names_below, own_names_first, place_roles
 from trainer.config.recipe import Recipe
@@ -46,7 +46,7 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
 
 
 def _settled(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
-    config = with_pretended(composed, keys)
+    config = with_simulated(composed, keys)
     config, about_engine = _with_engine(config)
     named_roles = names_below("role_mapping", keys)
     mapping = own_names_first(config.role_mapping, named_roles)

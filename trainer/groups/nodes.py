@@ -100,7 +100,7 @@ def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
     runtime_env = dict(settings.runtime_env)
     if joined_cluster(config) and (modules := modules_of_the_user(worker_code)):
         runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
-    limits = Deadlines.of(config.watch)
+    limits = Deadlines.of(config.timeouts)
     ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
 
 
@@ -140,11 +140,11 @@ def require_shared_folder(config: RunConfig, placement: Placement) -> None:
 def devices_in_words(config: RunConfig) -> str:
     """Describe the devices of this machine; raise if they do not suit the configuration."""
     trainer, joins = config.trainer, joined_cluster(config)
-    if trainer.pretend is not None:
+    if trainer.simulate is not None:
         kind = _devices_here(config)
         return (
             f"devices: {trainer.n_gpus_per_node} of kind {kind} on {trainer.nnodes} machine(s), as "
-            f"trainer.pretend={trainer.pretend} says; what is installed there was not looked at"
+            f"trainer.simulate={trainer.simulate} says; what is installed there was not looked at"
         )
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
         return f"devices: those of the Ray cluster {joins or 'here'}, not looked at"
@@ -161,8 +161,8 @@ def _devices_here(config: RunConfig) -> str:
     if device == "cpu" or has.num_gpus is None:
         return "CPU slot"
     if wanted > has.num_gpus:
-        pretend = config.trainer.pretend
-        whose = "this machine has" if pretend is None else f"trainer.pretend={pretend} has"
+        simulated = config.trainer.simulate
+        whose = "this machine has" if simulated is None else f"trainer.simulate={simulated} has"
         raise PlacementError(
             f"trainer.n_gpus_per_node={wanted} GPUs, and {whose} {has.num_gpus}. Set it to "
             f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."

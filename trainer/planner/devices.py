@@ -50,7 +50,7 @@ DEVICES = {
     for name, rates in BANDWIDTHS.items()
 }
 NUMBERS = ("gib", "flops", "memory", "link", "network")
-"""The keys `plan.<name>` that describe a GPU."""
+"""The options `--<name>` of `verl-like plan` that describe a GPU."""
 
 
 def data_sheet(name: str) -> Device | None:
@@ -64,10 +64,10 @@ def device_of(name: str, numbers: dict[str, Any]) -> Device:
     device = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if device is not None:
         return replace(device, **numbers)
-    missing = [f"plan.{number}" for number in NUMBERS if number not in numbers]
+    missing = [f"--{number}" for number in NUMBERS if number not in numbers]
     if missing:
         raise ConfigError(
-            f"plan.device={name} is not a known GPU.{nearest(name, DEVICES)} Known: "
+            f"--device={name} is not a known GPU.{nearest(name, DEVICES)} Known: "
             f"{', '.join(DEVICES)}. For another one give {', '.join(missing)} (GiB, operations per "
             "second, bytes per second of memory, of links in a node and between nodes)."
         )

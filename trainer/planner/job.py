@@ -343,7 +343,7 @@ def cluster_keys(device: Device, num_gpus: int, per_node: int) -> list[str]:
     """Return the overrides of a run that simulates these GPUs."""
     on_node = min(num_gpus, per_node)
     return [
-        f"trainer.pretend={on_node}x{device.gib:g}GiB",
+        f"trainer.simulate={on_node}x{device.gib:g}GiB",
         f"trainer.nnodes={num_gpus // on_node}",
         f"trainer.n_gpus_per_node={on_node}",
     ]

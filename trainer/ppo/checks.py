@@ -344,9 +344,10 @@ def _of_weights(config: PPOConfig) -> Iterator[str]:
     """Check that dropped weight buckets can occur, and that int8 weights are not offloaded."""
     pools = expand_roles(config.role_mapping)
     receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
-    if config.faults.drop_bucket and receivers <= {pools.get("actor")}:
+    chance = config.injected_faults.drop_weight_bucket
+    if chance and receivers <= {pools.get("actor")}:
         yield (
-            f"chaos.drop_bucket={config.faults.drop_bucket:g}: in this run no weights travel "
+            f"faults.drop_weight_bucket={chance:g}: in this run no weights travel "
             "between processes. They do where a rollout has another pool than the actor: "
             "placement=standalone, or `verl-like async`."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.schema import NAME_A_FOLDER, ChaosConfig, RunConfig
+from trainer.config.schema import NAME_A_FOLDER, FaultsConfig, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import Section, When, entry_takes, key, when
 from workers.config import (
@@ -148,10 +148,10 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
 
 
 @dataclass(kw_only=True)
-class PPOChaosConfig(ChaosConfig):
+class PPOFaultsConfig(FaultsConfig):
     """How often which fault comes: chances per step."""
 
-    drop_bucket: float = key(0.0, at_least=0, at_most=1)
+    drop_weight_bucket: float = key(0.0, at_least=0, at_most=1)
     """Probability per step that the weight sync loses a bucket."""
     kill_environment: float = key(0.0, at_least=0, at_most=1, read_when=PLAYS)
     """Probability per reply of killing the environment."""
@@ -161,7 +161,7 @@ class PPOChaosConfig(ChaosConfig):
     @property
     def has_faults(self) -> bool:
         """Whether any fault is configured."""
-        own = self.drop_bucket, self.kill_environment, self.delay_environment
+        own = self.drop_weight_bucket, self.kill_environment, self.delay_environment
         return max(own) > 0 or super().has_faults
 
 
@@ -175,13 +175,13 @@ class PPOConfig(RunConfig, WorkersConfig):
     """Advantages and KL."""
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)
     """The run."""
-    chaos: dict[str, Any] = key(factory=dict, options=PPOChaosConfig, may_change_on_resume=True)
+    faults: dict[str, Any] = key(factory=dict, options=PPOFaultsConfig, may_change_on_resume=True)
     """Injected faults."""
 
     @property
-    def faults(self) -> PPOChaosConfig:
+    def injected_faults(self) -> PPOFaultsConfig:
         """The injected faults, with defaults."""
-        return PPOChaosConfig(**self.chaos)
+        return PPOFaultsConfig(**self.faults)
 
     @property
     def steps_per_version(self) -> int:

@@ -91,7 +91,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
         "trainer.logger": [],
         "trainer.stop_at": {},
         "trainer.max_restarts": 0,
-        "chaos": {},
+        "faults": {},
     }
     if isinstance(config, PPOConfig):
         changes["trainer.max_batches_to_keep"] = 1

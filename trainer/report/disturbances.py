@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_like.files import json_objects
 
-CHAOS_FILE, RESTARTS_FILE = "chaos.jsonl", "restarts.jsonl"
+FAULTS_FILE, RESTARTS_FILE = "faults.jsonl", "restarts.jsonl"
 LEDGER = "ledger"
 """The kind of the last line, which is not a fault."""
 OUTCOMES = ("kept", "made_again", "not_finished")
@@ -17,9 +17,9 @@ OUTCOMES = ("kept", "made_again", "not_finished")
 
 def faults_in_words(folder: Path) -> list[str]:
     """Describe the faults by kind, and the ledger, in one line; none without faults."""
-    if not (folder / CHAOS_FILE).is_file():
+    if not (folder / FAULTS_FILE).is_file():
         return []
-    lines, _ = json_objects(folder / CHAOS_FILE)
+    lines, _ = json_objects(folder / FAULTS_FILE)
     kinds = Counter[str]()
     for line in lines:
         if line["kind"] != LEDGER:

@@ -1,10 +1,10 @@
-"""Faults on purpose (`chaos.*`), drawn from a seed: workers killed, calls delayed, weights lost.
+"""Injected faults (`faults.*`), drawn from a seed: workers killed, calls delayed, weights lost.
 
 One `FaultInjection` watches all attempts of a run. Which faults a step has follows from
-`chaos.seed` and the step alone. Each comes once: a step that is made again after a restart is
+`faults.seed` and the step alone. Each comes once: a step that is made again after a restart is
 spared the faults that it had.
 
-`chaos.jsonl` of the run folder has a line for each fault. At the end it has what became of the
+`faults.jsonl` of the run folder has a line for each fault. At the end it has what became of the
 steps, and what the sample log says of their samples:
 
     begun = kept + made again + not finished
@@ -23,7 +23,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.disturbances import CHAOS_FILE, LEDGER, OUTCOMES
+from trainer.report.disturbances import FAULTS_FILE, LEDGER, OUTCOMES
 from trainer.roadside.sample_log import STEP_NOT_FINISHED, SampleWatch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import LedgerError, WorkerDiedError
@@ -37,7 +37,7 @@ class FaultInjection:
 
     def __init__(self, config: RunConfig, samples: SampleWatch | None = None) -> None:
         """`samples` is the watch of the run's samples, where the report of faults counts them."""
-        self._settings, self._samples = config.faults, samples
+        self._settings, self._samples = config.injected_faults, samples
         self._folder = Path(config.trainer.default_local_dir)
         self._struck: set[tuple[str, int]] = set()
         self._first: int | None = None
@@ -69,7 +69,7 @@ class FaultInjection:
         if self._first is None:
             self._first = step
             if step == 0:
-                (self._folder / CHAOS_FILE).unlink(missing_ok=True)
+                (self._folder / FAULTS_FILE).unlink(missing_ok=True)
         self._made_again += sum(1 for begun in self._begun if begun > step)
         self._begun = []
 
@@ -79,11 +79,11 @@ class FaultInjection:
             return
         self._begun.append(step)
         self._num_begun += 1
-        if draw := self._draw("delay", self._settings.delay, step):
+        if draw := self._draw("delay", self._settings.delay_call, step):
             self._delay(groups, step, draw)
-        if self._draw("drop_bucket", getattr(self._settings, "drop_bucket", 0.0), step):
+        if self._draw("drop_bucket", getattr(self._settings, "drop_weight_bucket", 0.0), step):
             groups["actor"].drop_next_bucket()
-            self.note("drop_bucket", step, role="actor")
+            self.note("drop_weight_bucket", step, role="actor")
         if draw := self._draw("kill_worker", self._settings.kill_worker, step):
             self._kill(groups, step, draw)
 
@@ -99,7 +99,7 @@ class FaultInjection:
             raise LedgerError(
                 f"the steps of a run with faults on purpose do not add up: {self._num_begun} were "
                 f"begun, {became}; metrics.jsonl has steps {kept} after step {self._first}. The "
-                f"faults are in {self._folder / CHAOS_FILE}."
+                f"faults are in {self._folder / FAULTS_FILE}."
             )
         more = {}
         if self._samples is not None:
@@ -121,7 +121,7 @@ class FaultInjection:
         role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
         with suppress(WorkerDiedError):  # whoever is gone is slow already
             groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
-        self.note("delay", step, role=role, rank=0, seconds=seconds)
+        self.note("delay_call", step, role=role, rank=0, seconds=seconds)
 
     def _kill(self, groups: WorkerGroups, step: int, draw: Random) -> None:
         """A process that is not the driver's own, of a pool that is drawn first."""
@@ -134,10 +134,10 @@ class FaultInjection:
         """A fault has come in this step."""
         self._write({"kind": kind, "step": step, **facts})
         words = ", ".join(f"{name} {value}" for name, value in facts.items())
-        logger.warning("chaos.%s in step %d: %s", kind, step, words)
+        logger.warning("faults.%s in step %d: %s", kind, step, words)
 
     def _write(self, line: dict[str, Any]) -> None:
-        with (self._folder / CHAOS_FILE).open("a", encoding="utf-8") as file:
+        with (self._folder / FAULTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json_line(line))
 
 

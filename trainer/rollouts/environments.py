@@ -33,7 +33,7 @@ def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> l
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)
-    with closing(EnvironmentHost(spec_of(own, tokenizer), own.step_s)) as host:
+    with closing(EnvironmentHost(spec_of(own, tokenizer), own.step_timeout_s)) as host:
         columns: list[str] = host.columns
         if refuses_tools and host.tools:
             names = ", ".join(tool["function"]["name"] for tool in host.tools)

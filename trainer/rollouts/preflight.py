@@ -19,7 +19,7 @@ from workers.rollout.vllm.setup import check_version
 def check_model(config: Any, key: str, path: str) -> None:
     """Refuse a model that is not there, or has fewer positions than a sample has tokens."""
     limit = num_positions(read_model_config(key, path))
-    if config.trainer.pretend is None:
+    if config.trainer.simulate is None:
         check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
     data = config.data
     width = data.max_prompt_length + data.max_response_length
@@ -54,6 +54,6 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
             f"{ranks} processes of {role}'s pool {pool!r}; values that do: {divisors}."
         )
     # what is installed on other machines is not known
-    elsewhere = joined_cluster(config) or config.trainer.pretend or rollout.server_urls
+    elsewhere = joined_cluster(config) or config.trainer.simulate or rollout.server_urls
     if rollout.name == "vllm" and not elsewhere:
         check_version(devices_of(config.trainer).type)

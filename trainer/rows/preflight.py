@@ -35,7 +35,7 @@ def preflight(config: RowConfig, num_sides: int) -> None:
     for role, own in held_models(config).items():
         path = own.model.path
         check_ranks(config, role, own.sharding)
-        if config.trainer.pretend is None:
+        if config.trainer.simulate is None:
             check_weights(own.key, path, own.model.random_init_seed)
         limit = num_positions(read_model_config(own.key, path))
         if limit is not None and longest > limit:

@@ -73,7 +73,7 @@ class Checkpoints:
         """The futures of the background writing."""
         self._committed: list[Path] = []
         """Folders committed since the last call of `commit`."""
-        self._longest_s = Deadlines.of(config.watch).call_s
+        self._longest_s = Deadlines.of(config.timeouts).call_s
         self._began = self._saved_at = time.monotonic()
 
     def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:

@@ -162,7 +162,7 @@ class InlineTransport(_LocalTransport):
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Run the call now, or in a thread if it goes past the queue, because it may take long."""
         isolated, answer = copy.deepcopy(call), Future[Any]()
-        if call.past_queue:
+        if call.concurrent:
             work = isolated, (), answer
             threading.Thread(target=self._run, args=work, daemon=True).start()
         else:
@@ -178,7 +178,7 @@ class InlineTransport(_LocalTransport):
             answer.set_result((value.writable_copy() if is_batch else copy.deepcopy(value), header))
         except BaseException as error:
             answer.set_exception(error)
-            if not call.past_queue:
+            if not call.concurrent:
                 raise
 
     def stacks(self, seconds: float) -> dict[int, str]:
@@ -265,8 +265,8 @@ class ChildTransport(_LocalTransport, ProcessTransport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Queue the call for the child's pipe, or send it at once if it goes past the queue."""
-        if call.past_queue:
-            return self.call_past_queue(rank, call)
+        if call.concurrent:
+            return self.call_concurrently(rank, call)
         answer = self.children[rank].ask_in_turn("call", call, list(parts))
         return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
 

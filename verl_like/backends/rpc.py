@@ -45,7 +45,7 @@ from verl_like.process.host import WorkerHost
 from verl_like.process.machine import process_state
 
 logger = logging.getLogger(__name__)
-AT_ONCE = ("stacks", "past_queue", "kill")
+AT_ONCE = ("stacks", "concurrent", "kill")
 KEY_S = 5.0
 """The time that a new connection has to send the key."""
 KEY_BYTES = 16
@@ -200,7 +200,7 @@ class Answering:
             return None
         if method == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        return getattr(self._host, "call" if method == "past_queue" else method)(*arguments)
+        return getattr(self._host, "call" if method == "concurrent" else method)(*arguments)
 
     def _send(self, number: int, kind: str, content: Any) -> None:
         send(self._connection, self._sending, number, kind, content)
@@ -325,9 +325,9 @@ class ProcessTransport(Transport):
         self.requests: Sequence[Requests] = ()
         """The connections by rank, after the processes have started."""
 
-    def call_past_queue(self, rank: int, call: Call) -> Pending:
+    def call_concurrently(self, rank: int, call: Call) -> Pending:
         """Submit a call that waits neither for its turn nor for the results of other calls."""
-        answer = self.requests[rank].ask("past_queue", call, ())
+        answer = self.requests[rank].ask("concurrent", call, ())
         return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
 
     def stacks(self, seconds: float) -> dict[int, str]:

@@ -90,11 +90,11 @@ class Deadlines:
         for name, seconds in settings.items():
             if name not in known:
                 raise ConfigError(
-                    f"watch.{name} is no deadline.{nearest(name, known)} There are "
+                    f"timeouts.{name} is no timeout.{nearest(name, known)} There are "
                     f"{', '.join(known)}."
                 )
             if seconds <= 0:
-                raise ConfigError(f"watch.{name}={seconds}: a deadline is above 0 seconds.")
+                raise ConfigError(f"timeouts.{name}={seconds}: a timeout is above 0 seconds.")
         return cls(**settings)
 
 

@@ -182,7 +182,7 @@ class Registration:
     execute_mode: Execute
     blocking: bool = True
     readonly: bool = False
-    past_queue: bool = False
+    concurrent: bool = False
     returns: str = ""
     """The form that the method's annotation declares (`verl_like.calls.result`)."""
 
@@ -366,7 +366,7 @@ def register(
     execute_mode: Execute | None = None,
     blocking: bool = True,
     readonly: bool = False,
-    past_queue: bool = False,
+    concurrent: bool = False,
 ) -> Callable[[F], F]:
     """Mark a worker's method as callable through its group; an `async def` runs to its end.
 
@@ -379,21 +379,21 @@ def register(
         execute_mode: `Execute.ALL` (the default) or `Execute.RANK_ZERO`.
         blocking: whether `group.method(...)` waits. `group.method.remote(...)` never does.
         readonly: the method does not write into its batch, so it gets no private copy.
-        past_queue: the method runs at once in its own thread, next to the call that is running and
+        concurrent: the method runs at once in its own thread, next to the call that is running and
             before those that wait, for example to stop a generation. It takes only small values
             and must be safe to run next to another thread.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     mode_of(mode, "@register")
-    if past_queue and mode not in (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
+    if concurrent and mode not in (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         raise DispatchError(
-            "@register(past_queue=True) splits no batch: use ONE_TO_ALL, ALL_TO_ALL or RANK_ZERO."
+            "@register(concurrent=True) splits no batch: use ONE_TO_ALL, ALL_TO_ALL or RANK_ZERO."
         )
 
     def mark(method: F) -> F:
         execute = execute_mode or Execute.ALL
         returns = declared_form(method) if mode_of(mode, "@register").form == "batch" else ""
-        mark_of = Registration(mode, execute, blocking, readonly, past_queue, returns)
+        mark_of = Registration(mode, execute, blocking, readonly, concurrent, returns)
         setattr(method, ATTRIBUTE, mark_of)
         return method
 

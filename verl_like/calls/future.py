@@ -189,7 +189,7 @@ def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Head
     """Wait until every rank has constructed its roles, and return the headers in rank order."""
     name = transport.facts[0].name
     pending = [Pending(rank, answer, answer, name) for rank, answer in enumerate(references)]
-    limit = transport.deadlines.start_s, "raise watch.start_s"
+    limit = transport.deadlines.start_s, "raise timeouts.start_s"
     what = f"start of {name}"
     future = WorkerFuture(what, transport, pending, lambda headers, _: headers, limit=limit)
     headers: list[Header] = future.get()
@@ -213,7 +213,7 @@ class _Wait:
         else:
             limit_s = times.limit_s(name, future.rows, limits)
             is_first = limit_s == limits.call_s
-            self._way_out = "raise watch.call_s" if is_first else "raise watch.late_s"
+            self._way_out = "raise timeouts.call_s" if is_first else "raise timeouts.late_s"
         usual_s = times.usual_s(name)
         self.look_from_s = LOOK_FROM * (usual_s or 0.0)
         if future._limit is not None:  # its process cannot show a stack before it has started

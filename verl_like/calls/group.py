@@ -126,7 +126,7 @@ class BoundMethod:
         returns_batch = self.form == "batch"
         if returns_batch and mark.returns == METRICS:
             self.form = "metrics"
-        self.call = Call(role, method, returns_batch=returns_batch, past_queue=mark.past_queue)
+        self.call = Call(role, method, returns_batch=returns_batch, concurrent=mark.concurrent)
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ class BoundMethod:
                 },
                 counts=not self.call.returns_batch or place in collecting,
             )
-            if call.past_queue and parts:
+            if call.concurrent and parts:
                 raise DispatchError(
                     f"{self.name} goes past the queue of calls and takes small values only, "
                     f"nothing of {SHARED_BYTES} bytes or more."

@@ -68,7 +68,7 @@ class Call:
 
     With `returns_batch`, the result may be passed on to other workers, so the payload travels apart
     from its header. `counts` is False for a rank that shares its model with a rank whose result is
-    collected: only its header comes back. A call with `past_queue` runs at once in its own thread,
+    collected: only its header comes back. A call with `concurrent` runs at once in its own thread,
     and has no slots.
     """
 
@@ -78,7 +78,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     returns_batch: bool = False
     counts: bool = True
-    past_queue: bool = False
+    concurrent: bool = False
 
 
 class RemoteError(NamedTuple):

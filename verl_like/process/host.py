@@ -218,7 +218,7 @@ class WorkerHost:
         """Fill in the arguments, run the method in its role's turn, and take the result apart."""
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
-        if call.past_queue:
+        if call.concurrent:
             return self._finished(method(*call.args, **call.kwargs)), {}
         mark: Registration | None = getattr(method, ATTRIBUTE, None)
         args, kwargs, chunk = list(call.args), call.kwargs, None

@@ -176,7 +176,7 @@ class Worker(VerlWorker):
             raise WorkerError(
                 f"rendezvous of {self.role} rank {self.rank} of {self.world_size} at "
                 f"{address}:{port} failed (limit {self._facts.rendezvous_s:.0f} s, "
-                f"watch.rendezvous_s): {error}"
+                f"timeouts.rendezvous_s): {error}"
             ) from error
 
     def _meet(self, address: str, port: int) -> Store:
@@ -192,7 +192,7 @@ class Worker(VerlWorker):
             missing = [name for name in names if not store.check([name])]
             raise WorkerError(
                 f"{self.role} rank {self.rank} of {self.world_size} waited "
-                f"{self._facts.rendezvous_s:.0f} s (watch.rendezvous_s) at {address}:{port} for "
+                f"{self._facts.rendezvous_s:.0f} s (timeouts.rendezvous_s) at {address}:{port} for "
                 f"{', '.join(missing)} to open the process group."
             ) from error
         _OF_PROCESS[:] = [store]
@@ -216,7 +216,7 @@ class Worker(VerlWorker):
         """
         self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def ping(self) -> None:
         """Answer at once, while the process computes."""
 

@@ -1,4 +1,4 @@
-"""Faults of environments on purpose (`chaos.kill_environment`, `chaos.delay_environment`).
+"""Faults of environments on purpose (`faults.kill_environment`, `faults.delay_environment`).
 
 Which answers they strike follows from the seed, the trajectory's noise key and the answer's number:
 whoever plays it, and whenever. They strike the first environment of a trajectory alone, so that the
@@ -24,11 +24,16 @@ class Faults:
     seed: int = 0
 
     @classmethod
-    def of(cls, chaos: Any) -> Faults:
-        """As the section `chaos` has them; none of a recipe without such keys."""
-        if not hasattr(chaos, "kill_environment"):
+    def of(cls, settings: Any) -> Faults:
+        """As the section `faults` has them; none of a recipe without such keys."""
+        if not hasattr(settings, "kill_environment"):
             return cls()
-        return cls(chaos.kill_environment, chaos.delay_environment, chaos.delay_s, chaos.seed)
+        return cls(
+            settings.kill_environment,
+            settings.delay_environment,
+            settings.delay_s,
+            settings.seed,
+        )
 
     def strike(self, kind: str, key: int, answer: int) -> bool:
         """Whether this answer has a fault of this kind."""

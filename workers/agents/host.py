@@ -71,10 +71,10 @@ class _Process:
 class EnvironmentHost:
     """The environments of one rollout process, from its side."""
 
-    def __init__(self, spec: EnvironmentSpec, step_s: float) -> None:
-        """Starts the process that loads the code; an answer takes at most `step_s` seconds."""
+    def __init__(self, spec: EnvironmentSpec, step_timeout_s: float) -> None:
+        """Start the process that loads the code; a reply takes at most `step_timeout_s` seconds."""
         _raise_file_limit()
-        self._spec, self._step_s = spec, step_s
+        self._spec, self._step_timeout_s = spec, step_timeout_s
         self.num_starts = 0
         """Processes that have loaded the code: more than one, if the supervisor has ended one."""
         self._open: dict[int, _Process] = {}
@@ -159,7 +159,7 @@ class EnvironmentHost:
     def kill(self, number: int) -> None:
         """Kill an environment's process in the place of its next answer."""
         one = self._open[number]
-        one.until, one.is_asked = time.monotonic() + self._step_s, True
+        one.until, one.is_asked = time.monotonic() + self._step_timeout_s, True
         with suppress(OSError):
             self._orders.send(ORDER.pack(KILL, one.number))
 
@@ -185,7 +185,7 @@ class EnvironmentHost:
                 if one.has_ended:
                     self._fail(number, "its process has ended")
                 else:
-                    late = f"no answer within environment.step_s={self._step_s:g} s"
+                    late = f"no answer within environment.step_timeout_s={self._step_timeout_s:g} s"
                     self._fail(number, late, LATE)
         failed, self._failed = self._failed, []
         yield from failed
@@ -222,13 +222,13 @@ class EnvironmentHost:
         one = self._open.get(number)
         if one is None:
             return
-        one.until, one.is_asked = time.monotonic() + self._step_s, True
+        one.until, one.is_asked = time.monotonic() + self._step_timeout_s, True
         line = TO_JSON(message).encode() + b"\n"
         try:
             with suppress(BlockingIOError):
                 line = line[one.socket.send(line) :]
             if line:  # more than the socket holds
-                one.socket.settimeout(self._step_s)
+                one.socket.settimeout(self._step_timeout_s)
                 one.socket.sendall(line)
                 one.socket.setblocking(False)
         except TimeoutError as error:

@@ -206,7 +206,7 @@ class TurnLoop:
 
     def _end_late(self) -> None:
         """End the trajectories that have taken too long, whatever they wait for."""
-        most, now = self._config.episode_s, time.monotonic()
+        most, now = self._config.trajectory_timeout_s, time.monotonic()
         for trajectory in self._open():
             if now - trajectory.began <= most:
                 continue
@@ -216,7 +216,9 @@ class TurnLoop:
             else:
                 times.environment += seconds
             self._drop_request(trajectory)
-            trajectory.end(LATE, self._setting, f"it took over environment.episode_s={most:g} s")
+            trajectory.end(
+                LATE, self._setting, f"it took over environment.trajectory_timeout_s={most:g} s"
+            )
 
     def _on_failure(self, trajectory: Trajectory, answer: Mapping[str, Any]) -> None:
         """Restart with a fresh environment and the same noise, or end with the problem.

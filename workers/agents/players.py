@@ -69,7 +69,7 @@ class Players:
 
     @cached_property
     def _host(self) -> EnvironmentHost:
-        return EnvironmentHost(spec_of(self._config, self._tokenizer), self._config.step_s)
+        return EnvironmentHost(spec_of(self._config, self._tokenizer), self._config.step_timeout_s)
 
     @property
     def num_running(self) -> int:

@@ -263,9 +263,9 @@ class Trajectory:
     def end(self, ended: str, setting: Setting, problem: str = "") -> None:
         """End for this reason, with the reward of a failure if there is a problem."""
         self.state, self.ended, self.problem = State.ENDED, ended, problem
-        if problem and self.num_turns and setting.config.failed_reward is not None:
+        if problem and self.num_turns and setting.config.reward_on_failure is not None:
             place = self._last_place(self.num_turns - 1)
-            self.rewards.append((place, setting.config.failed_reward))
+            self.rewards.append((place, setting.config.reward_on_failure))
         else:
             self.is_left_out = bool(problem)
         reason = CUT_BY_LENGTH if ended in (CUT_BY_LENGTH, MAX_TURNS) else "stop"

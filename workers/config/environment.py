@@ -54,20 +54,22 @@ class EnvironmentConfig(Section):
     """Tokens per turn."""
     history: str = key("as_drawn", choices=("as_drawn", "as_template"), read_when=PLAYS)
     """How a turn reads older turns: as they were sampled, or as the template writes them now."""
-    step_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)
+    step_timeout_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Timeout of a reply in seconds."""
-    episode_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
+    trajectory_timeout_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Timeout of a trajectory in seconds."""
     retries: int = key(2, at_least=0, read_when=PLAYS, may_change_on_resume=True)
     """Restarts of a failed environment per trajectory."""
-    failed_reward: float | None = key(
+    reward_on_failure: float | None = key(
         None,
         allows="a number",
         read_when=PLAYS,
         may_change_on_resume=True,
     )
     """Reward of failed trajectories; null leaves them out of the update."""
-    max_failed: float = key(0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True)
+    max_failed_share: float = key(
+        0.5, at_least=0, at_most=1, read_when=PLAYS, may_change_on_resume=True
+    )
     """Share of failed trajectories in a batch above which the run ends."""
     sandbox: dict[str, Any] = key(
         factory=dict, options=Sandbox, read_when=PLAYS, may_change_on_resume=True

@@ -189,7 +189,7 @@ MAY_FAIL = When("a function or server scores", _may_fail, "no function and no se
 class ScoringConfig(Section):
     """Rules for every reward of the run."""
 
-    max_failed: float = key(
+    max_failed_share: float = key(
         0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
     )
     """Share of failed samples in a batch above which the run ends."""

@@ -88,7 +88,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             is_environment = config.kind == "environment"
             rules: Any = run.environment if is_environment else run.reward
-            parts.append(Part(config, manager, rules.max_failed))
+            parts.append(Part(config, manager, rules.max_failed_share))
     except BaseException:
         rewards.close()
         raise
@@ -139,7 +139,7 @@ class Part:
 
     config: RewardConfig
     manager: RewardManager | EnvironmentScores | None
-    max_failed: float = 1.0
+    max_failed_share: float = 1.0
     """Share of a batch above which its failures end the run."""
 
 
@@ -311,12 +311,12 @@ def _named(found: dict[str, Any], prefix: str, name: str, several: bool) -> dict
 
 def _refuse(part: Part, failed: Tensor, failures: Failures) -> None:
     """End the run if failures are too many, with the first of each kind."""
-    config, most, count = part.config, part.max_failed, int(failed.sum())
+    config, most, count = part.config, part.max_failed_share, int(failed.sum())
     if config.on_failure == "fail" and count:
-        rule = "its on_failure is fail. Mend it, or take on_failure=default or skip."
+        rule = "its on_failure is fail. Fix it, or set on_failure=default or skip."
     elif count > most * len(failed):
         section = "environment" if config.kind == "environment" else "reward"
-        rule = f"{section}.max_failed={most:g} allows fewer. Mend it, or raise that (1: no limit)."
+        rule = f"{section}.max_failed_share={most:g} allows fewer. Fix it, or raise the limit."
     else:
         return
     said = "".join(f"\n  {failure}" for failure in failures.values())

@@ -93,7 +93,7 @@ class RolloutWorker(WeightReceiver, Worker):
     def _players(self, config: WorkersConfig) -> Players | None:
         if not plays(config):
             return None
-        faults = Faults.of(getattr(config, "faults", None))
+        faults = Faults.of(getattr(config, "injected_faults", None))
         tokenizer = tokenizer_of(self.policy.model.path)
         set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
         return Players(config.environment, tokenizer, faults)

@@ -73,7 +73,7 @@ class SavesInBackground(Worker):
             self.copies = None
         return self._own_copies.are_there
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
         """Write what was copied, beside whatever is being computed."""
         assert self._own_copies is not None, "start_checkpoint comes first"
@@ -82,7 +82,7 @@ class SavesInBackground(Worker):
         except CheckpointError as error:
             raise CheckpointError(f"rank {self.rank}: {error}") from error
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def hurry_checkpoint(self, is_wanted: bool = True) -> None:
         """Write the rest as fast as it goes, or nothing more if it is wanted no longer."""
         assert self._own_copies is not None, "start_checkpoint comes first"

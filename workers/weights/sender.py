@@ -77,7 +77,7 @@ class WeightSender:
         """Rank 0 returns the address of a sync (`workers.weights.connection`)."""
         return str(self.connections.new_address()) if self.rank == 0 else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def give_up_sync(self, address: str, num_receivers: int) -> None:
         """One side of the sync at this address has failed: nobody waits for it there any longer."""
         self.connections.give_up(Address.read(address), num_receivers)
@@ -130,7 +130,7 @@ class WeightSender:
         finally:
             deque(tensors, maxlen=0)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def open_delivery(self, version: int | None = None) -> tuple[str, int | None]:
         """Asked of a sender alone: the address of a delivery and its version, which it holds for
         it. Without a version it is the newest.
@@ -143,7 +143,7 @@ class WeightSender:
         address = str(self.connections.new_address())
         return address, self.snapshots.hold(version, address).version
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, address: str, num_receivers: int) -> SyncReport:
         """Asked of that sender: send what it holds for this address to those who come to it."""
         snapshot = self.snapshots.held[address]

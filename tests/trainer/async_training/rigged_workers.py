@@ -70,7 +70,7 @@ class DiesAsItSends(ActorWorker):
 
     num_deliveries = 0
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, *arguments: Any) -> SyncReport:
         self.num_deliveries += 1
         if self.num_deliveries > 1:
@@ -81,7 +81,7 @@ class DiesAsItSends(ActorWorker):
 class SlowActor(ActorWorker):
     """Takes its time to send, and to learn."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, *arguments: Any) -> SyncReport:
         time.sleep(SEND_S)
         return super().deliver_weights(*arguments)

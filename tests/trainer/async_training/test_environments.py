@@ -27,7 +27,7 @@ GAMES = "tests.workers.agents.games"
 FEW = ("data.train_batch_size=4",)
 RETRIES = "agents/num_retries"
 CLOCK = ("agents/engine_s", "agents/environment_s", "agents/waiting_s")
-CHAOS = (RETRIES, "training/num_left_out_tokens", "training/num_drawn_tokens")
+FAULTS = (RETRIES, "training/num_left_out_tokens", "training/num_drawn_tokens")
 
 
 def play(
@@ -47,9 +47,9 @@ def play(
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """What neither the clock nor chaos decides, nor asynchronous runs alone have."""
+    """What neither the clock nor faults decide, nor asynchronous runs alone have."""
     return [
-        {name: value for name, value in line.items() if not name.startswith((*CLOCK, *CHAOS))}
+        {name: value for name, value in line.items() if not name.startswith((*CLOCK, *FAULTS))}
         for line in shared_numbers(folder)
     ]
 
@@ -58,12 +58,13 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny_dir: Path, tmp_path
     """Even if calls end in the middle of turns, and environments are killed or slow."""
     plain = play(tiny_dir, tmp_path / "plain", recipe=PPO)
     parts = "actor_rollout_ref.rollout.max_new_tokens_per_call=3"
-    chaos = ("chaos.kill_environment=0.3", "chaos.delay_environment=0.3", "chaos.delay_s=0.05")
-    ours = ("async_training.max_staleness=0", parts, *chaos)
+    injected = ("faults.kill_environment=0.3", "faults.delay_environment=0.3")
+    injected += ("faults.delay_s=0.05",)
+    ours = ("async_training.max_staleness=0", parts, *injected)
     folder = play(tiny_dir, tmp_path / "async", *ours)
     assert numbers(folder) == numbers(plain)
     assert len(calls(folder, "take")) > len(calls(folder, "submit"))
-    faults = [line for line in lines(folder, "chaos.jsonl") if "count" in line]
+    faults = [line for line in lines(folder, "faults.jsonl") if "count" in line]
     assert {line["kind"] for line in faults} == {"kill_environment", "delay_environment"}
     killed = sum(line["count"] for line in faults if line["kind"] == "kill_environment")
     assert killed == sum(line[RETRIES] for line in lines(folder)) > 4

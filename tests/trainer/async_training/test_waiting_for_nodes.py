@@ -124,7 +124,7 @@ def test_losses_between_which_the_run_got_further_do_not_add_up(
 
 
 def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> None:
-    config = config_of(tiny_dir, tmp_path, "watch.placement_s=0.01")
+    config = config_of(tiny_dir, tmp_path, "timeouts.placement_s=0.01")
     with pytest.raises(
         NoRoomError, match=r"room for generator_0_pool\. After .*placement_s=0\.01\)"
     ):

@@ -42,7 +42,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-GPUS = ["plan.gpus=16", "plan.device=A100"]
+GPUS = ["--gpus=16", "--device=A100"]
 
 
 def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
@@ -96,15 +96,15 @@ def test_what_the_user_has_set_stays(settings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan.device=H100"], "plan.gpus is missing"),
-        (["plan.gpus=8"], "plan.device is missing"),
-        (["plan.gpus=0", "plan.device=H100"], "plan.gpus=0: give a number from 1 to 4,096"),
-        (["plan.gpus=x", "plan.device=H100"], "plan.gpus=x: give a number"),
-        (["plan.gpus=8", "plan.devise=H100"], "plan.devise is no key. Did you mean 'device'"),
-        (["plan.gpus=8", "plan.device=H1000"], "is not a known GPU. Did you mean 'H100'"),
-        (["plan.gpus=12", "plan.device=H100"], "give 8 or 16"),
+        (["--device=H100"], "--gpus is missing"),
+        (["--gpus=8"], "--device is missing"),
+        (["--gpus=0", "--device=H100"], "--gpus=0: give a number from 1 to 4,096"),
+        (["--gpus=x", "--device=H100"], "--gpus=x: give a number"),
+        (["--gpus=8", "--devise=H100"], "--devise is not an option. Did you mean '--device'"),
+        (["--gpus=8", "--device=H1000"], "is not a known GPU. Did you mean 'H100'"),
+        (["--gpus=12", "--device=H100"], "give 8 or 16"),
         ([*GPUS, "placement=split"], "placement: the plan chooses where roles run; leave the key"),
-        ([*GPUS, "plan.mean_response=600"], "above data.max_response_length=512"),
+        ([*GPUS, "--mean-response=600"], "above data.max_response_length=512"),
         ([*GPUS, "actor_rollout_ref.actor.parallel.tp=16"], "does not divide key-value heads (8)"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_model_without_sizes_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_fits_nowhere_says_how_many_cards_are_enough(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"actor: \d+\.\d.* (\d+) of these GPUs are enough"):
-        plan.plan(["plan.gpus=1", "plan.device=H100", "plan.gib=18", *settings])
+        plan.plan(["--gpus=1", "--device=H100", "--gib=18", *settings])
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(4, [1, 2, 4]), (16, [1, 2, 4, 8, 16])])

@@ -18,7 +18,7 @@ from trainer.planner.words import sifted
 from verl_like.errors import ConfigError
 from workers.memory import GIB, pool_bytes
 
-GPUS = ["plan.gpus=8", "plan.device=A100"]
+GPUS = ["--gpus=8", "--device=A100"]
 EXPERTS = {
     **SIZES,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -109,7 +109,7 @@ def test_stages_are_tried_where_nothing_fits_without(model: Path) -> None:
     assert all("parallel.pp" not in layout.keys for layout in layouts)
     least = min(layout.memory.kept + layout.memory.call for layout in layouts)
     gib = 0.97 * least / GIB + 4  # the reserve
-    job = job_of("sft", *keys, f"plan.gib={gib:.3f}")
+    job = job_of("sft", *keys, f"--gib={gib:.3f}")
     smaller = [layout for layout in job.layouts("sft", 8) if job.fits(layout)]
     assert smaller
     assert all(int(layout.keys["parallel.pp"]) > 1 for layout in smaller)
@@ -159,11 +159,11 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
         (["explain"], "plan explain: no such recipe"),
         (["best-of-n"], "plan best-of-n: it trains nothing"),
         (
-            ["sft", "plan.rewards=3"],
-            "plan.rewards does not apply to sft; ppo, async read it",
+            ["sft", "--rewards=3"],
+            "--rewards does not apply to sft; ppo, async read it",
         ),
-        (["ppo", "plan.mean_length=3"], "sft, reward-model, dpo read it"),
-        (["sft", "plan.mean_length=2000"], "plan.mean_length=2000 is above the longest row=1024"),
+        (["ppo", "--mean-length=3"], "sft, reward-model, dpo read it"),
+        (["sft", "--mean-length=2000"], "--mean-length=2000 is above the longest row=1024"),
         (["sft", "parallel.tp=16"], "does not divide key-value heads (8)"),
     ],
 )

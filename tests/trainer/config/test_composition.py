@@ -248,7 +248,7 @@ def test_multirun_makes_a_plan_for_each(tiny_dir: Path, tmp_path: Path) -> None:
 def test_by_default_a_run_keeps_its_work(recipe: Recipe[Any]) -> None:
     config = recipe.schema()
     assert (config.trainer.max_restarts, config.trainer.save_every_minutes) == (3, 30)
-    assert not isinstance(config, PPOConfig) or config.reward.max_failed == 0.5
+    assert not isinstance(config, PPOConfig) or config.reward.max_failed_share == 0.5
 
 
 def test_grpo_process_with_environments_says_that_it_is_biased(

@@ -1,4 +1,4 @@
-"""`trainer.pretend`: a command for GPUs is checked as on a machine that has them."""
+"""`trainer.simulate`: a command for GPUs is checked as on a machine that has them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_command_for_gpus_is_checked_without_any(
 ) -> None:
     sizes = (f"trainer.nnodes={nodes}", "placement=split", "data.train_batch_size=16")
     settings = (*FOR_GPUS, *sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-    run(config_of(tiny_dir, tmp_path, *settings, "trainer.pretend=8xH100"))
+    run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=8xH100"))
     said = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
     assert f"devices: 8 of kind H100 on {nodes} machine(s)" in said
     assert "(79.0 less a reserve): fits" in said
@@ -50,7 +50,7 @@ def test_a_dry_run_fits_the_passes_before_it_shows_them(
         "actor_rollout_ref.rollout.name=native",
         "actor_rollout_ref.rollout.kv_cache_gb=0.001",
     )
-    settings = (*lengths, *rollout, "trainer.pretend=1x4.01GiB")
+    settings = (*lengths, *rollout, "trainer.simulate=1x4.01GiB")
     run(config_of(tiny_dir, tmp_path, *settings))
     said = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
     assert ": fits" in said
@@ -69,21 +69,21 @@ def test_a_folder_without_weights_is_enough(tiny_dir: Path, tmp_path: Path) -> N
         if file.suffix != ".safetensors":
             (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     settings = f"actor_rollout_ref.model.path={tmp_path}/model"
-    run(config_of(tiny_dir, tmp_path, settings, "trainer.pretend=1xT4"))
+    run(config_of(tiny_dir, tmp_path, settings, "trainer.simulate=1xT4"))
     with pytest.raises(ConfigError, match=r"has a config\.json and no weights"):
         run(config_of(tiny_dir, tmp_path, settings, "trainer.dry_run=true"))
 
 
-def test_what_the_pretended_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+def test_what_the_simulated_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not fit: .* which has 0\.0 \(4\.0 less"):
-        run(config_of(tiny_dir, tmp_path, "trainer.pretend=4x4GiB"))
-    more = ("trainer.pretend=4xH100", "trainer.n_gpus_per_node=8", "data.train_batch_size=8")
-    with pytest.raises(VerlLikeError, match="=8 GPUs, and trainer.pretend=4xH100 has 4"):
+        run(config_of(tiny_dir, tmp_path, "trainer.simulate=4x4GiB"))
+    more = ("trainer.simulate=4xH100", "trainer.n_gpus_per_node=8", "data.train_batch_size=8")
+    with pytest.raises(VerlLikeError, match="=8 GPUs, and trainer.simulate=4xH100 has 4"):
         run(config_of(tiny_dir, tmp_path, *more, "actor_rollout_ref.actor.ppo_mini_batch_size=8"))
 
 
 @pytest.mark.parametrize(
-    ("pretend", "gib"),
+    ("simulate", "gib"),
     [
         ("8xH100", 79),
         ("1 x h100-80GB", 79),
@@ -94,23 +94,23 @@ def test_what_the_pretended_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path
         *[(f"1x{card}", gib) for card, gib in GIB_OF_CARDS.items()],
     ],
 )
-def test_cards_have_names_or_a_size(pretend: str, gib: int) -> None:
-    found = devices_of(TrainerConfig(pretend=pretend))
-    assert (found.type, found.num_gpus, found.bytes) == ("cuda", int(pretend[0]), gib * 2**30)
+def test_cards_have_names_or_a_size(simulate: str, gib: int) -> None:
+    found = devices_of(TrainerConfig(simulate=simulate))
+    assert (found.type, found.num_gpus, found.bytes) == ("cuda", int(simulate[0]), gib * 2**30)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("trainer.pretend=H100",), "trainer.pretend=H100: give the GPUs of a machine as 8xH100"),
-        (("trainer.pretend=0xH100",), "=0xH100: give the GPUs"),
-        (("trainer.pretend=8xH10O",), "'H10O' is no card .* Did you mean 'H100'"),
-        (("trainer.pretend=8x0GiB",), "'0GiB' is no card whose memory is known"),
-        (("trainer.pretend=8xH100", "trainer.device=cpu"), "=8xH100 and trainer.device=cpu"),
-        (("trainer.pretend=8xH100", "trainer.dry_run=false"), "nothing can train on GPUs that"),
+        (("trainer.simulate=H100",), "trainer.simulate=H100: give the GPUs of a machine as 8xH100"),
+        (("trainer.simulate=0xH100",), "=0xH100: give the GPUs"),
+        (("trainer.simulate=8xH10O",), "'H10O' is no card .* Did you mean 'H100'"),
+        (("trainer.simulate=8x0GiB",), "'0GiB' is no card whose memory is known"),
+        (("trainer.simulate=8xH100", "trainer.device=cpu"), "=8xH100 and trainer.device=cpu"),
+        (("trainer.simulate=8xH100", "trainer.dry_run=false"), "nothing can train on GPUs that"),
     ],
 )
-def test_what_cannot_be_pretended_is_refused(
+def test_what_cannot_be_simulated_is_refused(
     settings: tuple[str, ...], words: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -31,7 +31,7 @@ def composed(*settings: str) -> tuple[PPOConfig, list[Override]]:
     "settings",
     [
         ["placement=split", "trainer.n_gpus_per_node=4", "data.train_batch_size=24"],
-        ["trainer.pretend=2x8GiB", "critic.ppo_micro_batch_size_per_gpu=2"],
+        ["trainer.simulate=2x8GiB", "critic.ppo_micro_batch_size_per_gpu=2"],
         [*GRPO, "critic.optim.lr=1e-5", "actor_rollout_ref.rollout.quantization=int8"],
     ],
 )

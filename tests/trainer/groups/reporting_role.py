@@ -49,7 +49,7 @@ class Reporter(Worker):
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def interrupt(self, number: int) -> int:
         return number
 

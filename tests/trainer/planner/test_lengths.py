@@ -14,7 +14,7 @@ from verl_like.errors import ConfigError
 
 
 def planned(*arguments: str) -> PPOJob:
-    job = plan.job_of(["plan.gpus=1", "plan.device=H100", *arguments])
+    job = plan.job_of(["--gpus=1", "--device=H100", *arguments])
     assert isinstance(job, PPOJob)
     return job
 
@@ -43,7 +43,7 @@ def test_lengths_that_contradict_are_refused(
 ) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(text)
-    asked = ["plan.gpus=1", "plan.device=H100", f"plan.lengths={file}"]
+    asked = ["--gpus=1", "--device=H100", f"--lengths={file}"]
     with pytest.raises(ConfigError, match=words):
         plan.plan([*asked, f"actor_rollout_ref.model.path={tiny_dir}/model"])
 

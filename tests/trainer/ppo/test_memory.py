@@ -52,7 +52,7 @@ def script_config(model: Path, *more: str) -> PPOConfig:
 
 
 def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> None:
-    text = explain(script_config(model, "trainer.pretend=8x80GiB"))
+    text = explain(script_config(model, "trainer.simulate=8x80GiB"))
     assert "float32 / bfloat16" in text
     of = re.escape("of 73.6 (80.0 less a reserve)")
     assert re.findall(rf"_pool: \d+\.\d GiB on each device at most, {of}: (.*)", text) == [
@@ -216,7 +216,7 @@ def test_fitted_passes_leave_a_reserve_at_every_width(
         "data.train_files=x.parquet",
         f"data.max_prompt_length={prompt}",
         f"data.max_response_length={response}",
-        "trainer.pretend=8x80GiB",
+        "trainer.simulate=8x80GiB",
     ]
     config = load_config(settings)
     config = fit_passes(config, GPU)
@@ -232,7 +232,7 @@ def test_fitted_passes_leave_a_reserve_at_every_width(
 def test_the_plan_shows_the_passes_that_the_run_will_take(model: Path) -> None:
     """Before the run has fitted them."""
     by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true", *NO_ROWS
-    config = script_config(model, *by_tokens, "trainer.pretend=8x40GiB")
+    config = script_config(model, *by_tokens, "trainer.simulate=8x40GiB")
     before = plan_text(config)
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu is None
     config = fit_passes(config, Devices("cuda", 8, gib=40))
@@ -346,6 +346,6 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     assert copies(whole)["actor"] == 6_910_365_696 * (1 + 2)
     assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
     assert copies("trainer.async_save=false") == {}
-    text = explain(script_config(model, "trainer.pretend=8x80GiB"))
+    text = explain(script_config(model, "trainer.simulate=8x80GiB"))
     said = r"actor_rollout_ref_pool: 19.3 GiB of host memory for each device to write checkpoints"
     assert re.search(said, text)

@@ -71,7 +71,7 @@ FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 
 def test_fp8_is_vllms_on_gpus_and_is_corrected_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        config = load(VLLM, FP8, "trainer.pretend=1xH100")
+        config = load(VLLM, FP8, "trainer.simulate=1xH100")
     assert config.algorithm.rollout_correction.rollout_is == "token"
     assert "rollout.quantization=fp8 rounds the rollout's weights, so" in caplog.text
 
@@ -97,7 +97,7 @@ def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout(
         ((ROLLOUT, VLLM), "int8 with rollout.name=vllm: vllm has fp8"),
         ((FP8, "actor_rollout_ref.rollout.name=native"), "fp8 with rollout.name=native"),
         ((FP8, VLLM, "trainer.device=cpu"), "on GPUs alone, and this role's device is cpu"),
-        ((FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.pretend=1xH100"), "vLLM takes one"),
+        ((FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.simulate=1xH100"), "vLLM takes one"),
         (("actor_rollout_ref.rollout.quantization=int4",), "choose int8 or fp8"),
         ((ROLLOUT, "trainer.device=cuda"), "CPUs alone.*device is cuda"),
         ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "weights that move are not held"),

@@ -1,14 +1,14 @@
-"""`chaos.jsonl` of a run that was killed while it wrote."""
+"""`faults.jsonl` of a run that was killed while it wrote."""
 
 from pathlib import Path
 
-from trainer.report.disturbances import CHAOS_FILE, faults_in_words
+from trainer.report.disturbances import FAULTS_FILE, faults_in_words
 
 FAULT = '{"kind": "delay", "step": 3}\n'
 
 
 def test_half_a_line_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / CHAOS_FILE).write_text(FAULT * 2 + FAULT[:12])
+    (tmp_path / FAULTS_FILE).write_text(FAULT * 2 + FAULT[:12])
     assert faults_in_words(tmp_path) == ["faults on purpose: 2 x delay"]
 
 

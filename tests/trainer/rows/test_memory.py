@@ -66,7 +66,7 @@ def test_a_pass_is_of_a_step_s_rows_at_most(
 def test_roles_that_do_not_fit_on_a_gpu_are_refused(
     tiny_dir: Path,
 ) -> None:
-    config = dpo(tiny_dir, "trainer.pretend=1x0.001GiB")
+    config = dpo(tiny_dir, "trainer.simulate=1x0.001GiB")
     with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
         preflight(config, num_sides=2)
 

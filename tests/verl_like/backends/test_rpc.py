@@ -68,8 +68,8 @@ def stranger(endpoint: Endpoint, stack: ExitStack) -> socket.socket:
 
 
 def make(requests: Requests, method: str, *args: object) -> Any:
-    call = Call("role", method, args, past_queue=True)
-    return requests.ask("past_queue", call, ())
+    call = Call("role", method, args, concurrent=True)
+    return requests.ask("concurrent", call, ())
 
 
 def test_calls_are_answered_with_payload_and_header(endpoint: Endpoint) -> None:

@@ -83,7 +83,7 @@ def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
     assert len(group.transport.call_times._calls["modes.echo"]) == 3
 
     monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
-    with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise watch.late_s"):
+    with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise timeouts.late_s"):
         group.echo(batch)
 
 

@@ -245,9 +245,9 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
     waiting.join(30)
     assert answers == ["stopped"] * num_workers
     with pytest.raises(FileNotFoundError, match="there") as caught:
-        groups["faulty"].raises_past_queue()
-    assert "raised in faulty.raises_past_queue, faulty rank 0" in caught.value.__notes__[0]
-    assert groups["faulty"].returns_past_queue() == [4] * num_workers
+        groups["faulty"].raises_concurrently()
+    assert "raised in faulty.raises_concurrently, faulty rank 0" in caught.value.__notes__[0]
+    assert groups["faulty"].returns_concurrently() == [4] * num_workers
     assert set(groups["modes"].describe(groups["faulty"].stop.remote("passed on"))) == {
         f"list {['passed on'] * num_workers}"
     }
@@ -255,8 +255,8 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
         DispatchError, match="faulty.stop goes past the queue of calls and takes small values only"
     ):
         groups["faulty"].stop(batch(100_000))
-    with pytest.raises(DispatchError, match="past_queue=True. splits no batch"):
-        register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, past_queue=True)
+    with pytest.raises(DispatchError, match="concurrent=True. splits no batch"):
+        register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, concurrent=True)
 
 
 def test_blocking_is_obeyed(groups) -> None:

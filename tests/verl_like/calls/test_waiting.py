@@ -83,7 +83,7 @@ def test_a_rank_that_never_comes_is_named(fresh) -> None:
 @pytest.mark.parametrize("fresh", BACKENDS, indirect=True)
 def test_a_rendezvous_that_fails_names_the_missing_rank(fresh) -> None:
     with pytest.raises(
-        WorkerError, match=r"faulty rank 0 of 2 waited 2 s \(watch.rendezvous_s\) .* for rank 1"
+        WorkerError, match=r"faulty rank 0 of 2 waited 2 s \(timeouts.rendezvous_s\) .* for rank 1"
     ):
         fresh["faulty"].meets_alone()
 

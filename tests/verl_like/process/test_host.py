@@ -27,7 +27,7 @@ from verl_like.registry import load_object
 class Late(Worker):
     """Answers a moment later."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     async def later(self, value: int) -> int:
         await asyncio.sleep(0.01)
         return value
@@ -83,7 +83,7 @@ def test_two_coroutines_past_the_queue_share_one_loop(monkeypatch):
     threads = [
         threading.Thread(
             target=lambda i=i: answers.append(
-                host.call(Call("late", "later", (i,), past_queue=True), ())
+                host.call(Call("late", "later", (i,), concurrent=True), ())
             )
         )
         for i in range(4)
@@ -219,12 +219,12 @@ class Raises(Worker):
     async def as_coroutine(self, error: BaseException) -> None:
         raise error
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def past_queue(self, error: BaseException) -> None:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
+    def concurrent(self, error: BaseException) -> None:
         raise error
 
 
-KINDS = [("in_turn", False), ("as_coroutine", False), ("past_queue", True)]
+KINDS = [("in_turn", False), ("as_coroutine", False), ("concurrent", True)]
 
 
 def in_a_thread(host: WorkerHost, call: Call) -> Header:
@@ -237,13 +237,13 @@ def in_a_thread(host: WorkerHost, call: Call) -> Header:
     return headers[0]
 
 
-@pytest.mark.parametrize(("method", "past_queue"), KINDS)
+@pytest.mark.parametrize(("method", "concurrent"), KINDS)
 @pytest.mark.parametrize("raised", [GeneratorExit, KeyboardInterrupt, SystemExit, BaseException])
 def test_what_is_no_exception_is_answered_as_an_error_that_the_driver_can_catch(
-    method: str, past_queue: bool, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    method: str, concurrent: bool, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = started_with(Raises, monkeypatch)
-    header = in_a_thread(host, Call("raises", method, (raised("why"),), past_queue=past_queue))
+    header = in_a_thread(host, Call("raises", method, (raised("why"),), concurrent=concurrent))
     host.close()
     assert header.error is not None
     error = header.error.rebuild("raises.here, rank 0")
@@ -252,12 +252,12 @@ def test_what_is_no_exception_is_answered_as_an_error_that_the_driver_can_catch(
     assert "why" in error.__notes__[0]
 
 
-@pytest.mark.parametrize(("method", "past_queue"), KINDS)
+@pytest.mark.parametrize(("method", "concurrent"), KINDS)
 def test_an_exception_without_a_text_arrives_with_its_rank_and_traceback(
-    method: str, past_queue: bool, monkeypatch: pytest.MonkeyPatch
+    method: str, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = started_with(Raises, monkeypatch)
-    header = in_a_thread(host, Call("raises", method, (Unshowable(),), past_queue=past_queue))
+    header = in_a_thread(host, Call("raises", method, (Unshowable(),), concurrent=concurrent))
     host.close()
     assert header.error is not None
     error = header.error.rebuild("raises.here, rank 0")

@@ -251,7 +251,10 @@ def test_an_agent_that_hangs_ends_at_its_deadline(play: Play) -> None:
     spec = EnvironmentSpec(f"{HERE}:any_of_these", sandbox=Sandbox(network=False))
     with closing(EnvironmentHost(spec, 2.0)) as host:
         (one,) = play("hangs", on=host)
-    assert (one.ended, one.problem) == ("deadline", "no answer within environment.step_s=2 s")
+    assert (one.ended, one.problem) == (
+        "deadline",
+        "no answer within environment.step_timeout_s=2 s",
+    )
 
 
 def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys() -> None:

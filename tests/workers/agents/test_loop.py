@@ -61,12 +61,12 @@ def play(tokenizer: Any, model: Any) -> Iterator[Play]:
         **settings: Any,
     ) -> list[Trajectory]:
         config = EnvironmentConfig(
-            **{"max_tokens_per_turn": 6, "step_s": 5.0, "retries": 0, **settings}
+            **{"max_tokens_per_turn": 6, "step_timeout_s": 5.0, "retries": 0, **settings}
         )
         path = path or (f"{HERE}:{name}" if name else "")
         sandbox = Sandbox(memory_gb=memory_gb)
         spec = EnvironmentSpec(path, kwargs or {}, tools or [], sandbox)
-        host = EnvironmentHost(spec, config.step_s)
+        host = EnvironmentHost(spec, config.step_timeout_s)
         hosts.append(host)
         stops = (tokenizer.eos_token_id,)
         chat = TurnRenderer(tokenizer, [], stops)
@@ -195,16 +195,19 @@ def test_a_failed_environment_is_played_again_with_the_same_noise(
 
 
 def test_one_that_never_answers_delays_by_its_deadline_alone(play: Play) -> None:
-    hung, *others = play("Hangs", num=4, step_s=4.0, retries=2)
+    hung, *others = play("Hangs", num=4, step_timeout_s=4.0, retries=2)
     assert hung.attempts == 1
     assert hung.since - hung.began < 7
-    assert (hung.ended, hung.problem) == ("deadline", "no answer within environment.step_s=4 s")
+    assert (hung.ended, hung.problem) == (
+        "deadline",
+        "no answer within environment.step_timeout_s=4 s",
+    )
     assert {one.ended for one in others} == {"terminated"}
 
 
 def test_one_that_was_late_is_begun_anew_while_others_play(play: Play, tmp_path: Path) -> None:
     kwargs = {"file": str(tmp_path / "count")}
-    found = play("HangsOnce", num=2, kwargs=kwargs, step_s=4.0, retries=2)
+    found = play("HangsOnce", num=2, kwargs=kwargs, step_timeout_s=4.0, retries=2)
     assert [one.attempts for one in found] == [2, 1]
     same_bits(found, play("Count", num=2))
 
@@ -212,9 +215,11 @@ def test_one_that_was_late_is_begun_anew_while_others_play(play: Play, tmp_path:
 def test_one_that_takes_too_long_ends_wherever_it_is(play: Play) -> None:
     """Though no answer of its environment is late."""
     kwargs = {"turns": 2, "sleep": 60.0, "slow_row": 0}
-    late, *others = play("Count", num=3, kwargs=kwargs, step_s=90.0, episode_s=4.0, retries=2)
+    late, *others = play(
+        "Count", num=3, kwargs=kwargs, step_timeout_s=90.0, trajectory_timeout_s=4.0, retries=2
+    )
     assert (late.ended, late.attempts) == ("deadline", 1)
-    assert late.problem == "it took over environment.episode_s=4 s"
+    assert late.problem == "it took over environment.trajectory_timeout_s=4 s"
     assert 4.0 < late.since - late.began < 30.0
     assert {one.ended for one in others} == {"terminated"}
 
@@ -335,7 +340,12 @@ def hogs(play: Play, tmp_path: Path, name: str, **settings: Any) -> list[Traject
     (tmp_path / "hogs.py").write_text(HOGS)
     kwargs = {"file": str(tmp_path / "first")}
     return play(
-        "", path=f"{tmp_path}/hogs.py:{name}", kwargs=kwargs, memory_gb=0.4, step_s=50.0, **settings
+        "",
+        path=f"{tmp_path}/hogs.py:{name}",
+        kwargs=kwargs,
+        memory_gb=0.4,
+        step_timeout_s=50.0,
+        **settings,
     )
 
 

@@ -73,7 +73,7 @@ def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
         said.append(ids)
         return CALL if len(said) <= 4 else "go on"
 
-    config = EnvironmentConfig(max_tokens_per_turn=20, step_s=60.0, retries=0)
+    config = EnvironmentConfig(max_tokens_per_turn=20, step_timeout_s=60.0, retries=0)
     loop = TurnLoop(engine, host, TurnRenderer(tokenizer, [], stops), config, decode)
     starts = [Start("a", {"number": n}, (n, n), n, f"sample {n}") for n in range(4)]
     sampling = SamplingParams(

@@ -42,7 +42,7 @@ def loop_of(model: Any, template: str = "", **more: Any) -> Iterator[TurnLoop]:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
     config = EnvironmentConfig(max_tokens_per_turn=6, retries=1, **more)
-    host = EnvironmentHost(EnvironmentSpec(f"{HERE}:Count", {}), config.step_s)
+    host = EnvironmentHost(EnvironmentSpec(f"{HERE}:Count", {}), config.step_timeout_s)
     chat, engine = TurnRenderer(tokenizer, [], (2,)), fresh_engine(model, LIMITS)
     load(engine, model, 3)
     try:

@@ -76,9 +76,9 @@ def play(model: Any) -> Iterator[Play]:
     ) -> list[Trajectory]:
         tokenizer = make_tokenizer()
         tokenizer.chat_template = template
-        defaults = {"max_tokens_per_turn": 6, "step_s": 5.0, "retries": 0}
+        defaults = {"max_tokens_per_turn": 6, "step_timeout_s": 5.0, "retries": 0}
         config = EnvironmentConfig(history=history, **{**defaults, **settings})
-        host = EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}"), config.step_s)
+        host = EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}"), config.step_timeout_s)
         hosts.append(host)
         stops = (tokenizer.eos_token_id,)
         limits = EngineLimits(prompt_width=PROMPT, response_width=width, kv_cache_gb=0.5)

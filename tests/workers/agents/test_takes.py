@@ -35,7 +35,7 @@ def looped(tokenizer: Any, model: Any) -> Iterator[Looped]:
 
     def made(name: str, kwargs: Any = None, **settings: Any) -> tuple[TurnLoop, NativeEngine]:
         config = EnvironmentConfig(
-            **{"max_tokens_per_turn": 6, "step_s": 5.0, "retries": 0, **settings}
+            **{"max_tokens_per_turn": 6, "step_timeout_s": 5.0, "retries": 0, **settings}
         )
         hosts.append(EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}", kwargs or {}), 5.0))
         chat, engine = TurnRenderer(tokenizer, [], (tokenizer.eos_token_id,)), fresh_engine(model)
@@ -160,7 +160,7 @@ def test_an_environment_that_is_killed_on_purpose_is_played_again_with_the_same_
 def test_a_trajectory_that_gets_no_process_is_begun_anew_and_ends_no_other(
     tokenizer: Any, model: Any
 ) -> None:
-    config = EnvironmentConfig(max_tokens_per_turn=6, step_s=20.0, retries=1)
+    config = EnvironmentConfig(max_tokens_per_turn=6, step_timeout_s=20.0, retries=1)
     chat = TurnRenderer(tokenizer, [], (tokenizer.eos_token_id,))
     with closing(
         EnvironmentHost(EnvironmentSpec("tests.workers.agents.forks:Count"), 20.0)

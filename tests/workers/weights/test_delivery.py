@@ -215,7 +215,7 @@ class Trainer(WeightSender, Worker):
         train(Group([self]))
         return all(self.sent.acquire(timeout=30) for _ in range(num_deliveries))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, *args: Any) -> SyncReport:
         report = super().deliver_weights(*args)
         self.sent.release()

@@ -129,8 +129,8 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
                 what = f"the Ray cluster at {address}"
                 look = "Check the address and, with `ray status`, the head"
             raise WaitTimeoutError(
-                f"the driver waited {limit_s:g} s (watch.connect_s) for {what}, and its head did "
-                f"not answer. {look}; if it is only slow, raise watch.connect_s. Start this "
+                f"the driver waited {limit_s:g} s (timeouts.connect_s) for {what}, and its head "
+                f"did not answer. {look}; if it is only slow, raise timeouts.connect_s. Start this "
                 "program again to try again."
             )
     except BaseException:

@@ -158,7 +158,7 @@ class RayResourcePool(ResourcePool):
             if waiting and clock.over():
                 raise WaitTimeoutError(
                     f"{clock.what}: the cluster did not give {wanted} within "
-                    f"{clock.limit_s:.0f} s (watch.placement_s). Free now: {free_resources()}. "
+                    f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: {free_resources()}. "
                     "Lower cpus_per_process or the pool's size, or stop what holds them."
                 )
             if waiting:

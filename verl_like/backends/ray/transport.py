@@ -108,8 +108,8 @@ class RayTransport(ProcessTransport):
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
         """Submit one task of the actor, whose name is only for the dashboard."""
-        if call.past_queue:
-            return self.call_past_queue(rank, call)
+        if call.concurrent:
+            return self.call_concurrently(rank, call)
         message: tuple[Any, ...] = call.role, call.method
         if call.args or call.kwargs:
             message = *message, call.args, call.kwargs

@@ -65,20 +65,20 @@ class Witness(Worker):
     def give(self, value: object) -> object:
         return value
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def give_past_queue(self, value: object) -> object:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
+    def give_concurrently(self, value: object) -> object:
         return value
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def generator_past_queue(self):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
+    def generator_concurrently(self):
         return self.generator()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def unreadable_past_queue(self) -> object:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
+    def unreadable_concurrently(self) -> object:
         return UnreadableThere()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, past_queue=True)
-    def die_past_queue(self) -> None:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
+    def die_concurrently(self) -> None:
         self.die()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -157,18 +157,18 @@ def test_what_cannot_travel_is_told_as_for_a_task(group) -> None:
         with pytest.raises(TypeError, match="cannot pickle"):
             group.give(threading.Lock())
         with pytest.raises(
-            WorkerError, match="witness.generator_past_queue.*cannot travel between processes"
+            WorkerError, match="witness.generator_concurrently.*cannot travel between processes"
         ):
-            group.generator_past_queue()
-        with pytest.raises(WorkerError, match="witness.unreadable_past_queue.*cannot be read here"):
-            group.unreadable_past_queue()
+            group.generator_concurrently()
+        with pytest.raises(WorkerError, match="witness.unreadable_concurrently.*be read here"):
+            group.unreadable_concurrently()
         with pytest.raises(
-            WorkerError, match="witness.give_past_queue.*cannot travel between processes"
+            WorkerError, match="witness.give_concurrently.*cannot travel between processes"
         ):
-            group.give_past_queue(UnreadableThere())
+            group.give_concurrently(UnreadableThere())
         with pytest.raises(WorkerError, match="arguments cannot be sent.*cannot pickle"):
-            group.give_past_queue(threading.Lock())
-    assert group.give_past_queue("x" * LARGE) == ["x" * LARGE] * 2
+            group.give_concurrently(threading.Lock())
+    assert group.give_concurrently("x" * LARGE) == ["x" * LARGE] * 2
     assert group.give(1) == [1, 1]
 
 
@@ -180,7 +180,7 @@ def test_a_call_past_its_deadline_is_shown_and_the_next_ones_run(group) -> None:
     assert "rank 0 of 2" in str(caught.value)
     assert ", and of rank 1 the same" in str(caught.value)
     assert group.give("after") == ["after", "after"]
-    assert group.give_past_queue("after") == ["after", "after"]
+    assert group.give_concurrently("after") == ["after", "after"]
 
 
 def test_the_stacks_of_a_call_that_runs_are_told(group) -> None:
@@ -206,7 +206,7 @@ def test_what_late_calls_of_a_pool_give_is_brought_by_one_request(
     assert waiting.get() == ["slept", "slept"]
 
 
-@pytest.mark.parametrize("method", ["die", "die_past_queue"])
+@pytest.mark.parametrize("method", ["die", "die_concurrently"])
 def test_a_death_in_a_call_is_told_with_its_cause(method: str) -> None:
     deadlines = Deadlines(start_s=180, call_s=60, grace_s=2)
     with start("ray", {"witness": (Witness, ())}, [2], deadlines=deadlines) as group:
@@ -220,7 +220,7 @@ def test_a_death_in_a_call_is_told_with_its_cause(method: str) -> None:
         with pytest.raises(WorkerDiedError, match="witness.give, witness rank 1 of 2"):
             group.give(0)
         with pytest.raises(
-            WorkerDiedError, match="witness.give_past_queue, witness rank 1 of 2 .* is gone"
+            WorkerDiedError, match="witness.give_concurrently, witness rank 1 of 2 .* is gone"
         ):
-            group.give_past_queue(0)
+            group.give_concurrently(0)
         assert group.transport.fetch(group.give.remote(0).pending[0].header)

@@ -217,7 +217,7 @@ def test_a_cluster_that_does_not_answer_ends_the_wait(monkeypatch: pytest.Monkey
     monkeypatch.setattr(atexit, "unregister", lambda function: None)
     with pytest.raises(
         WaitTimeoutError,
-        match=r"driver waited 0.2 s \(watch.connect_s\) for the Ray cluster at host:1",
+        match=r"driver waited 0.2 s \(timeouts.connect_s\) for the Ray cluster at host:1",
     ):
         connect("host:1", deadlines=Deadlines(connect_s=0.2))
     silent.set()

@@ -19,7 +19,8 @@ from trainer.async_training.recipe import ASYNC
 STEPS, SAMPLES = 30, 8
 SHARED = (*FEW_ROWS, *POLICY_ALONE, f"trainer.total_training_steps={STEPS}")
 FAULTS = (
-    *("chaos.kill_worker=0.15", "chaos.drop_bucket=0.2", "chaos.delay=0.2", "chaos.delay_s=0.05"),
+    *("faults.kill_worker=0.15", "faults.drop_weight_bucket=0.2"),
+    *("faults.delay_call=0.2", "faults.delay_s=0.05"),
     *("trainer.save_freq=4", "trainer.max_restarts=20", "async_training.on_generator_loss=restart"),
 )
 
@@ -51,15 +52,16 @@ def test_its_books_close_and_nothing_is_left(
 ) -> None:
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     shape = f"async_training.topology={topology}", f"async_training.max_staleness={staleness}"
-    settings = (*SHARED, *FAULTS, *shape, *BACKENDS["ray"], f"chaos.seed={seed}")
+    settings = (*SHARED, *FAULTS, *shape, *BACKENDS["ray"], f"faults.seed={seed}")
     pids = Pids()
     run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[pids])
 
-    *faults, steps = lines(tmp_path, "chaos.jsonl")
+    *faults, steps = lines(tmp_path, "faults.jsonl")
     ledger = json.loads((tmp_path / "async.json").read_text())["ledger"]
     killed = {fault["role"] for fault in faults if fault["kind"] == "kill_worker"}
     assert killed >= {"actor", "rollout"}
-    assert {fault["kind"] for fault in faults} == {"kill_worker", "drop_bucket", "delay"}
+    kinds = {fault["kind"] for fault in faults}
+    assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call"}
     assert steps["kept"] == STEPS
     assert steps["begun"] == STEPS + steps["made_again"]
     assert sum(ledger["trainers"].values()) == STEPS * SAMPLES

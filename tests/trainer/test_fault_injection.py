@@ -38,9 +38,9 @@ class ChildConfig(PPOConfig):
 
 CHILD = replace(PPO, schema=ChildConfig)
 OWN_PROCESS = ("placement=standalone", "trainer.n_gpus_per_node=2")
-CHAOS = (
-    *("chaos.kill_worker=0.05", "chaos.drop_bucket=0.1", "chaos.delay=0.1"),
-    "chaos.delay_s=0.02",
+FAULTS = (
+    *("faults.kill_worker=0.05", "faults.drop_weight_bucket=0.1", "faults.delay_call=0.1"),
+    "faults.delay_s=0.02",
 )
 
 
@@ -71,20 +71,20 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of two runs that had every kind of fault."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "async")}
-    more = (*LOCAL, *CHAOS, *OWN_PROCESS, "trainer.save_freq=5", "chaos.seed=1138")
+    more = (*LOCAL, *FAULTS, *OWN_PROCESS, "trainer.save_freq=5", "faults.seed=1138")
     run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
     async_training = (
         "async_training.max_staleness=0",
         "async_training.on_generator_loss=restart",
-        "chaos.seed=784",
+        "faults.seed=784",
     )
-    more = (*LOCAL, *CHAOS, *async_training)
+    more = (*LOCAL, *FAULTS, *async_training)
     run(load_config(overrides(tiny_dir, found["async"], *more), ASYNC))
     return found
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:
-    return lines(folder, "chaos.jsonl")
+    return lines(folder, "faults.jsonl")
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "async"])
@@ -92,7 +92,7 @@ def test_a_run_under_every_fault_ends_with_the_numbers_of_an_undisturbed_one(
     folders: dict[str, Path], whole: Path, recipe: str
 ) -> None:
     kinds = {line["kind"] for line in faults(folders[recipe])}
-    assert kinds == {"kill_worker", "drop_bucket", "delay", "ledger"}
+    assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call", "ledger"}
     for ours, theirs in zip(numbers(folders[recipe]), numbers(whole), strict=True):
         shared = {name: n for name, n in ours.items() if not name.startswith(OF_ASYNC_RUNS)}
         assert shared == {name: theirs[name] for name in shared}
@@ -109,7 +109,7 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
         },
     }, "the actor was lost three steps after a checkpoint"
     (line,) = faults_in_words(folders["ppo"])
-    assert "2 x delay, 2 x drop_bucket, 1 x kill_worker; steps: " in line
+    assert "2 x delay_call, 2 x drop_weight_bucket, 1 x kill_worker; steps: " in line
     assert f"steps: {STEPS + 3} begun = {STEPS} kept + 3 made again" in line
     assert "; samples: 132 made = 120 trained + 12 dropped (step made again: 12)" in line
 
@@ -118,7 +118,7 @@ def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     drops = ("algorithm.filter_groups.enable=true", "algorithm.mask_truncated=true")
-    more = ("chaos.delay=1", "chaos.delay_s=0.001", "trainer.total_training_steps=2")
+    more = ("faults.delay_call=1", "faults.delay_s=0.001", "trainer.total_training_steps=2")
     run(load_config(overrides(tiny_dir, tmp_path, *LOCAL, *drops, *more)))
     *_, ledger = faults(tmp_path)
     drawn = sum(line["dynamic_sampling/num_groups_drawn"] for line in lines(tmp_path))
@@ -143,10 +143,10 @@ def test_a_generator_that_is_killed_costs_samples_and_no_step(folders: dict[str,
 def test_on_ray_too_a_run_under_every_fault_ends_with_those_numbers(
     tiny_dir: Path, tmp_path: Path, whole: Path, ray_session: None
 ) -> None:
-    more = (*SHARED, *CHAOS, *OWN_PROCESS, "trainer.save_freq=6", "chaos.seed=1038")
+    more = (*SHARED, *FAULTS, *OWN_PROCESS, "trainer.save_freq=6", "faults.seed=1038")
     run(load_config(overrides(tiny_dir, tmp_path, *more, "trainer.backend=ray")))
     kinds = Counter(line["kind"] for line in faults(tmp_path))
-    assert kinds == {"kill_worker": 1, "drop_bucket": 3, "delay": 2, "ledger": 1}
+    assert kinds == {"kill_worker": 1, "drop_weight_bucket": 3, "delay_call": 2, "ledger": 1}
     assert numbers(tmp_path) == numbers(whole)
 
 
@@ -157,7 +157,7 @@ def small(folder: Path, *more: str) -> Any:
 
 
 class Recorder:
-    """In the place of the groups of a run: the calls that chaos makes of the role `actor`."""
+    """Stand-in for a run's groups that records the calls on the role `actor`."""
 
     def __init__(self) -> None:
         self.delayed: list[float] = []
@@ -192,35 +192,38 @@ class Spread(Recorder):
 
 
 def test_processes_of_all_machines_are_killed_but_the_drivers_own(tmp_path: Path) -> None:
-    chaos, groups = (
-        FaultInjection(small(tmp_path, "chaos.kill_worker=1", "trainer.backend=ray")),
+    injection, groups = (
+        FaultInjection(small(tmp_path, "faults.kill_worker=1", "trainer.backend=ray")),
         Spread(),
     )
-    chaos.begin_attempt(0)
+    injection.begin_attempt(0)
     for step in range(1, 41):
-        chaos.before_step(groups, step)
+        injection.before_step(groups, step)
     assert set(groups.killed) == {("critic", 0), ("critic", 1), ("rollout", 0), ("rollout", 1)}
     assert {line["place"] for line in faults(tmp_path)} == {"pid 1 on node 0", "pid 1 on node 1"}
 
 
 def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Path) -> None:
-    chaos, groups = FaultInjection(small(tmp_path, "chaos.delay=1", "chaos.delay_s=2")), Recorder()
-    chaos.begin_attempt(0)
+    injection, groups = (
+        FaultInjection(small(tmp_path, "faults.delay_call=1", "faults.delay_s=2")),
+        Recorder(),
+    )
+    injection.begin_attempt(0)
     for step in (1, 2, 3):
-        chaos.before_step(groups, step)
-    chaos.begin_attempt(1)
+        injection.before_step(groups, step)
+    injection.begin_attempt(1)
     for step in (2, 3, 4):
-        chaos.before_step(groups, step)
+        injection.before_step(groups, step)
     assert groups.delayed == [2.0] * 4
     assert [line["step"] for line in faults(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None:
     def struck(seed: int, first: int) -> list[int]:
-        chaos = FaultInjection(small(tmp_path, "chaos.delay=0.3", f"chaos.seed={seed}"))
-        chaos.begin_attempt(0)
+        injection = FaultInjection(small(tmp_path, "faults.delay_call=0.3", f"faults.seed={seed}"))
+        injection.begin_attempt(0)
         for step in range(first, 40):
-            chaos.before_step(Recorder(), step)
+            injection.before_step(Recorder(), step)
         return [line["step"] for line in faults(tmp_path)]
 
     assert struck(1, 20) == [step for step in struck(1, 1) if step >= 20]
@@ -234,27 +237,27 @@ def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None
 def test_a_step_that_is_lost_or_doubled_is_told(
     tmp_path: Path, written: list[int], problem: str
 ) -> None:
-    chaos = FaultInjection(small(tmp_path, "chaos.delay=1"))
-    chaos.begin_attempt(0)
+    injection = FaultInjection(small(tmp_path, "faults.delay_call=1"))
+    injection.begin_attempt(0)
     for step in (1, 2, 2):
-        chaos.before_step(Recorder(), step)
+        injection.before_step(Recorder(), step)
     lines = "".join(f'{{"step": {step}}}\n' for step in written)
     (tmp_path / "metrics.jsonl").write_text(lines)
     with pytest.raises(LedgerError, match=problem):
-        chaos.at_end()
+        injection.at_end()
 
 
-def test_a_run_without_chaos_writes_nothing_of_it(whole: Path) -> None:
-    assert not (whole / "chaos.jsonl").exists()
+def test_a_run_without_faults_writes_nothing_of_it(whole: Path) -> None:
+    assert not (whole / "faults.jsonl").exists()
     assert faults_in_words(whole) == []
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["chaos.delay=1.5"], "chaos.delay=1.5: it must be from 0 to 1"),
-        (["chaos.kill_worker=0.1"], "no worker of this run has a process of its own"),
-        (["chaos.drop_bucket=0.1"], "There is no key 'chaos.drop_bucket'"),
+        (["faults.delay_call=1.5"], "faults.delay_call=1.5: it must be from 0 to 1"),
+        (["faults.kill_worker=0.1"], "no worker of this run has a process of its own"),
+        (["faults.drop_weight_bucket=0.1"], "There is no key 'faults.drop_weight_bucket'"),
     ],
 )
 def test_a_fault_that_could_not_come_about_is_refused(
@@ -265,10 +268,10 @@ def test_a_fault_that_could_not_come_about_is_refused(
 
 
 def test_dropped_buckets_alone_make_a_run_with_faults(tmp_path: Path) -> None:
-    more = (*POLICY_ALONE, *OWN_PROCESS, "chaos.drop_bucket=0.1", "chaos.seed=2")
-    assert load_config(overrides(tmp_path, tmp_path, *more)).faults.has_faults
+    more = (*POLICY_ALONE, *OWN_PROCESS, "faults.drop_weight_bucket=0.1", "faults.seed=2")
+    assert load_config(overrides(tmp_path, tmp_path, *more)).injected_faults.has_faults
 
 
 def test_a_rollout_in_the_actors_own_processes_gets_no_buckets(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="placement=standalone, or `verl-like async`"):
-        load_config(overrides(tmp_path, tmp_path, "chaos.drop_bucket=0.1"))
+        load_config(overrides(tmp_path, tmp_path, "faults.drop_weight_bucket=0.1"))
