@@ -118,11 +118,15 @@ def _say_what_experts_lack(body: Any) -> None:
         )
 
 
-def initial_value(name: str, shape: torch.Size) -> Tensor:
-    """What an adapter's tensor starts from, on every rank: A uniform as a linear layer, B zero."""
+def initial_value(name: str, shape: torch.Size, seed: int | None = None) -> Tensor:
+    """Return an adapter's first value, the same on every rank: A uniform as a linear layer, B zero.
+
+    Adapters with a seed of their own differ from those without one.
+    """
     if ".lora_B." in name:
         return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    text = name if seed is None else f"{seed}:{name}"
+    generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
     bound = 1.0 / math.sqrt(shape[1])
     return torch.rand(shape, generator=generator) * (2 * bound) - bound
 

@@ -185,7 +185,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
 def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
     """The module of the actor in this process, if it is there in one piece and has this type."""
     actor: Any = worker.sibling("actor")
-    if actor is None:
+    if actor is None or not getattr(actor, "lends_module", True):
         return None
     if getattr(actor.engine, "module", None) is None:
         raise RolloutError(

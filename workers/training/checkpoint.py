@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,18 +58,21 @@ class Checkpointed(SavesInBackground):
     """A moving average of the weights, saved with them."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, step: int = 0) -> None:
+    def save_checkpoint(
+        self, path: str, step: int = 0, contents: Sequence[str] | None = None
+    ) -> None:
         """Write the folder `path`, whole or not at all; one of that name is replaced.
 
-        Whatever fails, a folder that was there before stays as it is. What `self.copies` takes is
-        written later, into a folder that nobody reads yet.
+        `contents` is written instead of `checkpoint.save_contents`. Whatever fails, a folder that
+        was there before stays as it is. What `self.copies` takes is written later, into a folder
+        that nobody reads yet.
         """
         folder = Path(path)
         what = f"the checkpoint {folder} was not written (an earlier one is untouched)"
         ranks = Ranks(self.engine.groups.world, what)
         part = folder if self.copies is not None else folder.with_name(folder.name + ".part")
         try:
-            self._write_part(ranks, part, step)
+            self._write_part(ranks, part, step, contents)
             if part != folder:
                 ranks.first_does(lambda: put_in_place(part, folder))
         except CheckpointError:
@@ -76,9 +80,12 @@ class Checkpointed(SavesInBackground):
                 shutil.rmtree(part, ignore_errors=True)
             raise
 
-    def _write_part(self, ranks: Ranks, part: Path, step: int) -> None:
+    def _write_part(
+        self, ranks: Ranks, part: Path, step: int, contents: Sequence[str] | None = None
+    ) -> None:
         """All files, the manifest last; it names those that are there."""
-        engine, contents = self.engine, self.config.checkpoint.save_contents
+        engine = self.engine
+        contents = self.config.checkpoint.save_contents if contents is None else contents
         writer = self.copies or AT_ONCE
         tensors = weights(engine) | averages(self.average) if "model" in contents else {}
         tensors |= optimizer_state(engine) if "optimizer" in contents else {}

@@ -1,0 +1,136 @@
+"""Several trained states on one actor: each is trained as if the others were not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.samples import make_batch, started, tiny_config
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.roles.served import ServedActorWorker
+from workers.training.optim import StepSettings
+
+STEP = StepSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1, grad_clip=torch.inf)
+
+
+def config_of(folder: Path, rank: int) -> Any:
+    config = tiny_config(folder)
+    policy = config.actor_rollout_ref
+    policy.model = replace(policy.model, lora_rank=rank)
+    return config
+
+
+def rows(seed: int) -> DataProto:
+    batch = make_batch(5, seed)
+    columns = {name: batch.column(name) for name in batch.columns}
+    columns["weights"] = columns["advantages"]
+    columns["logprobs"] = columns["old_log_probs"]
+    return DataProto.from_dict(columns)
+
+
+def train(actor: Any, seed: int, loss: str = "cross_entropy") -> list[float]:
+    """Two batches whose gradients add up, and a step."""
+    losses = [actor.forward_backward(rows(n), loss).metrics["loss"] for n in (seed, seed + 1)]
+    return [*losses, actor.optim_step(STEP)["grad_norm"]]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_state_trains_to_the_bits_of_an_actor_of_its_own(one_layer_dir: Path, rank: int) -> None:
+    alone = started(ServedActorWorker, config_of(one_layer_dir, rank))
+    alone.add_state("a", rank, 5)
+    alone.use_state("a")
+    expected = [train(alone, seed) for seed in (0, 2, 4)]
+
+    shared = started(ServedActorWorker, config_of(one_layer_dir, rank))
+    base = shared.weights_checksum()
+    shared.add_state("a", rank, 5)
+    shared.add_state("b", 2 * rank, 6)
+    metrics = []
+    for seed in (0, 2, 4):
+        shared.use_state("a")
+        first = shared.forward_backward(rows(seed), "cross_entropy").metrics["loss"]
+        shared.use_state("b")
+        train(shared, seed + 10, "importance_sampling")
+        shared.use_state("a")
+        second = shared.forward_backward(rows(seed + 1), "cross_entropy").metrics["loss"]
+        metrics.append([first, second, shared.optim_step(STEP)["grad_norm"]])
+    assert metrics == expected
+    assert shared.weights_checksum() == alone.weights_checksum()
+    shared.use_state("b")
+    assert shared.weights_checksum() != alone.weights_checksum()
+    shared.use_state("")
+    assert shared.weights_checksum() == base
+
+
+def test_a_copy_stays_what_it_was_and_a_dropped_state_is_gone(one_layer_dir: Path) -> None:
+    actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
+    actor.add_state("a", 4)
+    actor.use_state("a")
+    train(actor, 0)
+    before = actor.weights_checksum()
+    actor.copy_state("a", "frozen")
+    train(actor, 2)
+    assert actor.weights_checksum() != before
+    actor.use_state("frozen")
+    assert actor.weights_checksum() == before
+    actor.drop_state("frozen")
+    with pytest.raises(ConfigError, match="no state 'frozen'"):
+        actor.use_state("frozen")
+
+
+def test_parts_that_a_client_froze_do_not_move(one_layer_dir: Path) -> None:
+    actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
+    actor.add_state("a", 4, None, ("attn",))
+    actor.use_state("a")
+    before = {name: weight.clone() for name, weight in actor.states.parameters.items()}
+    train(actor, 0)
+    moved = {n for n, weight in actor.states.parameters.items() if not weight.equal(before[n])}
+    assert moved
+    assert not any("attn" in name for name in moved)
+    assert any("attn" in name for name in before)
+
+
+def test_a_checkpoint_of_another_rank_comes_back_with_its_moments(
+    one_layer_dir: Path, tmp_path: Path
+) -> None:
+    actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
+    actor.add_state("a", 2, 1)
+    actor.use_state("a")
+    train(actor, 0)
+    actor.save_checkpoint(str(tmp_path / "c"), 1, ["model", "optimizer"])
+    expected = train(actor, 2), actor.weights_checksum()
+    actor.add_state("b", 2)
+    actor.use_state("b")
+    actor.load_checkpoint(str(tmp_path / "c"))
+    assert (train(actor, 2), actor.weights_checksum()) == expected
+
+
+def test_our_policy_losses_have_their_names_and_settings(one_layer_dir: Path) -> None:
+    actor = started(ServedActorWorker, config_of(one_layer_dir, 4))
+    actor.add_state("a", 4)
+    actor.use_state("a")
+    batch = rows(0)
+    columns = {name: batch.column(name) for name in batch.columns}
+    columns["weights"] = columns["response_mask"]
+    batch = DataProto.from_dict(columns, meta_info={"loss_settings": {"clip_ratio_high": 0.3}})
+    assert actor.forward_backward(batch, "verl_like:vanilla").metrics["loss"] != 0
+    wrong = DataProto.from_dict(columns, meta_info={"loss_settings": {"clip_ratio_hihg": 0.3}})
+    with pytest.raises(ConfigError, match="no setting 'clip_ratio_hihg'.*clip_ratio_high"):
+        actor.forward_backward(wrong, "verl_like:vanilla")
+
+
+def test_unlike_ranks_and_kinds_are_rejected(one_layer_dir: Path) -> None:
+    whole = started(ServedActorWorker, config_of(one_layer_dir, 0))
+    with pytest.raises(ConfigError, match="trains all weights .*; a state of rank 4 is not"):
+        whole.add_state("a", 4)
+    adapted = started(ServedActorWorker, config_of(one_layer_dir, 4))
+    with pytest.raises(ConfigError, match="trains adapters .*; a state of rank 0 is not"):
+        adapted.add_state("a", 0)
+    adapted.add_state("a", 4)
+    with pytest.raises(ConfigError, match="there is a state 'a' already"):
+        adapted.add_state("a", 4)

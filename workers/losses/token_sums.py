@@ -1,0 +1,112 @@
+"""Losses that are plain sums over tokens, with the numbers that a client gives for each token.
+
+    losses = TOKEN_SUMS["ppo"].of_tokens(log_probs, columns, settings)     # [rows, R]; add them up
+
+Nothing is averaged and nothing is masked: a token whose weight or advantage is 0 adds nothing. The
+formulas are those of the Tinker protocol: p is the log-prob under the model in training, q the
+log-prob under the policy that sampled (`logprobs`), A the advantage, r = exp(p - q).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError, nearest
+
+Columns = Mapping[str, Tensor]
+Settings = Mapping[str, float]
+BOUNDS = ("clip_low_threshold", "clip_high_threshold")
+"""Bounds of r, as settings or as a column with a number for each token."""
+POLICY = ("logprobs", "advantages")
+
+
+@dataclass(frozen=True)
+class TokenSum:
+    """A loss of each token, the columns that it reads, and its settings with their defaults."""
+
+    of_tokens: Callable[[Tensor, Columns, Settings], Tensor]
+    columns: tuple[str, ...]
+    settings: Settings = field(default_factory=dict)
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Columns that it reads where they are there."""
+        return tuple(name for name in BOUNDS if name in self.settings)
+
+    def checked(self, name: str, given: Settings) -> dict[str, float]:
+        """Return the settings with defaults; reject unknown names."""
+        for setting in given:
+            if setting not in self.settings:
+                raise ConfigError(
+                    f"the loss {name} has no setting {setting!r}; it has "
+                    f"{', '.join(self.settings) or 'none'}.{nearest(setting, self.settings)}"
+                )
+        return {**self.settings, **given}
+
+
+def cross_entropy(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    """-p w; weights may be fractional or negative."""
+    return -log_probs * columns["weights"]
+
+
+def importance_sampling(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    """-r A."""
+    return -_ratio(log_probs, columns) * columns["advantages"]
+
+
+def ppo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    """-min(r A, clip(r) A)."""
+    return _pessimistic(_ratio(log_probs, columns), columns, settings)
+
+
+def cispo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    """-clip(r) p A, where clip(r) has no gradient."""
+    weight = _clipped(_ratio(log_probs.detach(), columns), columns, settings)
+    return -weight * log_probs * columns["advantages"]
+
+
+def dro(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    """-(p A - beta / 2 (p - q)^2)."""
+    gap = log_probs - columns["logprobs"]
+    return -(log_probs * columns["advantages"] - 0.5 * settings["beta"] * gap.square())
+
+
+def gspo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    """PPO's loss with one ratio per row: exp(mean of p - q over `sequence_ratio_mask`)."""
+    mask = columns["sequence_ratio_mask"]
+    gaps = (log_probs.detach() - columns["logprobs"]) * mask
+    mean = gaps.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = mean.exp() * (log_probs - log_probs.detach()).exp()
+    return _pessimistic(ratio, columns, settings)
+
+
+def _ratio(log_probs: Tensor, columns: Columns) -> Tensor:
+    """r, and 1 without a gradient for tokens that add nothing."""
+    gap = log_probs - columns["logprobs"]
+    return torch.where(columns["advantages"] == 0, 0.0, gap).exp()
+
+
+def _clipped(ratio: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    low, high = (columns.get(name, ratio.new_tensor(settings[name])) for name in BOUNDS)
+    return ratio.clamp(low, high)
+
+
+def _pessimistic(ratio: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    advantages = columns["advantages"]
+    return -torch.minimum(ratio * advantages, _clipped(ratio, columns, settings) * advantages)
+
+
+_RANGE = {BOUNDS[0]: 0.8, BOUNDS[1]: 1.2}
+TOKEN_SUMS: dict[str, TokenSum] = {
+    "cross_entropy": TokenSum(cross_entropy, ("weights",)),
+    "importance_sampling": TokenSum(importance_sampling, POLICY),
+    "ppo": TokenSum(ppo, POLICY, _RANGE),
+    "cispo": TokenSum(cispo, POLICY, _RANGE),
+    "dro": TokenSum(dro, POLICY, {"beta": 0.05}),
+    "gspo": TokenSum(gspo, (*POLICY, "sequence_ratio_mask"), _RANGE),
+}
+"""Name in the protocol -> the loss."""

@@ -1,0 +1,197 @@
+"""The actor and the rollout of `verl-like serve`: several trained states, requests of many clients.
+
+    actor.add_state("alice", 8); actor.use_state("alice")
+    actor.forward_backward(rows, "importance_sampling")     # `workers.losses.token_sums`
+    actor.optim_step(StepSettings(lr=1e-4))
+    actor.copy_state("alice", "sampler"); actor.use_state("sampler")
+    sync_weights(actor, rollout, version)                   # whatever the placement
+    rollout.generate_sequences(rows)
+
+The rollout always has a copy of its own with adapters merged. So samples stay those of their
+snapshot while training goes on, and the same bits come from every placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.dispatch import Dispatch, register
+from verl_like.calls.result import Metrics
+from verl_like.config_key import arguments_of
+from verl_like.errors import ConfigError, nearest
+from workers.config import ActorConfig
+from workers.losses.registry import POLICY_LOSSES, get_policy_loss
+from workers.losses.token_sums import TOKEN_SUMS, TokenSum
+from workers.roles.actor import ActorWorker
+from workers.roles.model_worker import MakesLoss
+from workers.roles.rollout import RolloutWorker
+from workers.rollout.base import SamplingParams
+from workers.rollout.build import tokenizer_of
+from workers.rollout.sample import Sample
+from workers.training.loss import Loss
+from workers.training.microbatch import Columns, MiniBatch
+from workers.training.optim import CONFIGURED, StepSettings
+from workers.training.states import TrainedStates
+
+if TYPE_CHECKING:
+    from workers.config import WorkersConfig
+
+OURS = "verl_like:"
+"""What the name of a policy loss of this package begins with in a client's request."""
+SETTINGS = "loss_settings"
+"""The entry of a batch's meta_info with the settings of its loss."""
+MASK = "weights"
+"""The column that says which tokens are in a policy loss."""
+
+
+class ServedActorWorker(ActorWorker):
+    """Trains the state that is in use."""
+
+    lends_module = False
+    """A rollout in the same process has a copy of its own."""
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__(config)
+        self.temperature = 1.0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int = 0) -> None:
+        """Load the model, which is the base of every state."""
+        super().init_model(total_steps)
+        self.states = TrainedStates(self.engine)
+
+    def losses(self) -> dict[str, MakesLoss]:
+        """The sums over tokens, and the policy losses of this package by `verl_like:<name>`."""
+        sums = {name: partial(sum_loss, loss) for name, loss in TOKEN_SUMS.items()}
+        ours = {f"{OURS}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
+        return {**super().losses(), **sums, **ours}
+
+    def _policy_loss(self, name: str, data: DataProto) -> Loss:
+        """A policy loss of this package on a client's rows."""
+        policy_loss = get_policy_loss(name)
+        config, arguments = policy_settings(name, self.config, data.meta_info.get(SETTINGS, {}))
+
+        def compute(
+            outputs: Columns, columns: Columns, batch: MiniBatch
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, metrics = policy_loss(
+                old_log_prob=columns["logprobs"],
+                log_prob=outputs["log_probs"],
+                advantages=columns["advantages"],
+                response_mask=columns[MASK],
+                loss_agg_mode=config.loss_agg_mode,
+                config=config,
+                rollout_is_weights=None,
+                **arguments,
+                **batch.denominators,
+            )
+            return loss, {"loss": loss, **metrics}
+
+        return Loss(name, compute, ("logprobs", "advantages", MASK))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add_state(
+        self, name: str, rank: int, seed: int | None = None, frozen: Sequence[str] = ()
+    ) -> None:
+        """Add a state that begins like the base; `frozen` is among mlp, attn and unembed."""
+        names = [n for n in self.states.parameters if _part_of(n) in frozen]
+        self.states.add(name, rank, seed, frozenset(names))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_state(self, name: str) -> None:
+        """Let passes, steps and checkpoints be those of a state from now on."""
+        self.states.use(name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def copy_state(self, source: str, name: str) -> None:
+        """Keep the weights of a state under another name."""
+        self.states.copy(source, name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def drop_state(self, name: str) -> None:
+        """Forget a state."""
+        self.states.drop(name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def clear_gradients(self, forget_moments: bool = False) -> None:
+        """Drop the gradients of the state in use; with `forget_moments` its moments, too."""
+        self.states.clear_gradients(forget_moments)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def optim_step(self, settings: StepSettings = CONFIGURED) -> Metrics:
+        """Take an optimizer step of the state in use."""
+        with self.states.without_frozen():
+            return super().optim_step(settings)
+
+
+class ServedRolloutWorker(RolloutWorker):
+    """Generates by the sampling parameters that a batch carries, and by nothing else."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine, which looks for stop strings in text."""
+        super().init_model()
+        tokenizer = tokenizer_of(self.policy.model.path)
+        self.engine.decode = partial(tokenizer.decode, skip_special_tokens=False)
+
+    def sampling_of(self, data: DataProto) -> SamplingParams:
+        """The fields of `SamplingParams` in the batch's meta_info."""
+        return SamplingParams(**data.meta_info["sampling"])
+
+    def requests_of(self, data: DataProto) -> list[Sample]:
+        """Samples that end after `end_at` tokens, a column of the batch."""
+        ends = data.padded("end_at").tolist()
+        samples = super().requests_of(data)
+        return [replace(s, end_at=end) for s, end in zip(samples, ends, strict=False)]
+
+
+def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
+    """A sum over tokens with the settings and the columns of a batch."""
+    settings = data.meta_info.get(SETTINGS, {})
+    optional = [name for name in loss.optional_columns if name in data.columns]
+
+    def compute(
+        outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = outputs["log_probs"]
+        total = loss.of_tokens(log_probs, columns, loss.settings | settings).sum()
+        metrics = {"loss": total}
+        if "logprobs" in loss.columns:
+            inside = columns["advantages"] != 0
+            gaps = (log_probs.detach() - columns["logprobs"]).abs()
+            metrics["sampler_gap"] = gaps.masked_fill(~inside, 0).sum()
+            metrics["num_tokens"] = inside.sum()
+        return total, metrics
+
+    return Loss("token_sum", compute, (*loss.columns, *optional))
+
+
+def policy_settings(
+    name: str, config: ActorConfig, given: Mapping[str, Any]
+) -> tuple[ActorConfig, dict[str, Any]]:
+    """Return the actor's section and the loss's arguments, with a client's settings in them."""
+    takes = {**arguments_of(get_policy_loss(name))}
+    keys = {key.name for key in fields(config)}
+    for setting in given:
+        if setting not in keys and setting not in takes:
+            known = [*takes, "loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"]
+            raise ConfigError(
+                f"the loss {OURS}{name} has no setting {setting!r}.{nearest(setting, known)}"
+            )
+    arguments = {key: value for key, value in given.items() if key in takes}
+    changes = {key: value for key, value in given.items() if key not in takes}
+    return replace(config, **changes), {**config.policy_loss.args, **arguments}
+
+
+def _part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to, in the words of the protocol."""
+    layers = name.split(".")
+    if any(layer in ("lm_head", "embed_out", "output") for layer in layers):
+        return "unembed"
+    return "attn" if any("attn" in layer or "attention" in layer for layer in layers) else "mlp"

@@ -1,0 +1,174 @@
+"""Several states of what one engine trains: adapters of several tenants, or copies of a model.
+
+    states = TrainedStates(engine)
+    states.add("alice", rank=8)         # new adapters; of a model without adapters a copy
+    states.use("alice")                 # the engine's passes, steps and checkpoints are Alice's
+    states.copy("alice", "snapshot")    # frozen: weights without gradients and moments
+    states.drop("alice")
+
+A state is weights, gradients, optimizer moments and counts. Only one is in the module at a time, so
+nothing that is computed for one state can depend on another. Where this rank holds every weight,
+tensors change places and nothing is copied; adapters may then differ in rank. A sharded module has
+its shards written over. The state `BASE` is the model as it was loaded, and is never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.errors import ConfigError, nearest
+from workers.models.lora import NAME, adapted_layers, initial_value
+from workers.models.state import own_part, own_rows
+from workers.training.engine import TrainEngine
+
+BASE = ""
+"""The name of the model as it was loaded."""
+
+
+@dataclass
+class TrainedState:
+    """What is trained, by parameter name, while it is not in the module."""
+
+    rank: int
+    weights: dict[str, Tensor]
+    frozen: frozenset[str] = frozenset()
+    """Parameters that no step moves."""
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    moments: dict[Any, Any] = field(default_factory=dict)
+    has_gradients: bool = False
+    names_of_step: list[str] = field(default_factory=list)
+    skipped: tuple[int, int] = (0, 0)
+
+
+class TrainedStates:
+    """The states of one engine on this rank; every rank makes the same calls."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+        named = engine.module.named_parameters()
+        self.parameters = {name: weight for name, weight in named if weight.requires_grad}
+        self.rank: int = engine.model_config.lora_rank
+        self.alpha = engine.model_config.lora_alpha
+        self.held = {BASE: TrainedState(self.rank, {})}
+        self.current = BASE
+
+    def add(
+        self, name: str, rank: int, seed: int | None = None, frozen: frozenset[str] = frozenset()
+    ) -> None:
+        """Add a state that begins like the base; new adapters have this rank and seed."""
+        if name in self.held:
+            raise ConfigError(f"there is a state {name!r} already.")
+        if (rank == 0) != (self.rank == 0):
+            kind = "adapters (lora_rank > 0)" if self.rank else "all weights (lora_rank=0)"
+            raise ConfigError(f"this model trains {kind}; a state of rank {rank} is not possible.")
+        if rank != self.rank and not self.engine.is_whole:
+            raise ConfigError(
+                f"an adapter of rank {rank} in a sharded model whose adapters have rank "
+                f"{self.rank}: all have one rank there. Ask for rank {self.rank}, or start the "
+                f"model with lora_rank={rank}."
+            )
+        weights = self._initial(rank, seed) if rank else self._clones(BASE)
+        self.held[name] = TrainedState(rank, weights, frozen)
+
+    def copy(self, source: str, name: str) -> None:
+        """Keep the weights of `source` as they are now under another name."""
+        state = self._state(source)
+        self.held[name] = TrainedState(state.rank, self._clones(source), state.frozen)
+
+    def drop(self, name: str) -> None:
+        """Forget a state; the base stays."""
+        if name == self.current:
+            self.use(BASE)
+        if name != BASE:
+            self.held.pop(name, None)
+
+    def use(self, name: str) -> None:
+        """Put a state into the module, and keep the one that was there."""
+        state, before = self._state(name), self.held[self.current]
+        if name == self.current:
+            return
+        engine, optimizer, parameters = self.engine, self.engine.optimizer, self.parameters
+        assert optimizer is not None, "a frozen engine has no states"
+        before.weights = self._present() if engine.is_whole else self._clones(self.current)
+        before.gradients = {key: weight.grad for key, weight in parameters.items()}
+        before.moments = dict(optimizer.state)
+        before.has_gradients, before.names_of_step = engine.has_gradients, engine.names_of_step
+        before.skipped = engine.guard.total, engine.guard.in_a_row
+
+        for key, weight in parameters.items():
+            weight.grad = None
+            if engine.is_whole:
+                weight.data = state.weights[key]
+            else:
+                own_part(weight).copy_(state.weights[key])
+            weight.grad = state.gradients.get(key)
+        optimizer.state.clear()
+        optimizer.state.update(state.moments)
+        engine.has_gradients, engine.names_of_step = state.has_gradients, state.names_of_step
+        engine.guard.total, engine.guard.in_a_row = state.skipped
+        self._set_rank(state.rank)
+        # the module holds them now: a second reference would keep them when they are replaced
+        state.weights, state.gradients, state.moments = {}, {}, {}
+        self.current = name
+
+    def clear_gradients(self, forget_moments: bool = False) -> None:
+        """Drop the gradients of the state in use; with `forget_moments` its moments, too."""
+        optimizer = self.engine.optimizer
+        assert optimizer is not None, "a frozen engine has no states"
+        optimizer.zero_grad(set_to_none=True)
+        self.engine.has_gradients, self.engine.names_of_step = False, []
+        if forget_moments:
+            optimizer.state.clear()
+
+    @contextmanager
+    def without_frozen(self) -> Iterator[None]:
+        """Within, a step leaves the frozen parameters of the state in use as they are."""
+        frozen = [self.parameters[name] for name in self.held[self.current].frozen]
+        for weight in frozen:
+            weight.grad = None
+            weight.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for weight in frozen:
+                weight.requires_grad_(True)
+
+    def _state(self, name: str) -> TrainedState:
+        if name not in self.held:
+            raise ConfigError(f"there is no state {name!r}.{nearest(name, self.held)}")
+        return self.held[name]
+
+    def _present(self) -> dict[str, Tensor]:
+        return {name: own_part(weight) for name, weight in self.parameters.items()}
+
+    def _clones(self, name: str) -> dict[str, Tensor]:
+        tensors = self._present() if name == self.current else self.held[name].weights
+        return {key: tensor.clone() for key, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def _initial(self, rank: int, seed: int | None) -> dict[str, Tensor]:
+        weights = {}
+        for name, weight in self.parameters.items():
+            shape = list(weight.shape)
+            if ".lora_A." in name:
+                shape[0] = rank
+            elif ".lora_B." in name:
+                shape[1] = rank
+            value = initial_value(name, torch.Size(shape), seed)
+            rows = own_rows(weight, value) if rank == self.rank else value
+            weights[name] = rows.to(weight.device, weight.dtype, copy=True)
+        return weights
+
+    def _set_rank(self, rank: int) -> None:
+        engine = self.engine
+        if rank == engine.model_config.lora_rank:
+            return
+        engine.model_config = replace(engine.model_config, lora_rank=rank)
+        for layer in adapted_layers(engine.module).values():
+            layer.r[NAME], layer.scaling[NAME] = rank, self.alpha / rank
