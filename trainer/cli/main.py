@@ -13,6 +13,7 @@
   check-loss FILE.py:NAME       check that a loss is right on any split of a batch
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
+  serve MODEL [key=value ...]   serve a model to scripts of the tinker SDK
   serve-reward [...]            answer reward requests over HTTP
   migrate SYSTEM FILE           translate a script of verl, TRL, ... into our keys
   report RUN_DIR                write RUN_DIR/report.html again
@@ -52,6 +53,7 @@ COMMANDS = {
     "check-loss": "trainer.cli.check_loss.main",
     "doctor": "trainer.cli.doctor.main",
     "make-tiny": "trainer.cli.make_tiny.main",
+    "serve": "trainer.cli.serve.main",
     "serve-reward": "trainer.cli.serve_reward.main",
     "migrate": "trainer.cli.migrate.main",
     "report": "trainer.cli.report.main",
@@ -147,7 +149,8 @@ def only_prints(command: str, arguments: list[str]) -> bool:
     Other commands detect a child's death by an error on its pipe, so they must not end silently on
     such an error.
     """
-    works = command in ("ppo", "eval", "replay", "chat", "doctor", "serve-reward", *RECIPES)
+    serves = ("serve", "serve-reward")
+    works = command in ("ppo", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
     works = works or [command, *arguments[:1]] == ["bench", "job"]
     return not works or bool({*ASKS_FOR_HELP, "--cfg"} & set(arguments))
 

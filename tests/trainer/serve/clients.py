@@ -1,0 +1,215 @@
+"""A client of the protocol in a few lines of httpx, and a server for it in this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from trainer.config.compose import load_config
+from trainer.serve.recipe import SERVE, prepare
+from trainer.serve.server import Desk, open_door, started
+from trainer.serve.wire import CLASSES, PROTOBUF
+
+Facts = dict[str, Any]
+FIELDS = {"float32": (1, "<f4"), "int64": (2, "<i8")}
+
+
+def config_of(model: Path, folder: Path, *settings: str, rank: int = 4) -> Any:
+    """The configuration of a small server on the CPU."""
+    given = [
+        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.model.lora_rank={rank}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.device=cpu",
+        "data.max_prompt_length=32",
+        "data.max_response_length=16",
+    ]
+    config = load_config([*given, *settings], SERVE)
+    prepare(config)
+    return config
+
+
+@contextmanager
+def served(config: Any, token: str = "", **aliases: str) -> Iterator[tuple[Desk, str]]:
+    """Within, a server answers at the URL; its work is done in a thread."""
+    with started(config, aliases) as desk, open_door(desk, "127.0.0.1", 0, token) as url:
+        worker = threading.Thread(target=desk.run, name="desk")
+        worker.start()
+        try:
+            yield desk, url
+        finally:
+            desk.stop()
+            worker.join()
+
+
+class Client:
+    """One session."""
+
+    def __init__(self, url: str, key: str = "tml-any") -> None:
+        self.http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
+        try:
+            self.session = self.post("create_session", tags=[], sdk_version="0")["session_id"]
+        except FailedError:
+            self.http.close()
+            raise
+        self.samplers = 0
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+
+    def post(self, route: str, /, **body: Any) -> Facts:
+        """The answer of a POST; a status of 400 and more raises its text."""
+        return answer_of(self.http.post(route, json=body))
+
+    def get(self, path: str, **params: Any) -> Facts:
+        return answer_of(self.http.get(path, params=params))
+
+    def result(self, promise: Facts) -> Any:
+        """The result of a promise; an error raises its text."""
+        while True:
+            response = self.http.post("retrieve_future", json={"request_id": promise["request_id"]})
+            if response.headers["content-type"] == PROTOBUF:
+                return response.content
+            answer = answer_of(response)
+            if "error" in answer:
+                raise FailedError(f"{answer['category']}: {answer['error']}")
+            if answer.get("type") != "try_again":
+                return answer
+
+    def model(self, base: str, seq: int = 0, **lora: Any) -> Model:
+        """A new model."""
+        body = {"session_id": self.session, "model_seq_id": seq, "base_model": base}
+        made = self.result(self.post("create_model", **body, lora_config={"rank": 4, **lora}))
+        return Model(self, made["model_id"])
+
+    def load(self, path: str, optimizer: bool, seq: int) -> Model:
+        """A new model from a checkpoint."""
+        body = {"session_id": self.session, "model_seq_id": seq, "path": path}
+        made = self.result(self.post("load_weights", **body, optimizer=optimizer))
+        return Model(self, made["model_id"])
+
+    def sampler(self, **what: str) -> str:
+        """A new sampler of a base_model or a model_path."""
+        self.samplers += 1
+        body = {"session_id": self.session, "sampling_session_seq_id": 100 + self.samplers}
+        return str(self.post("create_sampling_session", **body, **what)["sampling_session_id"])
+
+    def sample(self, sampler: str, seq: int, ids: Sequence[int], /, **more: Any) -> Facts:
+        """Post a sample request."""
+        body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 1, **more}
+        chunks = [{"type": "encoded_text", "tokens": list(ids)}]
+        body.setdefault("sampling_params", {"max_tokens": 8})
+        return self.post("asample", **{"prompt": {"chunks": chunks}, **body})
+
+
+class Model:
+    """A client's model, with its numbered requests."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.client, self.name, self.seq = client, name, 0
+
+    def next(self) -> int:
+        self.seq += 1
+        return self.seq
+
+    def backward_body(
+        self,
+        seq: int,
+        datums: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
+        loss: str,
+        forward_only: bool = False,
+        **settings: Any,
+    ) -> bytes:
+        message = CLASSES["ForwardBackwardRequest"](model_id=self.name, seq_id=seq, loss_fn=loss)
+        message.forward_only = forward_only
+        for name, value in settings.items():
+            entry = message.loss_fn_config_v2.add(key=name)
+            if isinstance(value, str):
+                entry.value.text = value
+            else:
+                entry.value.number = value
+        for tokens, inputs in datums:
+            datum = message.data.add()
+            for part in (tokens[:1], tokens[1:]):  # several chunks are joined
+                datum.model_input.add().encoded_text.tokens = np.asarray(part, "<i4").tobytes()
+            for name, values in inputs.items():
+                kind, dtype = FIELDS["int64" if name == "target_tokens" else "float32"]
+                array = np.asarray(values, dtype)
+                tensor = datum.loss_fn_inputs.add(key=name).value
+                tensor.dense, tensor.dtype = array.tobytes(), kind
+                tensor.shape.extend(array.shape)
+        body: bytes = message.SerializeToString()
+        return body
+
+    def post_backward(self, body: bytes) -> Facts:
+        headers = {"content-type": PROTOBUF}
+        return answer_of(self.client.http.post("forward_backward", content=body, headers=headers))
+
+    def backward(self, datums: Any, loss: str = "cross_entropy", **settings: Any) -> Facts:
+        """Post a request; return its promise."""
+        return self.post_backward(self.backward_body(self.next(), datums, loss, **settings))
+
+    def step(self, **adam: Any) -> Facts:
+        """Post an optimizer step; return its promise."""
+        body = {"model_id": self.name, "seq_id": self.next(), "adam_params": adam}
+        return self.client.post("optim_step", **body)
+
+    def save(self, kind: str = "save_weights", /, **body: Any) -> Facts:
+        """Save; return the result."""
+        promise = self.client.post(kind, model_id=self.name, seq_id=self.next(), **body)
+        return dict(self.client.result(promise))
+
+
+class FailedError(AssertionError):
+    """A status of 400 and more, or a failed request."""
+
+
+def answer_of(response: httpx.Response) -> Facts:
+    if response.status_code >= 400:
+        raise FailedError(f"{response.status_code}: {response.json()['detail']}")
+    return dict(json.loads(response.content))
+
+
+def outputs(body: bytes) -> tuple[list[list[float]], dict[str, float]]:
+    """(log-probs of each datum, metrics) of a training result."""
+    message = CLASSES["ForwardBackwardOutput"]()
+    message.ParseFromString(body)
+    rows = []
+    for record in message.loss_fn_outputs:
+        tensor = record.fields[0].value
+        ends = np.frombuffer(tensor.offsets, "<i8") // 4
+        values = np.frombuffer(tensor.data, "<f4")
+        shape = [-1, *tensor.trailing_shape]
+        for begin, end in zip(ends, ends[1:], strict=False):
+            rows.append(values[begin:end].reshape(shape).tolist())
+    return rows, {entry.key: entry.value for entry in message.metrics}
+
+
+def sequences(body: bytes) -> list[tuple[list[int], list[float], int]]:
+    """(tokens, log-probs, stop reason) of each sample."""
+    message = CLASSES["SampleResponse"]()
+    message.ParseFromString(body)
+    return [
+        (
+            np.frombuffer(s.tokens, "<i4").tolist(),
+            np.frombuffer(s.logprobs, "<f4").tolist(),
+            s.stop_reason,
+        )
+        for s in message.sequences
+    ]
+
+
+def prompt_log_probs(body: bytes) -> list[float]:
+    message = CLASSES["SampleResponse"]()
+    message.ParseFromString(body)
+    return list(np.frombuffer(message.prompt_logprobs, "<f4").tolist())

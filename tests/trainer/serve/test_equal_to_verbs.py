@@ -1,0 +1,174 @@
+"""A GRPO loop of a client has the bits of the same verbs in process, on any placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.serve.clients import Client, config_of, outputs, sequences, served
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.launch import reproducible_arithmetic
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from workers.training.optim import StepSettings
+from workers.weights.sync import sync_weights
+
+PROMPTS = [[7, 9, 11], [13, 8, 6, 21, 5], [30]]
+GROUP, STEPS, LENGTH, RATE = 4, 3, 6, 1e-2
+Sampled = tuple[list[int], list[float]]
+
+
+def reward(tokens: Sequence[int]) -> float:
+    return float(sum(token % 2 for token in tokens)) / LENGTH
+
+
+def advantages(group: Sequence[Sampled]) -> list[float]:
+    rewards = [reward(tokens) for tokens, _ in group]
+    mean, deviation = np.mean(rewards), np.std(rewards)
+    return [float((each - mean) / (deviation + 1e-6)) for each in rewards]
+
+
+def over_http(url: str, base: str, rank: int) -> tuple[list[Any], list[Any]]:
+    """(metrics and samples of each step, log-probs at the end) of the loop as a client has it."""
+    results: list[Any] = []
+    with Client(url) as client:
+        model = client.model(base, rank=rank, seed=11)
+        for step in range(STEPS):
+            name = model.save("save_weights_for_sampler", sampling_session_seq_id=step)
+            params = {"max_tokens": LENGTH, "temperature": 0.9, "stop": [], "seed": 0}
+            asked = [
+                client.sample(
+                    name["sampling_session_id"],
+                    number,
+                    prompt,
+                    num_samples=GROUP,
+                    sampling_params={**params, "seed": 100 * step + number},
+                )
+                for number, prompt in enumerate(PROMPTS)
+            ]
+            groups = [[s[:2] for s in sequences(client.result(promise))] for promise in asked]
+            datums = []
+            for prompt, group in zip(PROMPTS, groups, strict=True):
+                for (tokens, log_probs), advantage in zip(group, advantages(group), strict=True):
+                    row, pad = prompt + tokens, [0.0] * (len(prompt) - 1)
+                    inputs = {
+                        "target_tokens": row[1:],
+                        "logprobs": pad + log_probs,
+                        "advantages": pad + [advantage] * len(tokens),
+                    }
+                    datums.append((row[:-1], inputs))
+            backward = model.backward(datums, "ppo", clip_high_threshold=1.3)
+            stepped = model.step(learning_rate=RATE, grad_clip_norm=1.0, weight_decay=0.01)
+            rows, metrics = outputs(client.result(backward))
+            results.append((groups, rows, metrics["loss:sum"], client.result(stepped)["metrics"]))
+        final = [([*p, *p][:-1], {"target_tokens": [*p, *p][1:]}) for p in PROMPTS]
+        ends, _ = outputs(client.result(model.backward(final, forward_only=True)))
+    return results, ends
+
+
+def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int) -> Ragged:
+    return Ragged.of_rows([torch.tensor(row, dtype=dtype) for row in rows], width)
+
+
+def rows_of(ids: list[list[int]], **numbers: list[list[float]]) -> DataProto:
+    """Rows of which every token but the first is in the loss."""
+    width = max(map(len, ids))
+    tokens = ragged(ids, torch.long, width)
+    responses = ragged([row[1:] for row in ids], torch.long, width - 1)
+    positions = torch.cat([torch.arange(len(row)) for row in ids])
+    columns: dict[str, Any] = {
+        "input_ids": tokens,
+        "attention_mask": tokens.with_values(torch.ones_like(tokens.values)),
+        "position_ids": tokens.with_values(positions),
+        "responses": responses,
+        "response_mask": responses.with_values(torch.ones_like(responses.values)),
+    }
+    for name, rows in numbers.items():
+        columns[name] = ragged(rows, torch.float32, width - 1)
+    settings = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.3}
+    return DataProto.from_dict(columns, meta_info={"loss_settings": settings})
+
+
+def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
+    """The same loop as a driver of the verbs has it."""
+    results: list[Any] = []
+    with reproducible_arithmetic(), WorkerGroups(config) as groups:
+        actor, rollout = groups["actor"], groups["rollout"]
+        actor.init_model(0)
+        rollout.init_model()
+        actor.add_state("mine", rank, 11)
+        actor.use_state("mine")
+        for step in range(STEPS):
+            sync_weights(actor, rollout, step + 1)
+            prompts = [torch.tensor(p) for p in PROMPTS for _ in range(GROUP)]
+            ids = Ragged.of_rows(prompts, config.data.max_prompt_length, at_end=True)
+            sampling = {
+                "temperature": 0.9,
+                "max_tokens": LENGTH,
+                "stop_token_ids": (),
+            }
+            batch = rollout.generate_sequences(
+                DataProto.from_dict(
+                    {
+                        "input_ids": ids,
+                        "attention_mask": ids.with_values(torch.ones_like(ids.values)),
+                        "sample_index": torch.arange(GROUP).repeat(len(PROMPTS)),
+                        "end_at": torch.full((len(prompts),), LENGTH),
+                    },
+                    {
+                        "uid": [
+                            f"seed {100 * step + n}"
+                            for n in range(len(PROMPTS))
+                            for _ in range(GROUP)
+                        ]
+                    },
+                    {"sampling": sampling, "pad_token_id": 0},
+                )
+            )
+            tokens = [row.tolist() for row in batch.column("responses").rows()]
+            log_probs = [row.tolist() for row in batch.column("rollout_log_probs").rows()]
+            drawn = list(zip(tokens, log_probs, strict=True))
+            of_prompts = [drawn[n * GROUP : (n + 1) * GROUP] for n in range(len(PROMPTS))]
+            rows, q, a = [], [], []
+            for prompt, group in zip(PROMPTS, of_prompts, strict=True):
+                pad = [0.0] * (len(prompt) - 1)
+                for (own, numbers), advantage in zip(group, advantages(group), strict=True):
+                    rows.append(prompt + own)
+                    q.append(pad + numbers)
+                    a.append(pad + [advantage] * len(own))
+            result = actor.forward_backward(rows_of(rows, logprobs=q, advantages=a), "ppo")
+            settings = StepSettings(
+                lr=RATE,
+                betas=(0.9, 0.95),
+                eps=1e-12,
+                weight_decay=0.01,
+                grad_clip=1.0,
+                ends_update=False,
+            )
+            metrics = actor.optim_step(settings)[0]
+            outputs_of_rows = [row.tolist() for row in result.batch.column("log_probs").rows()]
+            loss = result.metrics["loss"][0]
+            results.append((of_prompts, outputs_of_rows, loss, metrics))
+        final = actor.forward(rows_of([[*p, *p] for p in PROMPTS]), ("log_probs",))
+        ends = [row.tolist() for row in final.column("log_probs").rows()]
+    return results, ends
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("placement", ["colocate", "split"])
+def test_a_grpo_loop_has_the_bits_of_the_verbs(
+    tiny_dir: Path, tmp_path: Path, rank: int, placement: str
+) -> None:
+    model = tiny_dir / "model"
+    config = config_of(model, tmp_path / "a", rank=rank)
+    expected = in_process(config, rank)
+    served_config = config_of(model, tmp_path / "b", f"placement={placement}", rank=rank)
+    with served(served_config) as (desk, url):
+        assert over_http(url, desk.base_model, rank) == expected
+    rewards = [np.mean([reward(t) for group in step[0] for t, _ in group]) for step in expected[0]]
+    assert len(set(rewards)) == STEPS, "nothing was learned or sampled anew"

@@ -1,0 +1,433 @@
+"""The protocol over HTTP: order, repeats, losses, samplers, checkpoints, bad requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.trainer.serve.clients import (
+    Client,
+    FailedError,
+    Model,
+    config_of,
+    outputs,
+    prompt_log_probs,
+    sequences,
+    served,
+)
+from trainer.run_folder.saved_model import find_saved_model
+from trainer.serve.promises import RequestError, Turns
+from trainer.serve.server import Desk, check_key
+from verl_like.errors import ConfigError
+
+TEXT = [7, 9, 11, 13, 8, 6, 21]
+ADAM = {"learning_rate": 1e-2}
+
+
+def datum(tokens: list[int] | None = None, **inputs: Any) -> tuple[list[int], dict[str, Any]]:
+    tokens = tokens or TEXT
+    return tokens[:-1], {"target_tokens": tokens[1:], **inputs}
+
+
+def of_policy(advantage: float = 1.0, **more: Any) -> tuple[list[int], dict[str, Any]]:
+    count = len(TEXT) - 1
+    numbers = {"logprobs": [-3.5] * count, "advantages": [advantage] * count}
+    return datum(**numbers, **more)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Desk, str]]:
+    config = config_of(tiny_dir / "model", tmp_path_factory.mktemp("saved"))
+    with served(config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: tuple[Desk, str]) -> Iterator[Client]:
+    with Client(server[1]) as opened:
+        yield opened
+        opened.post(f"sessions/{opened.session}/finish")
+
+
+@pytest.fixture
+def model(client: Client, server: tuple[Desk, str]) -> Model:
+    return client.model(server[0].base_model)
+
+
+def test_losses_are_sums_and_gradients_add_up(model: Model) -> None:
+    client = model.client
+    rows, metrics = outputs(client.result(model.backward([datum(), datum(TEXT[:4])])))
+    assert [len(row) for row in rows] == [6, 3]
+    assert metrics["loss:sum"] == pytest.approx(-sum(map(sum, rows)), rel=1e-5)
+    whole = client.result(model.step(**ADAM))["metrics"]["grad_norm"]
+
+    other = client.model(
+        client.get("get_server_capabilities")["supported_models"][0]["model_name"], 1
+    )
+    for one in (datum(), datum(TEXT[:4])):
+        client.result(other.backward([one]))
+    parts = client.result(other.step(**ADAM))["metrics"]["grad_norm"]
+    assert parts == pytest.approx(whole, rel=1e-4)
+
+
+def test_weights_may_be_fractional_negative_and_two_dimensional(model: Model) -> None:
+    client, weights = model.client, [0.5, -1.0, 0.0, 2.0, 0.25, -0.125]
+    (row,), metrics = outputs(client.result(model.backward([datum(weights=weights)])))
+    assert metrics["loss:sum"] == pytest.approx(-np.dot(row, weights), rel=1e-5)
+    targets = np.stack([TEXT[1:], TEXT[:-1]], axis=1)
+    both = np.stack([weights, weights[::-1]], axis=1)
+    inputs = {"target_tokens": targets, "weights": both}
+    (pairs,), metrics = outputs(client.result(model.backward([(TEXT[:-1], inputs)])))
+    assert np.asarray(pairs)[:, 0] == pytest.approx(row, rel=1e-4)
+    assert metrics["loss:sum"] == pytest.approx(-(np.asarray(pairs) * both).sum(), rel=1e-4)
+
+
+def test_forward_is_the_loss_without_gradients(model: Model) -> None:
+    client = model.client
+    forward = outputs(client.result(model.backward([of_policy()], "ppo", forward_only=True)))
+    with pytest.raises(FailedError, match="user: .*no gradients are there"):
+        client.result(model.step(**ADAM))
+    backward = outputs(client.result(model.backward([of_policy()], "ppo")))
+    assert forward[0][0] == pytest.approx(backward[0][0], rel=1e-4)
+    assert forward[1]["loss:sum"] == pytest.approx(backward[1]["loss:sum"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("importance_sampling", {}),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}),
+        ("cispo", {}),
+        ("dro", {"beta": 0.1}),
+        ("verl_like:dppo_tv", {}),
+        ("verl_like:vanilla", {"clip_ratio_high": 0.4, "loss_agg_mode": "token-sum"}),
+    ],
+)
+def test_policy_losses_by_name(model: Model, loss: str, settings: dict[str, Any]) -> None:
+    _, metrics = outputs(model.client.result(model.backward([of_policy()], loss, **settings)))
+    assert math.isfinite(metrics["loss:sum"])
+    assert all(name.count(":") == 1 for name in metrics)
+
+
+def test_requests_run_by_number_in_whatever_order_they_come(
+    client: Client, server: tuple[Desk, str]
+) -> None:
+    base = server[0].base_model
+    in_order, shuffled = (client.model(base, seq, seed=3) for seq in (0, 1))
+    datums = [[datum()], [datum(TEXT[:5])], [datum(TEXT[2:])]]
+    for one in datums:
+        in_order.backward(one)
+    expected = client.result(in_order.step(**ADAM))
+    promises = {}
+    bodies = {n: shuffled.backward_body(n, datums[n - 1], "cross_entropy") for n in (1, 2, 3)}
+    shuffled.seq = 3
+    for number in (2, 3):
+        promises[number] = shuffled.post_backward(bodies[number])
+    step = shuffled.step(**ADAM)
+    promises[1] = shuffled.post_backward(bodies[1])
+    assert client.result(step) == expected
+    # repeats get the same promise, and its result again
+    assert shuffled.post_backward(bodies[2]) == promises[2]
+    assert client.result(promises[2]) == client.result(promises[2])
+    other = shuffled.backward_body(2, datums[0], "cross_entropy")
+    with pytest.raises(FailedError, match="400: seq_id 2 was sent before with another body"):
+        shuffled.post_backward(other)
+
+
+def test_a_failed_request_spoils_the_next_step_and_no_other(model: Model) -> None:
+    client = model.client
+    client.result(model.backward([datum()]))
+    failed, step = model.backward([datum([7, 9, 10**6])]), model.step(**ADAM)
+    with pytest.raises(FailedError, match=r"user: datum 0, target_tokens: 1000000 at \[1\] is out"):
+        client.result(failed)
+    with pytest.raises(FailedError, match="user: no step was taken, and the gradients are cleared"):
+        client.result(step)
+    client.result(model.backward([datum()]))
+    assert client.result(model.step(**ADAM))["metrics"]["skipped_steps"] == 0
+
+
+def test_a_sampler_is_frozen_and_seeds_and_stops_count(model: Model, server: Any) -> None:
+    client = model.client
+    client.result(model.backward([datum()]))
+    client.result(model.step(**ADAM))
+    frozen = model.save("save_weights_for_sampler", sampling_session_seq_id=0)
+    sampler = frozen["sampling_session_id"]
+    params = {"max_tokens": 8, "seed": 5}
+
+    def draw(seq: int, **params: Any) -> Any:
+        return sequences(client.result(client.sample(sampler, seq, TEXT, sampling_params=params)))
+
+    before = draw(1, **params)
+    for _ in range(3):
+        client.result(model.backward([datum()]))
+        client.result(model.step(learning_rate=0.1))
+    assert draw(2, **params) == before
+    assert draw(3, **{**params, "seed": 6}) != before
+    ((tokens, log_probs, reason),) = before
+    assert len(tokens) == len(log_probs) <= 8
+    ((cut, _, stopped),) = draw(4, **params, stop=[tokens[2]])
+    assert cut == tokens[: tokens.index(tokens[2]) + 1]
+    assert (stopped, reason) == (0, 1)
+    ((endless, _, reason),) = draw(5, seed=5, stop=[])
+    assert (len(endless), reason) == (16, 1)
+    newest = model.save("save_weights_for_sampler", sampling_session_seq_id=1)
+    assert (
+        sequences(
+            client.result(
+                client.sample(newest["sampling_session_id"], 1, TEXT, sampling_params=params)
+            )
+        )
+        != before
+    )
+
+
+def test_sampled_and_prompt_log_probs_are_the_trainers(model: Model) -> None:
+    client = model.client
+    sampler = model.save("save_weights_for_sampler", sampling_session_seq_id=0)
+    name = sampler["sampling_session_id"]
+    asked = {"prompt_logprobs": True, "sampling_params": {"max_tokens": 5, "seed": 1}}
+    body = client.result(client.sample(name, 1, TEXT, **asked))
+    ((tokens, log_probs, _),) = sequences(body)
+    (row,), _ = outputs(client.result(model.backward([datum(TEXT + tokens)], forward_only=True)))
+    assert log_probs == pytest.approx(row[-len(tokens) :], abs=1e-4)
+    prompt = prompt_log_probs(body)
+    assert math.isnan(prompt[0])
+    assert prompt[1:] == pytest.approx(row[: len(TEXT) - 1], abs=1e-4)
+    last = prompt_log_probs(
+        client.result(client.sample(name, 2, TEXT, **asked, prompt_logprobs_last_n=2))
+    )
+    assert [math.isnan(value) for value in last] == [True] * 5 + [False] * 2
+
+
+def test_states_come_back_with_their_optimizer_and_are_run_folders(
+    model: Model, server: tuple[Desk, str], tmp_path: Path
+) -> None:
+    client, desk = model.client, server[0]
+    client.result(model.backward([datum()]))
+    client.result(model.step(**ADAM))
+    path = model.save(path="one", user_metadata={"renderer_name": "plain"})["path"]
+    assert path == f"tinker://{model.name}/weights/one"
+    again, without = client.load(path, True, 1), client.load(path, False, 2)
+    metrics = []
+    for each in (model, again, without):
+        client.result(each.backward([datum()]))
+        client.result(each.step(**ADAM))
+        metrics.append(outputs(client.result(each.backward([datum()]))))
+    assert metrics[0] == metrics[1] != metrics[2]
+
+    saved = find_saved_model(desk.checkpoints.folder / model.name / "weights" / "one")
+    saved.export(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()
+
+    with pytest.raises(FailedError, match="overwrite=true replaces it"):
+        model.save(path="one")
+    model.save(path="one", overwrite=True, ttl_seconds=3600)
+    found = client.get(f"training_runs/{model.name}/checkpoints")["checkpoints"]
+    assert [each["checkpoint_id"] for each in found] == ["weights/one"]
+    assert found[0]["expires_at"] is not None
+    assert found[0]["user_metadata"] is None
+    run = client.get(f"training_runs/{model.name}")
+    assert (run["lora_rank"], run["last_checkpoint"]["tinker_path"]) == (4, path)
+    assert client.post("weights_info", tinker_path=path)["lora_rank"] == 4
+    assert client.http.delete(f"training_runs/{model.name}/checkpoints/weights/one").is_success
+    assert client.http.get(f"training_runs/{model.name}/checkpoints").json() == {"checkpoints": []}
+
+
+def test_a_sampler_of_a_saved_path_outlives_the_server(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_dir / "model", tmp_path)
+    params = {"sampling_params": {"max_tokens": 8, "seed": 2}}
+    with served(config) as (desk, url), Client(url) as client:
+        model = client.model(desk.base_model)
+        client.result(model.backward([datum()]))
+        client.result(model.step(**ADAM))
+        path = model.save("save_weights_for_sampler", path="s")["path"]
+        drawn = sequences(
+            client.result(client.sample(client.sampler(model_path=path), 1, TEXT, **params))
+        )
+    with served(config) as (_, url), Client(url) as client:
+        sampler = client.sampler(model_path=path)
+        assert client.get(f"samplers/{sampler}")["model_path"] == path
+        assert sequences(client.result(client.sample(sampler, 1, TEXT, **params))) == drawn
+        base = client.sampler(base_model=str(tiny_dir / "model"))
+        assert sequences(client.result(client.sample(base, 1, TEXT, **params))) != drawn
+        with pytest.raises(FailedError, match="410: the request"):
+            client.result({"request_id": "of an earlier server"})
+
+
+def test_snapshots_beyond_memory_are_the_same_from_disk(
+    model: Model, server: tuple[Desk, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, desk = model.client, server[0]
+    monkeypatch.setattr(desk, "most_snapshots", 1)
+    params = {"sampling_params": {"max_tokens": 8, "seed": 2}}
+    drawn = []
+    for number in range(3):
+        client.result(model.backward([datum()]))
+        client.result(model.step(**ADAM))
+        name = model.save("save_weights_for_sampler", sampling_session_seq_id=number)
+        sampler = name["sampling_session_id"]
+        drawn.append((sampler, client.result(client.sample(sampler, 1, TEXT, **params))))
+    for sampler, expected in drawn:
+        assert client.result(client.sample(sampler, 2, TEXT, **params)) == expected
+
+
+BAD_SAMPLES = [
+    ({"sampling_params": {"max_tokens": 17}}, "max_tokens=17 exceeds the 16 tokens"),
+    ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature='-1'"),
+    ({"sampling_params": {"stop": [-3]}}, "sampling_params.stop"),
+    ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
+    ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs"),
+    ({"num_samples": 0}, "num_samples"),
+    ({"prompt": {"chunks": [{"type": "image"}]}}, "prompt.chunks.0.tokens"),
+    ({"prompt": {"chunks": []}}, "the prompt has 0 tokens; 1 to 32 fit"),
+    ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "1000000 at .0. is outside the vocabulary"),
+    ({"prompt": {"chunks": [{"tokens": [1] * 33}]}}, "the prompt has 33 tokens"),
+    ({"prompt_logprobs_last_n": 9}, "prompt_logprobs_last_n=9"),
+    ({"sampling_session_id": "none"}, "404: there is no open sampler 'none'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), BAD_SAMPLES)
+def test_a_bad_sample_request_is_rejected_at_once(
+    client: Client, server: tuple[Desk, str], fields: dict[str, Any], text: str
+) -> None:
+    sampler = client.sampler(base_model=server[0].base_model)
+    with pytest.raises(FailedError, match=text):
+        client.sample(sampler, 1, TEXT, **fields)
+
+
+BAD_DATUMS = [
+    ([], "cross_entropy", "the request has no datums"),
+    ([datum()], "ppo", "the loss ppo needs loss_fn_inputs.'logprobs'"),
+    ([datum()], "nope", "no loss 'nope'; valid: cross_entropy"),
+    ([datum()], "stable_reinforce", "no public formula.*--stable-reinforce"),
+    ([datum(weights=[1.0])], "cross_entropy", r"weights has shape \[1\] for 6 input tokens"),
+    ([datum(weights=[math.nan] * 6)], "cross_entropy", r"datum 0: weights is nan at \[0\]"),
+    ([datum([7] * 50)], "cross_entropy", "datum 0 has 49 tokens; 1 to 48 fit"),
+    ([datum([-1, 7])], "cross_entropy", r"datum 0: -1 at \[0\] is outside the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("datums", "loss", "text"), BAD_DATUMS)
+def test_bad_rows_are_an_error_of_their_client(
+    model: Model, datums: Any, loss: str, text: str
+) -> None:
+    with pytest.raises(FailedError, match=f"user: .*{text}"):
+        model.client.result(model.backward(datums, loss))
+
+
+def test_unknown_settings_of_losses_are_named(model: Model) -> None:
+    with pytest.raises(FailedError, match="has no setting 'clip_ratio'; it has clip_low_threshold"):
+        model.client.result(model.backward([of_policy()], "ppo", clip_ratio=0.2))
+    with pytest.raises(FailedError, match="takes numbers, and beta is 'x'"):
+        model.client.result(model.backward([of_policy()], "dro", beta="x"))
+
+
+def test_bad_requests_harm_nobody(client: Client, model: Model, server: tuple[Desk, str]) -> None:
+    base, http = server[0].base_model, client.http
+    with pytest.raises(FailedError, match="400: this server has no model 'gpt'"):
+        client.model("gpt", 7)
+    with pytest.raises(FailedError, match="trains adapters, and rank=0"):
+        client.model(base, 8, rank=0)
+    with pytest.raises(FailedError, match="adam_params.beta1='1.5'"):
+        model.step(beta1=1.5)
+    with pytest.raises(FailedError, match="adam_params.momentum"):
+        model.step(momentum=1)
+    for name in ("../x", "a/b", ".hidden", ""):
+        with pytest.raises(FailedError, match="cannot name a checkpoint|no path of the form"):
+            client.load(f"tinker://{model.name}/weights/{name}", False, 9)
+    with pytest.raises(FailedError, match="404: there is no checkpoint"):
+        client.load(f"tinker://{model.name}/weights/none", False, 9)
+    headers = {"content-type": "application/x-protobuf"}
+    for content, status in ((b"\xff\xff\xff", 400), (b"x" * (65 * 2**20), 413)):
+        answer = http.post("forward_backward", content=content, headers=headers)
+        assert answer.status_code == status
+        assert answer.json()["detail"]
+    assert http.post("optim_step", content=b"{").status_code == 400
+    assert http.post("optim_step", content=b"[]").status_code == 400
+    assert http.get("nothing/here").status_code == 404
+    # the rejected requests took their turns, and the model goes on
+    client.result(model.backward([datum()]))
+    assert client.result(model.step(**ADAM))["metrics"]["grad_norm"] > 0
+
+
+def test_a_gap_is_given_up() -> None:
+    started: list[int] = []
+    failed: list[str] = []
+
+    class Promise:
+        def fail(self, error: Exception) -> None:
+            failed.append(str(error))
+
+    turns: Any = Turns()
+    turns.submit(2, Promise(), lambda: started.append(2))
+    turns.give_up(3600)
+    assert not failed
+    turns.give_up(0)
+    assert "seq_id 1 did not arrive within 0 s" in failed[0]
+    turns.submit(3, Promise(), lambda: started.append(3))
+    assert started == [3]
+    with pytest.raises(RequestError, match="seq_id 2 is over"):
+        turns.check(2)
+
+
+def test_another_key_is_rejected_and_an_open_door_needs_one(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_dir / "model", tmp_path)
+    with served(config, token="tml-secret") as (_, url):
+        with Client(url, "tml-secret"):
+            pass
+        with pytest.raises(FailedError, match="401: the key in X-API-Key is not this server's"):
+            Client(url, "tml-other")
+    with pytest.raises(ConfigError, match="must begin with 'tml-'"):
+        check_key("127.0.0.1", "secret")
+    with pytest.raises(ConfigError, match="open to other machines"):
+        check_key("0.0.0.0", "")
+
+
+def test_all_weights_are_one_clients(tiny_dir: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_dir / "model", tmp_path, rank=0)
+    with served(config, stable_reinforce="ppo") as (desk, url), Client(url) as client:
+        model = client.model(desk.base_model, rank=0)
+        with pytest.raises(FailedError, match="one client at a time"):
+            client.model(desk.base_model, 1, rank=0)
+        _, metrics = outputs(client.result(model.backward([of_policy()], "stable_reinforce")))
+        assert metrics["loss:sum"] != 0
+        client.result(model.step(**ADAM))
+        sampler = model.save("save_weights_for_sampler", sampling_session_seq_id=0)
+        assert client.result(client.sample(sampler["sampling_session_id"], 1, TEXT))
+        client.post(f"sessions/{client.session}/finish")
+        with Client(url) as other:
+            assert other.model(desk.base_model, rank=0)
+
+
+def test_what_a_client_gets_does_not_depend_on_others(
+    client: Client, server: tuple[Desk, str]
+) -> None:
+    base, params = server[0].base_model, {"sampling_params": {"max_tokens": 8}}
+
+    def script(client: Client, others: list[Model]) -> list[Any]:
+        mine, results = client.model(base, 50, seed=1), []
+        for step in range(3):
+            promise = mine.backward([of_policy(0.5), of_policy(-1.0)], "importance_sampling")
+            for other in others:
+                other.backward([datum()])
+                other.step(learning_rate=0.1)
+            results.append(outputs(client.result(promise)))
+            results.append(client.result(mine.step(**ADAM)))
+            name = mine.save("save_weights_for_sampler", sampling_session_seq_id=step)
+            asked = [
+                client.sample(name["sampling_session_id"], seq, TEXT, **params) for seq in (1, 2)
+            ]
+            results += [sequences(client.result(promise)) for promise in asked]
+        return results
+
+    alone = script(client, [])
+    with Client(server[1]) as second, Client(server[1]) as third:
+        crowd = [client.model(base, 51, rank=8), second.model(base), third.model(base, rank=1)]
+        with Client(server[1]) as again:
+            assert script(again, crowd) == alone

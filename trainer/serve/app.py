@@ -1,0 +1,501 @@
+"""The door: HTTP routes of the Tinker protocol.
+
+Every POST is answered at once. What takes time gets a promise and goes to the `Desk`, which lets
+the main thread work on it; `retrieve_future` waits for the promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from trainer.serve import bodies as b
+from trainer.serve.bodies import Facts
+from trainer.serve.checkpoints import SavedPath, expiry
+from trainer.serve.clients import OpenModel, OpenSampler, Session, Sessions
+from trainer.serve.promises import Promises, RequestError
+from trainer.serve.rows import loss_of, read_datums, settings_of
+from trainer.serve.sampling import Sampler, sample_request
+from trainer.serve.server import Desk
+from trainer.serve.verbs import ServedModel
+from trainer.serve.wire import PROTOBUF, digest, parse
+from verl_like.errors import VerlLikeError
+from workers.training.optim import StepSettings
+from workers.training.states import BASE
+
+HOLD_S = 30.0
+"""How long a poll is held; the SDK gives up after 45 s and polls again at once otherwise."""
+GAP_S = 120.0
+"""How long a model's requests wait for one with a lower number that never came."""
+SILENT_S = 1800.0
+"""After how long without a word from its client a session ends; the SDK speaks every 10 s."""
+LARGEST_BODY = 64 * 2**20
+NO_CANCEL = {
+    "refresh_interval_sec": 300,
+    "sample_cancel_enabled": False,
+    "sample_cancel_max_batch_size": 1,
+}
+Handler = Callable[[Any], Facts]
+
+
+class Door:
+    """The routes, and the sessions behind them."""
+
+    def __init__(self, desk: Desk, token: str) -> None:
+        self.desk, self.verbs, self.checkpoints = desk, desk.verbs, desk.checkpoints
+        self._token = token
+        self.sessions, self.promises = Sessions(), Promises()
+
+    def app(self) -> Starlette:
+        """The application, for an ASGI server."""
+        run, session = "/training_runs/{run}", "/sessions/{session_id}"
+        checkpoint = run + "/checkpoints/{kind}/{name}"
+        table: list[tuple[str, str, Handler]] = [
+            ("GET", "/healthz", self.health),
+            ("POST", "/client/config", self.config),
+            ("POST", "/client/dynamic_config", self.dynamic_config),
+            ("POST", "/telemetry", self.telemetry),
+            ("GET", "/get_server_capabilities", self.capabilities),
+            ("POST", "/create_session", self.create_session),
+            ("POST", "/session_heartbeat", self.heartbeat),
+            ("POST", session + "/finish", self.finish),
+            ("GET", session, self.get_session),
+            ("GET", "/sessions", self.list_sessions),
+            ("POST", "/sessions/search", self.search_sessions),
+            ("POST", "/create_model", self.create_model),
+            ("POST", "/get_info", self.get_info),
+            ("POST", "/optim_step", self.optim_step),
+            ("POST", "/save_weights", self.save_weights),
+            ("POST", "/save_weights_for_sampler", self.save_for_sampler),
+            ("POST", "/load_weights", self.load_weights),
+            ("POST", "/create_sampling_session", self.create_sampler),
+            ("GET", "/samplers/{sampler_id:path}", self.get_sampler),
+            ("POST", "/asample", self.sample),
+            ("POST", "/weights_info", self.weights_info),
+            ("GET", "/training_runs", self.list_runs),
+            ("GET", run, self.get_run),
+            ("GET", run + "/checkpoints", self.list_of_run),
+            ("GET", "/checkpoints", self.list_checkpoints),
+            ("DELETE", checkpoint, self.delete_checkpoint),
+            ("POST", checkpoint + "/publish", self.publish),
+            ("DELETE", checkpoint + "/publish", self.unpublish),
+            ("PUT", checkpoint + "/ttl", self.set_ttl),
+        ]
+        routes = [self._route(*entry) for entry in table]
+        for path, answer in (
+            ("forward_backward", self.forward_backward),
+            ("retrieve_future", self.retrieve),
+        ):
+            routes.append(Route(f"/api/v1/{path}", self._guarded(answer), methods=["POST"]))
+        methods = ["GET", "POST", "PUT", "DELETE"]
+        routes.append(Route("/{path:path}", self._guarded(_not_supported), methods=methods))
+        return Starlette(routes=routes)
+
+    # ------------------------------------------------------------------ around every request
+
+    def _route(self, method: str, path: str, handler: Handler) -> Route:
+        """A route whose handler gets a body of the type that its annotation names."""
+        kind = get_type_hints(handler)["body"]
+
+        async def answer(request: Request) -> Response:
+            given = _json_object(await _body(request))
+            try:
+                body = kind.model_validate(given | {**request.query_params, **request.path_params})
+                return JSONResponse(handler(body))
+            except (ValidationError, RequestError, VerlLikeError):
+                self._skip_turn(given)
+                raise
+
+        return Route(f"/api/v1{path}", self._guarded(answer), methods=[method])
+
+    def _skip_turn(self, given: Facts) -> None:
+        """Count a rejected request of a model as done: its client has moved on."""
+        seq_id = given.get("seq_id")
+        if type(seq_id) is int and given.get("model_id") is not None:
+            opened = self.sessions.find_model(given["model_id"])
+            if opened is not None:
+                opened.turns.skip(seq_id)
+
+    def _guarded(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """Check the key; turn errors into answers to whoever asked."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                key = request.headers.get("x-api-key", "")
+                if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
+                    raise RequestError("the key in X-API-Key is not this server's.", 401)
+                response: Response = await answer(request)
+                return response
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                text = f"{where}={str(first['input'])[:80]!r}: {first['msg']}"
+                return JSONResponse({"detail": text}, 400)
+            except RequestError as error:
+                return JSONResponse({"detail": str(error)}, error.status)
+            except VerlLikeError as error:
+                return JSONResponse({"detail": str(error)}, 400)
+            except ClientDisconnect:
+                return Response(status_code=400)
+
+        return guarded
+
+    async def janitor(self) -> None:
+        """End silent sessions, give up on requests that wait in vain, delete what has expired."""
+        while True:
+            await asyncio.sleep(5.0)
+            for opened in self.sessions.all_models():
+                opened.turns.give_up(GAP_S)
+            silent = time.monotonic() - SILENT_S
+            for session in [s for s in self.sessions.open.values() if s.heard < silent]:
+                self._end(session)
+            await asyncio.to_thread(self.checkpoints.delete_expired)
+
+    # ------------------------------------------------------------------ clients and sessions
+
+    def health(self, body: b.Body) -> Facts:
+        return {"status": "ok"}
+
+    def config(self, body: b.Body) -> Facts:
+        """Flags: all are the SDK's defaults."""
+        return {}
+
+    def dynamic_config(self, body: b.Body) -> Facts:
+        return NO_CANCEL
+
+    def telemetry(self, body: b.Body) -> Facts:
+        """Accept and forget: nothing of a client is kept."""
+        return {"status": "accepted"}
+
+    def capabilities(self, body: b.Body) -> Facts:
+        facts = {"model_name": self.desk.base_model, "trainable": True, "sampleable": True}
+        return {"supported_models": [facts | {"max_context_length": self.desk.limits.context}]}
+
+    def create_session(self, body: b.CreateSession) -> Facts:
+        session = self.sessions.begin(body)
+        return {"session_id": session.session_id, "info_message": self.desk.notice}
+
+    def heartbeat(self, body: b.OfSession) -> Facts:
+        if body.session_id not in self.sessions.open:
+            raise RequestError("the session has ended.", 410)
+        self.sessions.find(body.session_id)
+        return {}
+
+    def finish(self, body: b.OfSession) -> Facts:
+        if body.session_id in self.sessions.open:
+            self._end(self.sessions.open[body.session_id])
+        return {}
+
+    def _end(self, session: Session) -> None:
+        del self.sessions.open[session.session_id]
+        self.promises.end_session(session.session_id)
+        states = {*session.models, *(each.sampler.state for each in session.samplers.values())}
+        self.desk.drop(states - self.sessions.sampled_states() - {BASE})
+
+    def get_session(self, body: b.OfSession) -> Facts:
+        session = self.sessions.find(body.session_id)
+        return {
+            "training_run_ids": [*session.models],
+            "sampler_ids": [*session.samplers],
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
+
+    def list_sessions(self, body: b.Page) -> Facts:
+        return {"sessions": _page(body, [*self.sessions.open])[0]}
+
+    def search_sessions(self, body: b.Search) -> Facts:
+        summaries = []
+        for session in self.sessions.search(body)[: body.limit]:
+            counts = [len(self.checkpoints.describe_all(run)) for run in session.models]
+            summaries.append(session.summary() | {"checkpoints_count": sum(counts)})
+        return {"sessions": summaries}
+
+    # ----------------------------------------------------------------------------- training
+
+    def create_model(self, body: b.CreateModel) -> Facts:
+        self._check_base(body.base_model)
+        lora = body.lora_config
+        self._check_rank(lora.rank)
+        trains = {"mlp": lora.train_mlp, "attn": lora.train_attn, "unembed": lora.train_unembed}
+        frozen = tuple(part for part, is_trained in trains.items() if not is_trained)
+        model = ServedModel("", lora.rank, lora.seed, frozen, body.user_metadata)
+        return self._open(body, model, lambda: self.verbs.create(model))
+
+    def _check_base(self, name: str | None) -> None:
+        if name not in self.desk.names:
+            raise RequestError(f"this server has no model {name!r}; it has {self.desk.base_model}.")
+
+    def _check_rank(self, rank: int) -> None:
+        if (rank == 0) != self.desk.trains_all:
+            kind = "all weights" if self.desk.trains_all else "adapters"
+            raise RequestError(
+                f"this server trains {kind}, and rank={rank} asks for something else. Rank 0 is "
+                "all weights, with actor_rollout_ref.model.lora_rank=0 at the server's start."
+            )
+
+    def _open(
+        self, body: b.CreateModel | b.Load, model: ServedModel, work: Callable[[], Facts]
+    ) -> Facts:
+        """Open a model of a session; `work` makes its state."""
+        session = self.sessions.find(body.session_id)
+
+        def answer() -> Facts:
+            if self.desk.trains_all and self.sessions.all_models():
+                raise RequestError(
+                    "this server trains all weights, for one client at a time, and another client "
+                    "has a model open; try again when its session has ended."
+                )
+            model.name = f"{session.session_id}:train:{body.model_seq_id}"
+            session.models[model.name] = OpenModel(model)
+            promise = self.promises.new(session.session_id)
+            self.desk.work(promise, work)
+            return {"request_id": promise.request_id}
+
+        return session.model_repeats.answer(body.model_seq_id, body.digest, answer)
+
+    def get_info(self, body: b.OfModel) -> Facts:
+        model, name = self.sessions.model(body.model_id).model, self.desk.base_model
+        return {
+            "type": "get_info",
+            "model_id": model.name,
+            "model_data": {"model_name": name, "tokenizer_id": name},
+            "is_lora": model.rank > 0,
+            "lora_rank": model.rank,
+            "model_name": name,
+        }
+
+    async def forward_backward(self, request: Request) -> Response:
+        """The one request in protobuf; a forward pass is one, too."""
+        if PROTOBUF not in request.headers.get("content-type", ""):
+            raise RequestError(f"forward_backward takes {PROTOBUF}.", 415)
+        body = await _body(request)
+        message = parse("ForwardBackwardRequest", body)
+        opened = self.sessions.model(message.model_id)
+        model = opened.model
+        run = self.verbs.forward if message.forward_only else self.verbs.forward_backward
+
+        def work() -> bytes:
+            try:
+                loss = loss_of(message.loss_fn, self.desk.aliases)
+                settings = settings_of(message, loss)
+                datums = read_datums(message, loss, self.desk.limits)
+            except VerlLikeError as error:
+                if not message.forward_only:
+                    self.verbs.fail_step(model, error)
+                raise
+            return run(model, datums, loss, settings)
+
+        return JSONResponse(self._in_turn(opened, message.seq_id, digest(body), work))
+
+    def _in_turn(
+        self, opened: OpenModel, seq_id: int, body: str, work: Callable[[], bytes | Facts]
+    ) -> Facts:
+        """Let a model's request wait for its turn, and answer with its promise."""
+
+        def answer() -> Facts:
+            opened.turns.check(seq_id)
+            promise = self.promises.new(opened.model.name.partition(":")[0])
+            opened.turns.submit(seq_id, promise, lambda: self.desk.work(promise, work))
+            return {"request_id": promise.request_id}
+
+        return opened.repeats.answer(seq_id, body, answer)
+
+    def optim_step(self, body: b.OptimStep) -> Facts:
+        opened, adam = self.sessions.model(body.model_id), body.adam_params
+        settings = StepSettings(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            grad_clip=adam.grad_clip_norm or float("inf"),
+            ends_update=False,
+        )
+        work = lambda: self.verbs.optim_step(opened.model, settings)  # noqa: E731
+        return self._in_turn(opened, body.seq_id, body.digest, work)
+
+    # -------------------------------------------------------------------------- checkpoints
+
+    def save_weights(self, body: b.Save) -> Facts:
+        return self._save(body, "weights", bool(body.overwrite))
+
+    def save_for_sampler(self, body: b.Save) -> Facts:
+        """A named checkpoint, or a snapshot that lives as long as the session."""
+        if body.sampling_session_seq_id is None:
+            return self._save(body, "sampler_weights", True)
+        opened = self.sessions.model(body.model_id)
+        model, session = opened.model, self.sessions.find(body.model_id.partition(":")[0])
+        name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+        path = self.verbs.spilled(model.name, name)
+
+        def work() -> Facts:
+            self.verbs.snapshot(model, name, self.desk.most_snapshots)
+            return {"sampling_session_id": name}
+
+        answer = self._in_turn(opened, body.seq_id, body.digest, work)
+        session.samplers.setdefault(name, OpenSampler(Sampler(name, name, path)))
+        return answer
+
+    def _save(self, body: b.Save, kind: str, may_replace: bool) -> Facts:
+        opened = self.sessions.model(body.model_id)
+        model = opened.model
+        path = SavedPath.of(model.name, kind, body.path or f"step-{model.num_steps}")
+        expiry(body.ttl_seconds)
+
+        def work() -> Facts:
+            if not may_replace and self.checkpoints.exists(path):
+                raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
+            return self.verbs.save(model, path, body.user_metadata, body.ttl_seconds)
+
+        return self._in_turn(opened, body.seq_id, body.digest, work)
+
+    def load_weights(self, body: b.Load) -> Facts:
+        path = SavedPath.parse(body.path)
+        facts = self.checkpoints.facts(path)
+        if body.model_id is not None:
+            opened = self.sessions.model(body.model_id)
+            if body.seq_id != 1:
+                raise RequestError("load_weights must be a model's first request.")
+            work = lambda: self.verbs.load(opened.model, path, body.optimizer)  # noqa: E731
+            return self._in_turn(opened, 1, body.digest, work)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+        self._check_rank(facts["rank"])
+        frozen = tuple(facts["frozen"])
+        model = ServedModel("", facts["rank"], None, frozen, body.user_metadata)
+        return self._open(body, model, lambda: self.verbs.load(model, path, body.optimizer))
+
+    def weights_info(self, body: b.OfPath) -> Facts:
+        facts = self.checkpoints.facts(SavedPath.parse(body.tinker_path))
+        parts = ("mlp", "attn", "unembed")
+        return {
+            "base_model": facts["base_model"],
+            "is_lora": facts["rank"] > 0,
+            "lora_rank": facts["rank"] or None,
+            **{f"train_{part}": part not in facts["frozen"] for part in parts},
+        }
+
+    def list_runs(self, body: b.Page) -> Facts:
+        runs, cursor = _page(body, self.checkpoints.runs())
+        return {"training_runs": [*map(self.checkpoints.describe_run, runs)], "cursor": cursor}
+
+    def get_run(self, body: b.OfRun) -> Facts:
+        return self.checkpoints.describe_run(body.run)
+
+    def list_of_run(self, body: b.OfRun) -> Facts:
+        self.checkpoints.describe_run(body.run)
+        return {"checkpoints": self.checkpoints.describe_all(body.run)}
+
+    def list_checkpoints(self, body: b.Page) -> Facts:
+        checkpoints, cursor = _page(body, self.checkpoints.describe_all())
+        return {"checkpoints": checkpoints, "cursor": cursor}
+
+    def delete_checkpoint(self, body: b.OfCheckpoint) -> Facts:
+        self.checkpoints.delete(SavedPath.of(body.run, body.kind, body.name))
+        return {}
+
+    def publish(self, body: b.OfCheckpoint) -> Facts:
+        return self._change(body, public=True)
+
+    def unpublish(self, body: b.OfCheckpoint) -> Facts:
+        return self._change(body, public=False)
+
+    def set_ttl(self, body: b.OfCheckpoint) -> Facts:
+        return self._change(body, expires_at=expiry(body.ttl_seconds))
+
+    def _change(self, body: b.OfCheckpoint, **changes: Any) -> Facts:
+        self.checkpoints.change(SavedPath.of(body.run, body.kind, body.name), **changes)
+        return {}
+
+    # ----------------------------------------------------------------------------- sampling
+
+    def create_sampler(self, body: b.CreateSampler) -> Facts:
+        session = self.sessions.find(body.session_id)
+        name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+
+        def answer() -> Facts:
+            if body.model_path is None:
+                self._check_base(body.base_model)
+                sampler = Sampler(name, BASE)
+            else:
+                path = SavedPath.parse(body.model_path)
+                facts = self.checkpoints.facts(path)
+                self._check_rank(facts["rank"])
+                # a checkpoint that is replaced is another state
+                sampler = Sampler(name, f"{path} of {facts['time']}", path, str(path))
+            session.samplers[name] = OpenSampler(sampler)
+            return {"sampling_session_id": name}
+
+        number = body.sampling_session_seq_id
+        return session.sampler_repeats.answer(number, body.digest, answer)
+
+    def get_sampler(self, body: b.OfSampler) -> Facts:
+        sampler, base = self.sessions.sampler(body.sampler_id).sampler, self.desk.base_model
+        shown = sampler.shown_path
+        return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": shown}
+
+    def sample(self, body: b.Sample) -> Facts:
+        opened = self.sessions.sampler(body.sampling_session_id)
+        sampler_id = opened.sampler.sampler_id
+
+        def answer() -> Facts:
+            asked = sample_request(body, opened.sampler, self.desk.limits, self.desk.eos)
+            asked.promise = self.promises.new(sampler_id.partition(":")[0])
+            self.desk.sample(asked)
+            names = [f"{sampler_id}:{body.seq_id}:{n}" for n in range(body.num_samples)]
+            return {"request_id": asked.promise.request_id, "sample_sequence_ids": names}
+
+        return opened.repeats.answer(body.seq_id, body.digest, answer)
+
+    async def retrieve(self, request: Request) -> Response:
+        """A result, held until it is there or the poll has waited long enough."""
+        asked = b.Retrieve.model_validate(_json_object(await _body(request)))
+        promise = self.promises.find(asked.request_id)
+        outcome = await promise.wait(HOLD_S)
+        if outcome is None:
+            again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
+            return JSONResponse(again)
+        self.promises.was_read(promise)
+        return Response(outcome.body, media_type=outcome.media_type)
+
+
+async def _not_supported(request: Request) -> Response:
+    path = request.url.path
+    raise RequestError(f"this server does not support {request.method} {path}.", 404)
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body, unless it is too large."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > LARGEST_BODY:
+            raise RequestError(f"the body exceeds {LARGEST_BODY} bytes; send smaller chunks.", 413)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _json_object(body: bytes) -> Facts:
+    try:
+        value = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"the body is a {type(value).__name__}, not a JSON object.")
+    return value
+
+
+def _page(body: b.Page, items: Sequence[Any]) -> tuple[Sequence[Any], Facts]:
+    """The part of a list that is asked for, and where it lies."""
+    cursor = {"offset": body.offset, "limit": body.limit, "total_count": len(items)}
+    return items[body.offset : body.offset + body.limit], cursor

@@ -1,0 +1,231 @@
+"""The bodies of requests, as the protocol has them. Fields that a server does not read are ignored.
+
+A body is built of the JSON object, the query and the parts of the path together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, field_validator
+
+Facts = dict[str, Any]
+Metadata = dict[str, Any] | None
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+TokenId = Annotated[int, Field(ge=0)]
+No = Annotated[int, Field(ge=0, le=0)]
+
+
+class Body(BaseModel):
+    """A request without fields."""
+
+    model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
+
+    @property
+    def digest(self) -> str:
+        """What tells two bodies apart."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+class OfSession(Body):
+    """A request about a session."""
+
+    session_id: str
+
+
+class CreateSession(Body):
+    """A client that begins."""
+
+    user_metadata: Metadata = None
+    display_name: str | None = None
+
+
+class Lora(Body):
+    """What is trained; rank 0 is all weights."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = 32
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+class Optimizer(Body):
+    """The optimizer's family."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(OfSession):
+    """A new model."""
+
+    model_seq_id: int
+    base_model: str
+    lora_config: Lora = Lora()
+    optimizer_config: Optimizer | None = None
+    user_metadata: Metadata = None
+
+
+class OfModel(Body):
+    """A request about a model."""
+
+    model_id: str
+
+
+class Numbered(OfModel):
+    """A request of a model, which runs in its turn."""
+
+    seq_id: PositiveInt
+
+
+class Adam(Body):
+    """The settings of one optimizer step."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: str | None = None
+    learning_rate: NonNegativeFloat = 1e-4
+    beta1: Below1 = 0.9
+    beta2: Below1 = 0.95
+    eps: NonNegativeFloat = 1e-12
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip_norm: NonNegativeFloat = 0.0
+
+
+class OptimStep(Numbered):
+    """An optimizer step."""
+
+    adam_params: Adam = Adam()
+    optimizer_params: None = None
+
+
+class Save(Numbered):
+    """A checkpoint, or a sampler."""
+
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool | None = None
+    user_metadata: Metadata = None
+    sampling_session_seq_id: int | None = None
+
+
+class Load(Body):
+    """A model from a checkpoint: a new one of a session, or one that was just created."""
+
+    path: str
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str = ""
+    model_seq_id: int = 0
+    base_model: str | None = None
+    user_metadata: Metadata = None
+
+
+class CreateSampler(OfSession):
+    """A sampler of the base model or of a checkpoint."""
+
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(Body):
+    """Text of a prompt."""
+
+    tokens: list[int]
+
+
+class Prompt(Body):
+    """The chunks of a prompt."""
+
+    chunks: list[Chunk]
+
+
+class SamplingParams(Body):
+    """How a sample is drawn; `stop`: null is the end of sequence, a list is what it holds."""
+
+    max_tokens: PositiveInt | None = None
+    seed: int | None = None
+    stop: list[TokenId] | list[Annotated[str, Field(min_length=1)]] | None = None
+    temperature: NonNegativeFloat = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_text(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+
+class DenseTensor(Body):
+    """A tensor of integers in JSON."""
+
+    data: list[int]
+    shape: tuple[int, int]
+    sparse_crow_indices: None = None
+
+
+class Sample(Body):
+    """Samples of a prompt."""
+
+    sampling_session_id: str
+    seq_id: int
+    num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: PositiveInt | None = None
+    target_prompt_logprobs: DenseTensor | None = None
+    # log-probs of the likeliest tokens, and tokens at prompt positions, are not supported
+    topk_prompt_logprobs: No = 0
+    topk_sample_logprobs: No = 0
+    prompt_alt_tokens_k: No = 0
+
+
+class Retrieve(Body):
+    """A poll."""
+
+    request_id: str
+
+
+class OfPath(Body):
+    """A checkpoint by its path."""
+
+    tinker_path: str
+
+
+class OfRun(Body):
+    """A training run."""
+
+    run: str
+
+
+class OfCheckpoint(OfRun):
+    """A checkpoint by the parts of its path."""
+
+    kind: str
+    name: str
+    ttl_seconds: int | None = None
+
+
+class Page(Body):
+    """A part of a list."""
+
+    limit: Annotated[int, Field(ge=0)] = 100
+    offset: Annotated[int, Field(ge=0)] = 0
+
+
+class Search(Body):
+    """A search among sessions."""
+
+    session_id: str | None = None
+    user_metadata: Facts = {}
+    display_name: str | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+
+
+class OfSampler(Body):
+    """A sampler."""
+
+    sampler_id: str

@@ -1,0 +1,220 @@
+"""Saved states as run folders, under the paths of the protocol.
+
+    tinker://RUN/weights/NAME            <folder>/RUN/weights/NAME/global_step_N/actor
+    tinker://RUN/sampler_weights/NAME    the same without optimizer
+
+`export`, `chat` and `eval` take the folder `NAME`, or any path in it. `run.json` next to the two
+folders describes the training run, `checkpoint.json` in `NAME` the checkpoint. All that a server
+has to know after a restart is in these files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from trainer.run_folder.marker import write_marker
+from trainer.serve.bodies import Facts
+from trainer.serve.promises import RequestError
+from verl_like.files import put_in_place, read_json_object, write_whole
+
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+"""Folder of a run -> the protocol's type of its checkpoints."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
+SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 366 * 86400
+
+
+def now() -> datetime:
+    """The time, with its zone."""
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True)
+class SavedPath:
+    """The three parts of a path."""
+
+    run: str
+    kind: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> SavedPath:
+        """Read `tinker://RUN/KIND/NAME`."""
+        parts = text.removeprefix(SCHEME).split("/")
+        if not text.startswith(SCHEME) or len(parts) != 3:
+            raise RequestError(f"{text!r} is no path of the form {SCHEME}RUN/weights/NAME.")
+        return cls.of(*parts)
+
+    @classmethod
+    def of(cls, run: str, kind: str, name: str) -> SavedPath:
+        """Check parts that a client gave: no name leaves its folder."""
+        if kind not in KINDS:
+            raise RequestError(f"{kind!r} is no kind of checkpoint; valid: {', '.join(KINDS)}.")
+        for part in (run, name):
+            if not NAME.fullmatch(part):
+                raise RequestError(
+                    f"{part!r} cannot name a checkpoint: use letters, digits, '_', '-', ':' and "
+                    "'.', and not a '.' first."
+                )
+        return cls(run, kind, name)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
+
+
+class Checkpoints:
+    """The saved states below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def place(self, path: SavedPath) -> Path:
+        """Return the run folder of a checkpoint."""
+        return self.folder / path.run / path.kind / path.name
+
+    def write(
+        self,
+        path: SavedPath,
+        step: int,
+        save: Callable[[str], object],
+        config: Facts,
+        facts: Facts,
+        ttl_seconds: int | None,
+    ) -> None:
+        """Let `save` write the state, and put the whole in its place, instead of an earlier one."""
+        place = self.place(path)
+        part = place.with_name(f"{place.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        inside = part / f"global_step_{step}"
+        try:
+            inside.mkdir(parents=True)
+            save(str(inside / "actor"))
+            write_marker(inside, step, config, {})
+            size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
+            written: Facts = {**facts, "time": now().isoformat(), "size_bytes": size}
+            written["expires_at"] = expiry(ttl_seconds)
+            write_whole(part / "checkpoint.json", json.dumps(written))
+            put_in_place(part, place)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def state_folder(self, path: SavedPath) -> Path:
+        """Return the folder that `load_checkpoint` reads."""
+        self.facts(path)
+        (folder,) = self.place(path).glob("global_step_*/actor")
+        return folder
+
+    def exists(self, path: SavedPath) -> bool:
+        """Whether the checkpoint is there and has not expired."""
+        try:
+            self.facts(path)
+        except RequestError:
+            return False
+        return True
+
+    def facts(self, path: SavedPath) -> Facts:
+        """Return what is known of a checkpoint; one that is not there is a 404."""
+        file = self.place(path) / "checkpoint.json"
+        facts: Facts = read_json_object(file) if file.is_file() else {}
+        if not facts or _is_over(facts):
+            raise RequestError(f"there is no checkpoint {path}.", 404)
+        return facts
+
+    def change(self, path: SavedPath, **changes: Any) -> None:
+        """Change what is known of a checkpoint."""
+        facts = {**self.facts(path), **changes}
+        write_whole(self.place(path) / "checkpoint.json", json.dumps(facts))
+
+    def delete(self, path: SavedPath) -> None:
+        """Remove a checkpoint."""
+        self.facts(path)
+        shutil.rmtree(self.place(path))
+
+    def delete_expired(self) -> None:
+        """Remove the checkpoints whose time to live is over."""
+        for file in self.folder.glob("*/*/*/checkpoint.json"):
+            if _is_over(read_json_object(file)):
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+    def note_run(self, run: str, facts: Facts) -> None:
+        """Write what is known of a training run."""
+        folder = self.folder / run
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "run.json", json.dumps(facts))
+
+    def runs(self) -> list[str]:
+        """Return the training runs, the newest first."""
+        files = sorted(self.folder.glob("*/run.json"), key=lambda f: (-f.stat().st_mtime, str(f)))
+        return [file.parent.name for file in files]
+
+    def describe_run(self, run: str) -> Facts:
+        """Return a training run as the protocol has it."""
+        file = self.folder / run / "run.json"
+        if not NAME.fullmatch(run) or not file.is_file():
+            raise RequestError(f"there is no training run {run!r}.", 404)
+        facts = read_json_object(file)
+        last: Facts = {}
+        for checkpoint in self.describe_all(run):
+            last.setdefault(checkpoint["checkpoint_type"], checkpoint)
+        return {
+            "training_run_id": run,
+            "base_model": facts["base_model"],
+            "model_owner": "local",
+            "is_lora": facts["rank"] > 0,
+            "lora_rank": facts["rank"] or None,
+            "corrupted": False,
+            "last_request_time": datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat(),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+            "user_metadata": facts.get("user_metadata"),
+        }
+
+    def describe_all(self, run: str | None = None) -> list[Facts]:
+        """Return the checkpoints of a run, or of all, the newest first."""
+        found = [self.describe(path) for path in self._paths() if run in (None, path.run)]
+        return sorted(found, key=lambda checkpoint: checkpoint["time"], reverse=True)
+
+    def describe(self, path: SavedPath) -> Facts:
+        """Return a checkpoint as the protocol has it."""
+        facts = self.facts(path)
+        return {
+            "checkpoint_id": f"{path.kind}/{path.name}",
+            "checkpoint_type": KINDS[path.kind],
+            "time": facts["time"],
+            "tinker_path": str(path),
+            "size_bytes": facts["size_bytes"],
+            "public": facts.get("public", False),
+            "user_metadata": facts.get("user_metadata"),
+            "expires_at": facts.get("expires_at"),
+        }
+
+    def _paths(self) -> Iterator[SavedPath]:
+        for file in self.folder.glob("*/*/*/checkpoint.json"):
+            run, kind, name = file.parent.parts[-3:]
+            path = SavedPath(run, kind, name)
+            if kind in KINDS and not name.endswith(".part") and self.exists(path):
+                yield path
+
+
+def expiry(ttl_seconds: int | None) -> str | None:
+    """Return when a checkpoint expires; None: never."""
+    if ttl_seconds is None:
+        return None
+    if not SHORTEST_TTL_S <= ttl_seconds <= LONGEST_TTL_S:
+        raise RequestError(
+            f"ttl_seconds={ttl_seconds} is not between {SHORTEST_TTL_S} (an hour) and "
+            f"{LONGEST_TTL_S} (ten years)."
+        )
+    return (now() + timedelta(seconds=ttl_seconds)).isoformat()
+
+
+def _is_over(facts: Facts) -> bool:
+    expires_at = facts.get("expires_at")
+    return expires_at is not None and datetime.fromisoformat(expires_at) < now()

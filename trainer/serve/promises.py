@@ -1,0 +1,199 @@
+"""Requests that are answered at once and run later: promises, and the turns of a model's requests.
+
+    promise = promises.new("forward_backward")      # its id is the answer of the POST
+    turns.submit(seq_id, promise, start)            # `start()` runs when it is this request's turn
+    await promise.wait(seconds)                     # retrieve_future
+
+All of this lives in the event loop's thread. `resolve` and `fail` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer.serve.bodies import Facts
+from trainer.serve.wire import PROTOBUF
+from verl_like.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    RolloutError,
+    WeightSyncError,
+)
+
+JSON = "application/json"
+MOST_READ = 256
+"""Results that were read and are kept, in case that the answer was lost on its way."""
+MOST_SEEN = 1024
+"""Requests of one sequence whose repeats are recognized."""
+
+
+class RequestError(Exception):
+    """A request that is rejected with an HTTP status, at once."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The body of a result, and its media type."""
+
+    body: bytes
+    media_type: str
+
+
+def category_of(error: BaseException) -> str:
+    """Return whose fault an error is, in the protocol's words."""
+    users = (ConfigError, BatchError, CheckpointError, RolloutError, RequestError)
+    is_users = isinstance(error, users) and not isinstance(error, WeightSyncError)
+    return "user" if is_users else "server"
+
+
+class Promise:
+    """A result that will be there."""
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id, self._loop = request_id, loop
+        self.outcome: Outcome | None = None
+        self._done = asyncio.Event()
+
+    def resolve(self, result: bytes | Facts) -> None:
+        """Give the result: bytes are protobuf."""
+        if isinstance(result, bytes):
+            self._settle(Outcome(result, PROTOBUF))
+        else:
+            self._settle(Outcome(json.dumps(result).encode(), JSON))
+
+    def fail(self, error: BaseException) -> None:
+        """Give an error, with whose fault it was."""
+        failure = {"error": f"{error}", "category": category_of(error)}
+        self._settle(Outcome(json.dumps(failure).encode(), JSON))
+
+    def _settle(self, outcome: Outcome) -> None:
+        def settle() -> None:
+            if self.outcome is None:
+                self.outcome = outcome
+                self._done.set()
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(settle)
+
+    async def wait(self, seconds: float) -> Outcome | None:
+        """Return the outcome; None if there is none yet after this time."""
+        if self.outcome is None:
+            try:
+                await asyncio.wait_for(self._done.wait(), seconds)
+            except TimeoutError:
+                return None
+        return self.outcome
+
+
+class Promises:
+    """The promises of all sessions by id; of those that were read only the newest are kept."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Promise] = {}
+        self._of_session: dict[str, set[str]] = {}
+        self._read: OrderedDict[str, Promise] = OrderedDict()
+        self._last = 0
+
+    def new(self, session: str) -> Promise:
+        """Return a promise of this session's."""
+        self._last += 1
+        promise = Promise(f"{session}:request:{self._last}", asyncio.get_running_loop())
+        self._open[promise.request_id] = promise
+        self._of_session.setdefault(session, set()).add(promise.request_id)
+        return promise
+
+    def find(self, request_id: str) -> Promise:
+        """Return a promise; one that is gone has status 410."""
+        promise = self._open.get(request_id) or self._read.get(request_id)
+        if promise is None:
+            raise RequestError(f"the request {request_id!r} is not known, or was read.", 410)
+        return promise
+
+    def was_read(self, promise: Promise) -> None:
+        """Note that a client has its result."""
+        if self._open.pop(promise.request_id, None) is not None:
+            session = promise.request_id.rpartition(":request:")[0]
+            self._of_session.get(session, set()).discard(promise.request_id)
+            self._read[promise.request_id] = promise
+        while len(self._read) > MOST_READ:
+            self._read.popitem(last=False)
+
+    def end_session(self, session: str) -> None:
+        """Fail what a session has open, and forget its results."""
+        for request_id in self._of_session.pop(session, set()):
+            promise = self._open.pop(request_id, None)
+            if promise is not None:
+                promise.fail(RequestError(f"the session {session} has ended."))
+
+
+class Repeats:
+    """Answers of numbered requests: a repeat gets the same answer, another body is rejected."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._seen: OrderedDict[int, tuple[str, Facts]] = OrderedDict()
+
+    def answer(self, number: int, digest: str, make: Callable[[], Facts]) -> Facts:
+        """Return what this request was answered before; `make()` if it is new."""
+        if number not in self._seen:
+            self._seen[number] = digest, make()
+            while len(self._seen) > MOST_SEEN:
+                self._seen.popitem(last=False)
+        known, answer = self._seen[number]
+        if known != digest:
+            raise RequestError(
+                f"{self._what} {number} was sent before with another body; a number is used once."
+            )
+        return answer
+
+
+class Turns:
+    """Starts a model's requests by `seq_id`, from 1, in whatever order they arrive."""
+
+    def __init__(self) -> None:
+        self.next = 1
+        self._waiting: dict[int, tuple[Promise | None, Callable[[], None]]] = {}
+        self._waits_since = time.monotonic()
+
+    def check(self, seq_id: int) -> None:
+        """Reject a request whose turn is over."""
+        if seq_id < self.next or seq_id in self._waiting:
+            raise RequestError(f"seq_id {seq_id} is over; this model's next one is {self.next}.")
+
+    def submit(self, seq_id: int, promise: Promise | None, start: Callable[[], None]) -> None:
+        """Let a request wait for its turn."""
+        self._waiting[seq_id] = promise, start
+        while self.next in self._waiting:
+            _, start = self._waiting.pop(self.next)
+            self.next += 1
+            self._waits_since = time.monotonic()
+            start()
+
+    def skip(self, seq_id: int) -> None:
+        """Count a rejected request as done: its client has moved on."""
+        if seq_id >= self.next and seq_id not in self._waiting:
+            self.submit(seq_id, None, lambda: None)
+
+    def give_up(self, seconds: float) -> None:
+        """Fail the requests that have waited so long for one that never came."""
+        if not self._waiting or time.monotonic() - self._waits_since < seconds:
+            return
+        missing, self.next = self.next, max(self._waiting) + 1
+        error = RequestError(
+            f"seq_id {missing} did not arrive within {seconds:g} s, and later requests of this "
+            f"model wait for it. They are dropped; the next is {self.next}."
+        )
+        for promise, _ in self._waiting.values():
+            if promise is not None:
+                promise.fail(error)
+        self._waiting.clear()

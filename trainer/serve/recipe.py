@@ -1,0 +1,117 @@
+"""The configuration of a server: the keys of a run that say where models are and how they compute.
+
+`load_config(overrides, SERVE)` returns it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.config.recipe import Recipe, presets
+from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.ppo.config import AlgorithmConfig
+from verl_like.config_key import Section, key
+from workers.config import WorkersConfig
+
+CLIENTS_SAY = "the client says it with each request"
+CLIENTS_LOOP = "a server has no steps of its own; the client's script has the loop"
+CLIENTS_SCORE = "rewards are computed in the client's script"
+
+
+@dataclass(kw_only=True)
+class ServeDataConfig(Section):
+    """How long requests may be."""
+
+    max_prompt_length: int = key(512, above=0)
+    """Longest prompt of a sample, in tokens."""
+    max_response_length: int = key(512, above=0)
+    """Longest response of a sample. Rows to train on may be as long as both together."""
+
+
+@dataclass(kw_only=True)
+class ServeConfig(RunConfig, WorkersConfig):
+    """A server of one base model."""
+
+    never_read = {
+        CLIENTS_SAY: (
+            "algorithm",
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "actor_rollout_ref.actor.ppo_epochs",
+            "actor_rollout_ref.actor.grad_clip",
+            "actor_rollout_ref.actor.optim.lr",
+            "actor_rollout_ref.actor.optim.betas",
+            "actor_rollout_ref.actor.optim.weight_decay",
+            "actor_rollout_ref.rollout.n",
+            "actor_rollout_ref.rollout.temperature",
+            "actor_rollout_ref.rollout.top_k",
+            "actor_rollout_ref.rollout.top_p",
+            "actor_rollout_ref.rollout.do_sample",
+            "actor_rollout_ref.rollout.sampling_kwargs",
+            "actor_rollout_ref.rollout.val_kwargs",
+        ),
+        CLIENTS_SCORE: ("rewards", "custom_reward_function", "reward_model", "reward"),
+        CLIENTS_LOOP: (
+            *("critic", "ptx", "distillation", "environment"),
+            *("trainer.cls", "trainer.total_epochs", "trainer.total_training_steps"),
+            "trainer.stop_at",
+            *("trainer.test_freq", "trainer.val_before_train", "trainer.save_freq"),
+            *("trainer.save_every_minutes", "trainer.save_final", "trainer.max_ckpt_to_keep"),
+            *("trainer.resume_mode", "trainer.resume_from_path", "trainer.logger"),
+        ),
+    }
+    data: ServeDataConfig = key(factory=ServeDataConfig)
+    """Lengths."""
+    algorithm: AlgorithmConfig = key(factory=partial(AlgorithmConfig, adv_estimator="grpo"))
+    """Nothing that a server reads."""
+    trainer: TrainerConfig = key(
+        factory=partial(
+            TrainerConfig,
+            backend="local",
+            experiment_name="serve",
+            default_local_dir="runs/verl_like/serve",
+        )
+    )
+    """Devices, seed, and the folder of checkpoints."""
+
+    def of_role(self, role: str) -> ServeConfig:
+        """The configuration that this role's workers get: this one."""
+        return self
+
+
+def check(config: ServeConfig) -> None:
+    """The rules between fields."""
+    from trainer.config.checks import check_ranks
+    from trainer.ppo.roles import models_of
+    from workers.rollout.build import check_quantization
+
+    for role, model in models_of(config, without_users=True).items():
+        check_ranks(config, role, model.sharding)
+    check_quantization(config.actor_rollout_ref.rollout, config.trainer.device)
+
+
+def prepare(config: Any) -> None:
+    """Reject models that are not there or too short, and engines that cannot run."""
+    from trainer.config.checks import check_axes_of
+    from trainer.ppo.roles import models_of
+    from trainer.rollouts.preflight import check_model, check_rollout
+    from workers.models.memory_shapes import check_adapter
+
+    for role, model in models_of(config).items():
+        check_model(config, model.key, model.model.path)
+        check_axes_of(config, role, model)
+        check_adapter(model.model, model.head)
+    check_rollout(config)
+
+
+SERVE = Recipe(
+    name="serve",
+    schema=ServeConfig,
+    config_dir=Path(__file__).resolve().parent,
+    config_name="serve",
+    placements=presets({"actor_pool": ["actor"], "rollout_pool": ["rollout"]}),
+    registries=("trainer.ppo.advantages", "workers.losses", "workers.training.optim"),
+    checks=(check,),
+)

@@ -1,0 +1,212 @@
+"""A client's datums as rows of a batch, and the results of rows as those of datums.
+
+    datums = read_datums(message, limits)       # checked: shapes, numbers, ids, lengths
+    batch = TrainingRows.of(datums, names).batch
+
+A datum has N input tokens and N targets, which the client has shifted. Its row has one token more,
+which is never read: targets are the row's responses, and the log-prob of a target is read at its
+input token. A datum with K targets per token is K rows whose losses add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.serve.wire import Array, tensor_of, tokens_of
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Column, Ragged
+from verl_like.errors import BatchError, ConfigError, nearest
+from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_sums import TOKEN_SUMS
+from workers.roles.served import MASK, OURS, SETTINGS
+
+TARGETS = "target_tokens"
+NOT_PUBLIC = (
+    "the loss stable_reinforce has no public formula, so this server cannot compute it. Set "
+    "loss_fn=importance_sampling, ppo or cispo; or start the server with --stable-reinforce=NAME, "
+    "which computes the loss NAME in its place and says so."
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes that requests must keep to."""
+
+    vocabulary: int
+    prompt: int
+    """Longest prompt of a sample."""
+    response: int
+    """Longest response of a sample."""
+
+    @property
+    def context(self) -> int:
+        """Longest row of a training request."""
+        return self.prompt + self.response
+
+    def check_tokens(self, tokens: Array, what: str, longest: int | None = None) -> None:
+        """Reject ids outside the vocabulary, and rows that are empty or too long."""
+        longest = longest or self.context
+        if not 1 <= len(tokens) <= longest:
+            raise BatchError(
+                f"{what} has {len(tokens)} tokens; 1 to {longest} fit (data.max_prompt_length and "
+                "data.max_response_length)."
+            )
+        outside = np.argwhere((tokens < 0) | (tokens >= self.vocabulary))
+        if len(outside):
+            place = tuple(outside[0].tolist())
+            raise BatchError(
+                f"{what}: {tokens[place]} at {[*place]} is outside the vocabulary of "
+                f"{self.vocabulary}."
+            )
+
+
+@dataclass(frozen=True)
+class Datum:
+    """A client's datum: input ids, and loss inputs [N] or [N, K] by name."""
+
+    tokens: list[int]
+    inputs: dict[str, Array]
+
+    @property
+    def width(self) -> int | None:
+        """Targets per token; None for one without a second dimension."""
+        targets = self.inputs[TARGETS]
+        return targets.shape[1] if targets.ndim == 2 else None
+
+
+def loss_of(name: str, aliases: Mapping[str, str]) -> str:
+    """Return the loss that is computed for this name; reject unknown ones."""
+    name = aliases.get(name, name)
+    known = [*TOKEN_SUMS, *(f"{OURS}{ours}" for ours in POLICY_LOSSES)]
+    if name == "stable_reinforce":
+        raise ConfigError(NOT_PUBLIC)
+    if name not in known:
+        raise ConfigError(f"no loss {name!r}; valid: {', '.join(known)}.{nearest(name, known)}")
+    return name
+
+
+def columns_read(loss: str) -> tuple[list[str], list[str]]:
+    """Return the inputs beside the targets that a loss needs, and those that it may have."""
+    if loss.startswith(OURS):
+        return ["logprobs", "advantages"], [MASK]
+    spec = TOKEN_SUMS[loss]
+    needed = [name for name in spec.columns if name != MASK]
+    return needed, [*spec.optional_columns, *(name for name in spec.columns if name == MASK)]
+
+
+def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
+    """Return the datums of a request, with the inputs that the loss reads."""
+    if not message.data:
+        raise BatchError("the request has no datums.")
+    needed, optional = columns_read(loss)
+    datums = []
+    for number, sent in enumerate(message.data):
+        what = f"datum {number}"
+        tokens = tokens_of(sent.model_input, what)
+        limits.check_tokens(np.asarray(tokens), what)
+        fields = {entry.key: entry.value for entry in sent.loss_fn_inputs}
+        for name in (TARGETS, *needed):
+            if name not in fields:
+                raise BatchError(
+                    f"{what}: the loss {loss} needs loss_fn_inputs[{name!r}]; there are "
+                    f"{', '.join(fields) or 'none'}.{nearest(name, fields)}"
+                )
+        names = [TARGETS, *needed, *(name for name in optional if name in fields)]
+        inputs = {name: tensor_of(fields[name], f"{what}, {name}") for name in names}
+        shape = inputs[TARGETS].shape
+        for name, values in inputs.items():
+            if values.shape != shape or len(shape) > 2 or shape[0] != len(tokens) or 0 in shape:
+                raise BatchError(
+                    f"{what}: {name} has shape {[*values.shape]} for {len(tokens)} input tokens "
+                    f"and {TARGETS} of shape {[*shape]}."
+                )
+            if not np.isfinite(values).all():
+                place = np.argwhere(~np.isfinite(values))[0].tolist()
+                raise BatchError(f"{what}: {name} is {values[tuple(place)]} at {place}.")
+        if inputs[TARGETS].dtype.kind != "i":
+            raise BatchError(f"{what}: {TARGETS} are {inputs[TARGETS].dtype}, not integers.")
+        limits.check_tokens(inputs[TARGETS], f"{what}, {TARGETS}")
+        datums.append(Datum(tokens, inputs))
+    return datums
+
+
+def settings_of(message: Any, loss: str) -> dict[str, Any]:
+    """Return the settings of a loss: numbers, and texts of our own losses."""
+    settings: dict[str, Any] = {entry.key: entry.value for entry in message.loss_fn_config}
+    for entry in message.loss_fn_config_v2:
+        is_text = entry.value.HasField("text")
+        settings[entry.key] = entry.value.text if is_text else entry.value.number
+    if loss not in TOKEN_SUMS:
+        return settings
+    for name, value in settings.items():
+        if isinstance(value, str):
+            raise ConfigError(f"the loss {loss} takes numbers, and {name} is {value!r}.")
+    return TOKEN_SUMS[loss].checked(loss, settings)
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of some datums as a batch of the verbs."""
+
+    batch: DataProto
+    datums: Sequence[Datum]
+
+    @classmethod
+    def of(cls, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]) -> TrainingRows:
+        """Rows with all that a pass and the loss read."""
+        names = sorted({name for datum in datums for name in datum.inputs} - {TARGETS})
+        if MASK in sum(columns_read(loss), []):
+            names = sorted({*names, MASK})
+        ids, targets = [], []
+        values: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        for number, datum in enumerate(datums):
+            lacking = {*names} - datum.inputs.keys() - {MASK}
+            if lacking:
+                raise BatchError(f"datum {number} has no {lacking.pop()}, which other datums have.")
+            for place in range(datum.width or 1):
+                rows = {name: _column(array, place) for name, array in datum.inputs.items()}
+                target = rows.pop(TARGETS).long()
+                rows.setdefault(MASK, torch.ones(len(target)))
+                targets.append(target)
+                ids.append(torch.cat([torch.tensor(datum.tokens), target[-1:]]))
+                for name in names:
+                    values[name].append(rows[name].float())
+        columns = pass_columns(ids, targets)
+        for name, rows_of_name in values.items():
+            columns[name] = Ragged.of_rows(rows_of_name, columns["responses"].shape[1])
+        meta = {SETTINGS: dict(settings)}
+        return cls(DataProto.from_dict(columns, meta_info=meta), datums)
+
+    def log_probs(self, column: Column) -> list[Array]:
+        """Return the log-probs of each datum's targets, in the shape of the targets."""
+        assert isinstance(column, Ragged), "columns of tokens stay ragged"
+        rows = iter(column.rows())
+        results = []
+        for datum in self.datums:
+            own = [next(rows).numpy() for _ in range(datum.width or 1)]
+            results.append(own[0] if datum.width is None else np.stack(own, axis=1))
+        return results
+
+
+def pass_columns(ids: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, Column]:
+    """Return the columns that a pass reads; all targets are read, each one token before its own."""
+    width = max(map(len, ids))
+    rows = Ragged.of_rows(ids, width)
+    responses = Ragged.of_rows(targets, width - 1)
+    positions = torch.cat([torch.arange(len(row)) for row in ids])
+    return {
+        "input_ids": rows,
+        "attention_mask": rows.with_values(torch.ones_like(rows.values)),
+        "position_ids": rows.with_values(positions),
+        "responses": responses,
+        "response_mask": responses.with_values(torch.ones_like(responses.values)),
+    }
+
+
+def _column(array: Array, place: int) -> torch.Tensor:
+    return torch.from_numpy((array if array.ndim == 1 else array[:, place]).copy())

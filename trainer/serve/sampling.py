@@ -1,0 +1,253 @@
+"""Sample requests on the rollout: those of one snapshot and one way to sample run together.
+
+    loop.add(request)                   # from any thread
+    while loop.has_work:
+        loop.pump(seconds=0.2)          # one slice; finished requests get their results
+
+Requests that arrive while others of their kind run join them. A sample's bits depend on its
+snapshot, prompt, settings and noise alone, so it does not matter which requests run together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.serve.bodies import Sample
+from trainer.serve.checkpoints import SavedPath
+from trainer.serve.promises import Promise
+from trainer.serve.rows import Limits
+from trainer.serve.verbs import Verbs
+from trainer.serve.wire import Array, sample_output
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from verl_like.errors import BatchError
+from workers.rollout.client import RolloutClient, Submission
+
+FAIR_S = 2.0
+"""How long requests of another kind wait at most before no more may join those that run."""
+SHORTEST = 16
+"""Responses are cut at a power of two of tokens from here, so that requests can run together."""
+
+
+@dataclass
+class Sampler:
+    """A frozen snapshot that a client samples from: a state, and where it is saved."""
+
+    sampler_id: str
+    state: str
+    path: SavedPath | None = None
+    shown_path: str | None = None
+    """The path by which the client named it."""
+
+
+@dataclass(eq=False)
+class SampleRequest:
+    """One request: some samples of a prompt."""
+
+    sampler: Sampler
+    prompt: list[int]
+    uid: str
+    """The name of its noise."""
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    promise: Promise = field(init=False)
+    wants_prompt: bool = False
+    last_n: int | None = None
+    """Prompt tokens that are scored, from the end; None: all."""
+    targets: Array | None = None
+    """[prompt - 1, K]: ids whose log-probs are wanted, -1 for none."""
+    prompt_log_probs: Array | None = None
+    target_log_probs: Array | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What requests share that run together."""
+        longest = max(SHORTEST, 1 << (self.max_tokens - 1).bit_length())
+        stops = self.stop_ids, self.stop_strings
+        return self.sampler.state, longest, self.temperature, self.top_k, self.top_p, *stops
+
+    def rows(self, prompt_width: int, response_width: int, pad: int) -> DataProto:
+        """Its samples as rows for the rollout."""
+        prompt = torch.tensor(self.prompt)
+        ids = Ragged.of_rows([prompt] * self.num_samples, prompt_width, at_end=True, fill=pad)
+        _, longest, *_ = self.kind
+        sampling = {
+            "temperature": self.temperature or 1.0,
+            "do_sample": self.temperature > 0,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "max_tokens": min(longest, response_width),
+            "stop_token_ids": self.stop_ids,
+            "stop_strings": self.stop_strings,
+        }
+        return DataProto.from_dict(
+            {
+                "input_ids": ids,
+                "attention_mask": ids.with_values(torch.ones_like(ids.values)),
+                "sample_index": torch.arange(self.num_samples),
+                "end_at": torch.full((self.num_samples,), self.max_tokens),
+            },
+            {"uid": [self.uid] * self.num_samples},
+            {"sampling": sampling, "pad_token_id": pad},
+        )
+
+
+def sample_request(
+    body: Sample, sampler: Sampler, limits: Limits, eos: tuple[int, ...]
+) -> SampleRequest:
+    """Check a request against the server's limits; `eos` ends samples that name no stops."""
+    prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+    limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt)
+    params, last_n = body.sampling_params, body.prompt_logprobs_last_n
+    most = params.max_tokens or limits.response
+    if most > limits.response:
+        raise BatchError(
+            f"max_tokens={most} exceeds the {limits.response} tokens of a response "
+            "(data.max_response_length)."
+        )
+    if last_n is not None and last_n >= len(prompt):
+        raise BatchError(f"prompt_logprobs_last_n={last_n} of a prompt of {len(prompt)} tokens.")
+    stops = eos if params.stop is None else params.stop
+    targets = None
+    if body.target_prompt_logprobs is not None:
+        rows, width = body.target_prompt_logprobs.shape
+        targets = np.asarray(body.target_prompt_logprobs.data, "<i8")
+        if rows != len(prompt) - 1 or targets.size != rows * width or not targets.size:
+            raise BatchError(f"target_prompt_logprobs is not [{len(prompt) - 1}, K].")
+        targets = targets.reshape(rows, width)
+        limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
+    sequence = sampler.sampler_id.rpartition(":")[2]
+    return SampleRequest(
+        sampler,
+        prompt,
+        f"{sequence}/{body.seq_id}" if params.seed is None else f"seed {params.seed}",
+        body.num_samples,
+        most,
+        params.temperature,
+        params.top_k or -1,
+        params.top_p,
+        tuple(stop for stop in stops if isinstance(stop, int)),
+        tuple(stop for stop in stops if isinstance(stop, str)),
+        bool(body.prompt_logprobs),
+        last_n,
+        targets,
+    )
+
+
+class SamplingLoop:
+    """The requests that wait, and those that run on the rollout."""
+
+    def __init__(self, verbs: Verbs, pad: int) -> None:
+        data = verbs.config.data
+        self._verbs, self._pad = verbs, pad
+        self._widths = data.max_prompt_length, data.max_response_length
+        self._client = RolloutClient(verbs.rollout)
+        self._lock = threading.Lock()
+        self._waiting: deque[SampleRequest] = deque()
+        self._running: dict[Submission, SampleRequest] = {}
+        self._kind: tuple[Any, ...] | None = None
+
+    def add(self, request: SampleRequest) -> None:
+        """Let a request wait."""
+        with self._lock:
+            self._waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._waiting or self._running)
+
+    def pump(self, seconds: float) -> None:
+        """Start what may start, and let the rollout work for so long, or until it is done."""
+        batch = self._next_batch()
+        try:
+            if batch:
+                self._start(batch)
+            finished = self._client.take(seconds=seconds) if self._running else []
+        except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
+            self._fail_all(batch, error)
+            return
+        for submission in finished:
+            self._finish(self._running.pop(submission), submission.samples())
+
+    def _next_batch(self) -> list[SampleRequest]:
+        """Take the waiting requests that may run now."""
+        with self._lock:
+            if not self._waiting:
+                return []
+            if not self._running:
+                self._kind = self._waiting[0].kind
+            late = time.monotonic() - FAIR_S
+            if self._running and any(
+                r.kind != self._kind and r.since < late for r in self._waiting
+            ):
+                return []
+            batch = [request for request in self._waiting if request.kind == self._kind]
+            self._waiting = deque(r for r in self._waiting if r.kind != self._kind)
+            return batch
+
+    def _start(self, batch: Sequence[SampleRequest]) -> None:
+        sampler = batch[0].sampler
+        if sampler.path is not None:
+            self._verbs.bring_back(sampler.state, sampler.path)
+        self._score_prompts(sampler.state, batch)
+        if not self._running:
+            self._verbs.send_to_rollout(sampler.state)
+        submissions = {}
+        for request in batch:
+            submissions[Submission(request.rows(*self._widths, self._pad))] = request
+        self._running |= submissions
+        self._client.submit(*submissions)
+
+    def _score_prompts(self, state: str, batch: Sequence[SampleRequest]) -> None:
+        """Let the trainer score the prompts of requests that ask for it."""
+        asking = [r for r in batch if r.wants_prompt and len(r.prompt) > 1]
+        for request in batch:
+            if request.wants_prompt:
+                request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")
+        scored = self._verbs.log_probs(state, [(r.prompt, r.prompt[1:]) for r in asking])
+        for request, row in zip(asking, scored, strict=True):
+            count = min(request.last_n or len(row), len(row))
+            assert request.prompt_log_probs is not None, "made above"
+            request.prompt_log_probs[-count:] = row[-count:]
+        for request in batch:
+            if request.targets is not None:
+                columns = [column.tolist() for column in np.maximum(request.targets, 0).T]
+                rows = self._verbs.log_probs(state, [(request.prompt, c) for c in columns])
+                missing = request.targets < 0
+                request.target_log_probs = np.where(missing, np.nan, np.stack(rows, axis=1))
+
+    def _finish(self, request: SampleRequest, samples: DataProto) -> None:
+        tokens, log_probs = (samples.column(n) for n in ("responses", "rollout_log_probs"))
+        assert isinstance(tokens, Ragged), "columns of tokens stay ragged"
+        assert isinstance(log_probs, Ragged), "columns of tokens stay ragged"
+        reasons = samples.non_tensor_batch["finish_reason"]
+        sequences = [
+            (row.tolist(), numbers.tolist(), str(reason))
+            for row, numbers, reason in zip(tokens.rows(), log_probs.rows(), reasons, strict=True)
+        ]
+        body = sample_output(sequences, request.prompt_log_probs, request.target_log_probs)
+        request.promise.resolve(body)
+
+    def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
+        """Fail what runs: after an error the rollout has none of it."""
+        for request in {*batch, *self._running.values()}:
+            request.promise.fail(error)
+        if self._running:
+            self._running = {}
+            self._verbs.rollout.abort()
+        self._client = RolloutClient(self._verbs.rollout)

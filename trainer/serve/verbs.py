@@ -1,0 +1,261 @@
+"""The server's work on the worker groups: the verbs, on the state of one model at a time.
+
+Only one thread at a time is inside `using`. The state that it names is in the actor meanwhile, so
+no request can see the weights, gradients or moments of another model.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainer.config.flat import flat_config
+from trainer.serve.bodies import Facts
+from trainer.serve.checkpoints import Checkpoints, SavedPath
+from trainer.serve.rows import Datum, TrainingRows, pass_columns
+from trainer.serve.wire import Array, training_output
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import rectangle_of
+from verl_like.errors import ConfigError
+from workers.losses.token_sums import TOKEN_SUMS
+from workers.roles.served import MASK, OURS
+from workers.training.optim import StepSettings
+from workers.training.states import BASE
+from workers.weights.sync import sync_weights
+
+SPILLED = "snapshots"
+"""Folder of a run with the snapshots that memory has no room for."""
+
+
+@dataclass
+class ServedModel:
+    """A client's model: the name of its state, and what the client chose."""
+
+    name: str
+    rank: int
+    seed: int | None = None
+    frozen: tuple[str, ...] = ()
+    user_metadata: Facts | None = None
+    num_steps: int = 0
+    failure: str = ""
+    """Why the next optimizer step is not taken: a part of its gradients is missing."""
+    snapshots: list[str] = field(default_factory=list)
+    """Frozen copies in memory, the oldest first."""
+
+    def facts(self, base_model: str) -> Facts:
+        """What a checkpoint and the run's file say of it."""
+        return {
+            "base_model": base_model,
+            "rank": self.rank,
+            "frozen": list(self.frozen),
+            "num_steps": self.num_steps,
+        }
+
+
+class Verbs:
+    """Runs requests on the groups `actor` and `rollout`."""
+
+    def __init__(self, config: Any, groups: Any, checkpoints: Checkpoints) -> None:
+        self.config, self.checkpoints = config, checkpoints
+        self.actor, self.rollout = groups["actor"], groups["rollout"]
+        self.base_model: str = config.actor_rollout_ref.model.path
+        self._lock = threading.RLock()
+        self._states = {BASE}
+        self._synced: str | None = None
+        self._version = 0
+
+    @contextmanager
+    def using(self, state: str) -> Iterator[None]:
+        """Within, the actor has this state, and no other thread uses it."""
+        with self._lock:
+            self.actor.use_state(state)
+            yield
+
+    def create(self, model: ServedModel) -> Facts:
+        """Add a model that begins like the base."""
+        with self._lock:
+            self.actor.add_state(model.name, model.rank, model.seed, list(model.frozen))
+            self._states.add(model.name)
+        return {"model_id": model.name}
+
+    def drop(self, state: str) -> None:
+        """Forget a state."""
+        with self._lock:
+            if state in self._states:
+                self.actor.drop_state(state)
+                self._states.discard(state)
+                shutil.rmtree(self.checkpoints.folder / state / SPILLED, ignore_errors=True)
+
+    def forward(
+        self, model: ServedModel, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]
+    ) -> bytes:
+        """Log-probs and the loss, without gradients."""
+        rows = TrainingRows.of(datums, loss, settings)
+        with self.using(model.name):
+            column = self.actor.forward(rows.batch, ("log_probs",)).column("log_probs")
+        metrics = {}
+        if loss in TOKEN_SUMS:
+            spec = TOKEN_SUMS[loss]
+            names = {*spec.columns, *spec.optional_columns} & rows.batch.columns.keys()
+            columns = {name: rows.batch.padded(name) for name in names}
+            numbers = spec.of_tokens(rectangle_of(column), columns, {**spec.settings, **settings})
+            metrics["loss:sum"] = float(numbers.sum())
+        return training_output(rows.log_probs(column), metrics)
+
+    def forward_backward(
+        self, model: ServedModel, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]
+    ) -> bytes:
+        """Add a loss's gradients to those of the model; a failure spoils the next step."""
+        rows = TrainingRows.of(datums, loss, settings)
+        counts = None
+        if loss.startswith(OURS):
+            inside = rows.batch.padded(MASK) != 0
+            counts = {"num_rows": int(inside.any(dim=1).sum()), "num_tokens": int(inside.sum())}
+        try:
+            with self.using(model.name):
+                result = self.actor.forward_backward(rows.batch, loss, counts)
+        except Exception as error:
+            self.fail_step(model, error)
+            raise
+        metrics = {}
+        for name, values in result.metrics.items():
+            reduction = "mean" if counts and name != "loss" else "sum"
+            metrics[f"{name.replace(':', '_')}:{reduction}"] = float(values[0])
+        return training_output(rows.log_probs(result.batch.column("log_probs")), metrics)
+
+    def fail_step(self, model: ServedModel, error: Exception) -> None:
+        """Note that a part of the gradients of the next step is missing."""
+        model.failure = f"{error}"
+        with self.using(model.name):
+            self.actor.clear_gradients()
+
+    def optim_step(self, model: ServedModel, settings: StepSettings) -> Facts:
+        """Take an optimizer step, unless a part of its gradients failed."""
+        with self.using(model.name):
+            if model.failure:
+                failure, model.failure = model.failure, ""
+                self.actor.clear_gradients()
+                raise ConfigError(
+                    "no step was taken, and the gradients are cleared: a forward_backward before "
+                    f"it failed: {failure}"
+                )
+            metrics = self.actor.optim_step(settings)[0]
+        model.num_steps += 1
+        return {"metrics": {name: float(value) for name, value in metrics.items()}}
+
+    def save(
+        self, model: ServedModel, path: SavedPath, user_metadata: Facts | None, ttl: int | None
+    ) -> Facts:
+        """Write a checkpoint of a model."""
+        facts = {**model.facts(self.base_model), "user_metadata": user_metadata}
+        self._write(model.name, model.rank, model.num_steps, path, facts, ttl)
+        self.checkpoints.note_run(
+            model.name, {**model.facts(self.base_model), "user_metadata": model.user_metadata}
+        )
+        return {"path": str(path)}
+
+    def _write(
+        self, state: str, rank: int, step: int, path: SavedPath, facts: Facts, ttl: int | None
+    ) -> None:
+        config = flat_config(self.config) | {"actor_rollout_ref.model.lora_rank": rank}
+        contents = ["model", "optimizer"] if path.kind == "weights" else ["model"]
+
+        def save(folder: str) -> None:
+            with self.using(state):
+                self.actor.save_checkpoint(folder, step, contents)
+
+        self.checkpoints.write(path, step, save, config, facts, ttl)
+
+    def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> Facts:
+        """Give a new model the weights of a checkpoint, and its moments if asked for."""
+        facts = self.checkpoints.facts(path)
+        self._check_base(path, facts)
+        if path.kind != "weights" and with_optimizer:
+            raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
+        with self._lock:
+            if model.name not in self._states:
+                model.rank, model.frozen = facts["rank"], tuple(facts["frozen"])
+                self.create(model)
+            if model.rank != facts["rank"]:
+                raise ConfigError(
+                    f"{path} has rank {facts['rank']}, and the model has {model.rank}."
+                )
+            with self.using(model.name):
+                self.actor.load_checkpoint(str(self.checkpoints.state_folder(path)))
+                if not with_optimizer:
+                    self.actor.clear_gradients(forget_moments=True)
+        model.num_steps = facts["num_steps"]
+        return {"path": str(path), "model_id": model.name}
+
+    def _check_base(self, path: SavedPath, facts: Facts) -> None:
+        if facts["base_model"] != self.base_model:
+            raise ConfigError(
+                f"{path} was trained from {facts['base_model']}; this server has {self.base_model}."
+            )
+
+    def snapshot(self, model: ServedModel, name: str, most: int) -> None:
+        """Keep the model's weights as they are; beyond `most` in memory, older ones go to disk."""
+        with self._lock:
+            self.actor.copy_state(model.name, name)
+            self._states.add(name)
+            model.snapshots.append(name)
+            while len(model.snapshots) > most:
+                oldest = model.snapshots.pop(0)
+                facts = model.facts(self.base_model)
+                path = self.spilled(model.name, oldest)
+                self._write(oldest, model.rank, model.num_steps, path, facts, None)
+                self.drop(oldest)
+
+    def spilled(self, model: str, snapshot: str) -> SavedPath:
+        """Return where a snapshot is that memory has no room for."""
+        return SavedPath(model, SPILLED, snapshot.rpartition(":")[2])
+
+    def bring_back(self, state: str, path: SavedPath) -> None:
+        """Load a state for sampling from its checkpoint, unless it is in memory."""
+        with self._lock:
+            if state in self._states:
+                return
+            facts = self.checkpoints.facts(path)
+            self._check_base(path, facts)
+            self.actor.add_state(state, facts["rank"])
+            self._states.add(state)
+            try:
+                with self.using(state):
+                    self.actor.load_checkpoint(str(self.checkpoints.state_folder(path)))
+                    self.actor.clear_gradients(forget_moments=True)
+            except Exception:
+                self.drop(state)
+                raise
+
+    def send_to_rollout(self, state: str) -> None:
+        """Bring the rollout to a state's weights, unless it has them."""
+        with self._lock:
+            if state == self._synced:
+                return
+            self._synced = None
+            self._version += 1
+            bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+            with self.using(state):
+                sync_weights(self.actor, self.rollout, self._version, bucket)
+            self._synced = state
+
+    def log_probs(
+        self, state: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[Array]:
+        """Return log-probs at temperature 1 for rows (tokens, targets).
+
+        Target i is the token after token i, and has a log-prob whether it is the row's or not.
+        """
+        if not rows:
+            return []
+        ids, targets = ([torch.tensor(row[side]) for row in rows] for side in (0, 1))
+        batch = DataProto.from_dict(pass_columns(ids, targets))
+        with self.using(state):
+            column = self.actor.forward(batch, ("log_probs",)).column("log_probs")
+        return [row.numpy() for row in column.rows()]

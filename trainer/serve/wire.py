@@ -1,0 +1,171 @@
+"""The protocol's protobuf messages, and tensors in them as numpy arrays.
+
+    request = parse("ForwardBackwardRequest", body)
+    body = training_output([log_probs_of_datum, ...], {"loss:sum": 1.5})
+
+The messages are declared here, since the SDK ships no `.proto` file. They have a descriptor pool of
+their own, so that the SDK can be imported in the same process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from verl_like.errors import BatchError
+
+Array = np.ndarray[Any, Any]
+PROTOBUF = "application/x-protobuf"
+MESSAGES = {
+    "EncodedTextChunk": "bytes tokens=1",
+    "Opaque": "",
+    "Chunk": "EncodedTextChunk encoded_text=1; Opaque image=2; Opaque dmel=3",
+    "SparseCsr": "bytes values=1; bytes crow_indices=2; bytes col_indices=3",
+    "Tensor": "bytes dense=1; SparseCsr sparse_csr=2; int32 dtype=3; repeated int64 shape=4",
+    "TensorEntry": "string key=1; Tensor value=2",
+    "Datum": "repeated Chunk model_input=1; repeated TensorEntry loss_fn_inputs=2",
+    "NumberEntry": "string key=1; double value=2",
+    "LossConfigValue": "double number=1; string text=2",
+    "SettingEntry": "string key=1; LossConfigValue value=2",
+    "ForwardBackwardRequest": "string model_id=1; int32 seq_id=2; repeated Datum data=3; "
+    "string loss_fn=4; repeated NumberEntry loss_fn_config=5; bool forward_only=6; "
+    "repeated SettingEntry loss_fn_config_v2=7",
+    "BatchedTensor": "bytes data=1; bytes offsets=2; int32 dtype=3; "
+    "repeated int64 trailing_shape=4",
+    "BatchedEntry": "string key=1; BatchedTensor value=2",
+    "ArrayRecord": "string type_tag=1; repeated BatchedEntry fields=2; int64 num_datums=3",
+    "ForwardBackwardOutput": "string loss_fn_output_type=1; "
+    "repeated ArrayRecord loss_fn_outputs=2; repeated NumberEntry metrics=3",
+    "TopkLogprobs": "bytes token_ids=1; bytes logprobs=2; int32 k=3; int32 length=4",
+    "SampledSequence": "int32 stop_reason=1; bytes tokens=2; bytes logprobs=3; "
+    "TopkLogprobs topk_sampled_logprobs=4",
+    "SampleResponse": "repeated SampledSequence sequences=1; bytes prompt_logprobs=2; "
+    "TopkLogprobs topk_prompt_logprobs=3; int32 prompt_cache_hit_tokens=4; "
+    "Tensor target_prompt_logprobs=5",
+}
+"""Message -> its fields. Maps are repeated entries, which is how they travel."""
+KINDS = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
+FIELD = re.compile(r"(repeated )?(\w+) (\w+)=(\d+)")
+DTYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+FLOAT32 = 1
+LARGEST = 2**27
+"""Entries of a sparse tensor, written out."""
+STOP_REASONS = {"stop": 0, "length": 1}
+
+
+def _messages() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="serve.proto", package="serve", syntax="proto2")
+    for name, fields in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for repeated, kind, field, number in FIELD.findall(fields):
+            own = message.field.add(name=field, number=int(number), label=3 if repeated else 1)
+            own.type = KINDS.get(kind, 11)
+            if kind not in KINDS:
+                own.type_name = f".serve.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    types = pool.FindFileByName("serve.proto").message_types_by_name
+    return {name: message_factory.GetMessageClass(types[name]) for name in MESSAGES}
+
+
+CLASSES = _messages()
+
+
+def digest(body: bytes) -> str:
+    """Return what tells two bodies apart."""
+    return hashlib.sha256(body).hexdigest()
+
+
+def parse(name: str, body: bytes) -> Any:
+    """Return the message in these bytes."""
+    message = CLASSES[name]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise BatchError(f"the body of {len(body)} bytes is no {name}: {error}") from error
+    return message
+
+
+def tensor_of(message: Any, what: str) -> Array:
+    """Return a tensor as a dense array; entries that a sparse one leaves out are 0."""
+    shape = [*message.shape]
+    try:
+        dtype = DTYPES[message.dtype]
+        if not message.HasField("sparse_csr"):
+            values: Array = np.frombuffer(message.dense, dtype)
+            return values.reshape(shape) if shape else values
+        sparse, (rows, width) = message.sparse_csr, shape
+        ends, columns = (np.frombuffer(b, "<i8") for b in (sparse.crow_indices, sparse.col_indices))
+        counts = np.diff(ends)
+        if len(counts) != rows or (counts < 0).any() or not 0 <= rows * width <= LARGEST:
+            raise ValueError(f"{len(ends)} row pointers for {rows} rows of {width}")
+        dense: Array = np.zeros((rows, width), dtype)
+        places = np.repeat(np.arange(rows), counts)
+        dense[places, columns] = np.frombuffer(sparse.values, dtype)
+        return dense
+    except (KeyError, ValueError, IndexError) as error:
+        kind = message.dtype
+        raise BatchError(f"{what}: no tensor of shape {shape}, dtype {kind}: {error}") from error
+
+
+def tokens_of(chunks: Sequence[Any], what: str) -> list[int]:
+    """Return the tokens of a model input, whose chunks of text are joined."""
+    tokens: list[int] = []
+    for number, chunk in enumerate(chunks):
+        if not chunk.HasField("encoded_text"):
+            raise BatchError(f"{what}: chunk {number} is no text; images and audio are no input.")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise BatchError(f"{what}: chunk {number} is no array of int32.")
+        tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
+    return tokens
+
+
+def training_output(log_probs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
+    """Return the result of a forward or backward pass: `logprobs` of each datum, and metrics."""
+    message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    rows = [np.ascontiguousarray(row, "<f4") for row in log_probs]
+    for trailing_shape, group in groupby(rows, lambda row: row.shape[1:]):
+        _add_record(message, list(group), trailing_shape)
+    for name, value in metrics.items():
+        message.metrics.add(key=name, value=value)
+    body: bytes = message.SerializeToString()
+    return body
+
+
+def _add_record(message: Any, rows: Sequence[Array], trailing_shape: tuple[int, ...]) -> None:
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
+    tensor = record.fields.add(key="logprobs").value
+    tensor.data = b"".join(row.tobytes() for row in rows)
+    tensor.offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8").tobytes()
+    tensor.dtype = FLOAT32
+    tensor.trailing_shape.extend(trailing_shape)
+
+
+def sample_output(
+    sequences: Sequence[tuple[Sequence[int], Sequence[float], str]],
+    prompt_log_probs: Array | None = None,
+    targets: Array | None = None,
+) -> bytes:
+    """Return the result of a sample request: tokens, log-probs and stop reason of each sequence."""
+    message = CLASSES["SampleResponse"](prompt_cache_hit_tokens=0)
+    for tokens, log_probs, reason in sequences:
+        message.sequences.add(
+            stop_reason=STOP_REASONS[reason],
+            tokens=np.asarray(tokens, "<i4").tobytes(),
+            logprobs=np.asarray(log_probs, "<f4").tobytes(),
+        )
+    if prompt_log_probs is not None:
+        message.prompt_logprobs = np.asarray(prompt_log_probs, "<f4").tobytes()
+    if targets is not None:
+        tensor = message.target_prompt_logprobs
+        tensor.dense, tensor.dtype = np.asarray(targets, "<f4").tobytes(), FLOAT32
+        tensor.shape.extend(targets.shape)
+    body: bytes = message.SerializeToString()
+    return body
