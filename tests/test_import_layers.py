@@ -72,7 +72,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("async_training",),
         ("planner",),
         ("migrate",),
-        ("check_loss", "evaluation", "replay"),
+        ("check_loss", "evaluation", "replay", "serve"),
         ("multirun",),
         ("recipe_command",),
         ("main_ppo", "api"),

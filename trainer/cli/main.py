@@ -13,8 +13,7 @@
   check-loss FILE.py:NAME       check that a loss is right on any split of a batch
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
-  serve MODEL [key=value ...]   serve a model to scripts of the tinker SDK
-  serve-reward [...]            answer reward requests over HTTP
+  serve MODEL, serve-reward     serve a model to tinker scripts; serve a reward
   migrate SYSTEM FILE           translate a script of verl, TRL, ... into our keys
   report RUN_DIR                write RUN_DIR/report.html again
   compare RUN RUN ...           compare runs: settings, curves, times

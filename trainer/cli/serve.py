@@ -28,9 +28,10 @@ from collections.abc import Sequence
 from trainer.command_errors import ending_in_words
 from trainer.config.compose import load_config
 from trainer.recipe_command import is_setting
+from trainer.serve.desk import check_key
 from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.rows import loss_of
-from trainer.serve.server import check_key, serve
+from trainer.serve.server import serve
 
 
 def main(arguments: Sequence[str]) -> None:

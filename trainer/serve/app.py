@@ -23,10 +23,10 @@ from trainer.serve import bodies as b
 from trainer.serve.bodies import Facts
 from trainer.serve.checkpoints import SavedPath, expiry
 from trainer.serve.clients import OpenModel, OpenSampler, Session, Sessions
+from trainer.serve.desk import Desk
 from trainer.serve.promises import Promises, RequestError
 from trainer.serve.rows import loss_of, read_datums, settings_of
 from trainer.serve.sampling import Sampler, sample_request
-from trainer.serve.server import Desk
 from trainer.serve.verbs import ServedModel
 from trainer.serve.wire import PROTOBUF, digest, parse
 from verl_like.errors import VerlLikeError

@@ -13,8 +13,9 @@ import httpx
 import numpy as np
 
 from trainer.config.compose import load_config
+from trainer.serve.desk import Desk, started
 from trainer.serve.recipe import SERVE, prepare
-from trainer.serve.server import Desk, open_door, started
+from trainer.serve.server import open_door
 from trainer.serve.wire import CLASSES, PROTOBUF
 
 Facts = dict[str, Any]

@@ -21,8 +21,8 @@ from tests.trainer.serve.clients import (
     served,
 )
 from trainer.run_folder.saved_model import find_saved_model
+from trainer.serve.desk import Desk, check_key
 from trainer.serve.promises import RequestError, Turns
-from trainer.serve.server import Desk, check_key
 from verl_like.errors import ConfigError
 
 TEXT = [7, 9, 11, 13, 8, 6, 21]
