@@ -1,18 +1,19 @@
 """Losses of actor and critic: pure functions of tensors and a mask.
 
-A policy loss is one file (`vanilla.py`, `gspo.py`, …), found by its name in
-`workers.losses.registry.POLICY_LOSSES`: a file that is put here is imported here, so adding a loss
-is adding a file. What they share stands beside them: `token_loss` (what makes a policy loss of a
-function of tokens), `aggregate` (token losses to one number), `importance_ratio`, `covariance`; so
-do `value`, `kl`, `correction` and `rejection` (weights and rejection of tokens that another policy
-drew) and `mismatch` (how far that policy is off).
+A policy loss is one file (`vanilla.py`, `gspo.py`, …), registered by name in
+`workers.losses.registry.POLICY_LOSSES`. Every file in this folder is imported here, so you add a
+loss by adding a file. The policy losses share `token_loss` (turns a function of tokens into a
+policy loss), `aggregate` (reduces token losses to one number), `importance_ratio` and `covariance`.
+The other files are `value`, `kl`, `correction` and `rejection` (weight or reject tokens that
+another policy sampled) and `mismatch` (measures how far that policy is off).
 
-Tensors are [rows, response tokens]. **Sums over parts are exact.** A worker sees a micro-batch, a
-part of a global mini-batch: it passes the mini-batch's denominators, and then losses, gradients and
-metrics of all micro-batches on all ranks *add up* to those of the whole mini-batch. Without them a
-call stands for a whole mini-batch. (`clip_cov` and `kl_cov` compare a mini-batch's tokens with each
-other: the driver has chosen among them before.) Nothing outside the mask reaches a loss or a
-gradient, and an empty mask gives zero for both.
+Tensors are [rows, response tokens]. **Sums over micro-batches are exact.** A worker sees one
+micro-batch of a global mini-batch. It passes the denominators of the mini-batch, so the losses,
+gradients and metrics of all micro-batches on all ranks *add up* to the values of the whole
+mini-batch. Without denominators, a call treats its rows as a whole mini-batch. (`clip_cov` and
+`kl_cov` compare the tokens of a mini-batch with each other, so the driver chooses their tokens
+beforehand.) Values outside the mask never affect a loss or a gradient, and with an empty mask both
+are zero.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""From token losses to one number that adds up over micro-batches and ranks."""
+"""Reduce token losses to one number that adds up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
 
 
 class Denominators(TypedDict, total=False):
-    """What `agg_loss` divides by; the counts are those of the global mini-batch."""
+    """Denominators of `agg_loss`; the counts cover the global mini-batch."""
 
     batch_num_tokens: int | float | Tensor | None
-    """Tokens inside the mask; read by token-mean, and by every metric."""
+    """Tokens inside the mask; used by token-mean and by every metric."""
     global_batch_size: int | float | Tensor | None
-    """Rows with at least one token inside the mask; read by the three seq-mean modes."""
+    """Rows with at least one token inside the mask; used by the three seq-mean modes."""
     loss_scale_factor: int | float | None
-    """Constant of seq-mean-token-sum-norm; by default the mask's width."""
+    """Constant for seq-mean-token-sum-norm; the width of the mask by default."""
 
 
 def agg_loss(
@@ -56,7 +56,7 @@ def agg_loss(
     global_batch_size: int | float | Tensor | None = None,
     loss_scale_factor: int | float | None = None,
 ) -> Tensor:
-    """One number from token losses: this part's share of the global mini-batch's loss."""
+    """Return the contribution of these rows to the loss of the global mini-batch."""
     if loss_agg_mode not in AGGREGATIONS:
         raise ConfigError(
             f"unknown loss_agg_mode {loss_agg_mode!r}; there are {', '.join(AGGREGATIONS)}."
@@ -95,9 +95,9 @@ def agg_policy_loss(
     rollout_is_weights: Tensor | None,
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, weighed where there are weights, and the token means of what else was found.
+    """Return the loss, weighted if there are weights, and the token means of `per_token`.
 
-    Metrics take the same denominators as the loss, so they add up as it does.
+    Metrics use the same denominators as the loss, so they add up in the same way.
     """
     if rollout_is_weights is not None:
         losses = losses * zero_outside(rollout_is_weights.detach(), response_mask)
@@ -115,7 +115,7 @@ def agg_policy_loss(
 def share_of_tokens(
     where: Tensor, response_mask: Tensor, **denominators: Unpack[Denominators]
 ) -> Tensor:
-    """The share of tokens inside the mask for which `where` is true; counted, not summed."""
+    """Return the fraction of the tokens inside the mask for which `where` is true."""
     inside = response_mask.bool()
     num_tokens = denominators.get("batch_num_tokens")
     if num_tokens is None:
@@ -124,9 +124,10 @@ def share_of_tokens(
 
 
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
-    """`value`, with `slope` as its derivative by `variable`.
+    """Return `value` with `slope` as its derivative with respect to `variable`.
 
-    For a loss of many branches whose derivative is short: autograd would keep and undo each branch.
+    Use it for a loss with many branches and a short derivative: autograd would save and
+    backpropagate through every branch.
     """
     result: Tensor = _WithSlope.apply(value.detach(), slope.detach(), variable)
     return result

@@ -1,8 +1,8 @@
-"""Losses of large batches, a block of rows at a time, so that what they compute fits in the cache.
+"""Losses of large batches, computed in blocks of rows that fit in the cache.
 
-A batch of more than `BLOCK_TOKENS` tokens is computed block by block, and each block's gradient is
-taken at once. Beside its inputs only that gradient has the batch's size. Smaller batches are one
-block.
+A batch of more than `BLOCK_TOKENS` tokens is computed block by block, and the gradient of each
+block is computed immediately. Besides its inputs, only that gradient has the size of the batch. A
+smaller batch is one block.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from workers.losses.aggregate import Denominators
 
 BLOCK_TOKENS = 2**18
-"""Tokens of a block, at least one row: a column of them takes one MiB in float32."""
+"""Tokens per block (at least one row); one float32 column of a block takes 1 MiB."""
 
 Numbers = tuple[Tensor, ...]
 Share = Callable[[Tensor, slice, Denominators], tuple[Tensor, dict[str, Tensor]]]
-"""(predictions of some rows, these rows, counts of the whole) -> (their share of the loss, and of
-metrics).
+"""(predictions of some rows, these rows, counts of the whole batch) -> (their share of the loss,
+their share of the metrics).
 """
 
 
 def row_blocks(column: Tensor) -> list[slice]:
-    """The rows of each block of a column [rows, R]."""
+    """Return the row range of each block of a column [rows, R]."""
     num_rows = max(BLOCK_TOKENS // max(column.shape[1], 1), 1)
     return [slice(start, start + num_rows) for start in range(0, len(column), num_rows)]
 
@@ -34,7 +34,7 @@ def row_blocks(column: Tensor) -> list[slice]:
 def sum_over_blocks(
     share: Share, predicted: Tensor, mask: Tensor, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss and its metrics as the sums of its blocks' shares; `predicted` has a gradient."""
+    """Return a loss and its metrics as sums over blocks; `predicted` gets a gradient."""
     if mask.numel() <= BLOCK_TOKENS:
         return share(predicted, slice(None), denominators)
 
@@ -46,16 +46,16 @@ def sum_over_blocks(
     names: list[str] = []
 
     def compute(leaf: Tensor, rows: slice) -> Numbers:
-        total, beside = share(leaf, rows, counts)
-        names[:] = beside
-        return total, *beside.values()
+        total, metrics = share(leaf, rows, counts)
+        names[:] = metrics
+        return total, *metrics.values()
 
     total, *numbers = cast(Callable[..., Numbers], _SumOverBlocks.apply)(predicted, compute)
     return total, dict(zip(names, numbers, strict=True))
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """The sums of what `compute(leaf, rows)` gives over blocks; the first has a gradient."""
+    """Sum the results of `compute(leaf, rows)` over blocks; only the first sum has a gradient."""
 
     @staticmethod
     def forward(
@@ -70,8 +70,8 @@ class _SumOverBlocks(torch.autograd.Function):
                 numbers = compute(leaf, rows)
             if gradient is not None:
                 (gradient[rows],) = torch.autograd.grad(numbers[0], leaf)
-            found = [number.detach() for number in numbers]
-            totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+            block = [number.detach() for number in numbers]
+            totals = [a + b for a, b in zip(totals, block, strict=True)] if totals else block
 
         ctx.gradient = gradient
         ctx.mark_non_differentiable(*totals[1:])

@@ -25,8 +25,8 @@ def compute_policy_loss_cispo(
 
     Unlike under PPO's clip, every token keeps a gradient.
 
-    Watch: `actor/pg_clipfrac`, the share of capped weights, above some percent: use fewer
-    mini-batches a step.
+    Watch: `actor/pg_clipfrac`, the share of capped weights. Above a few percent, use fewer
+    mini-batches per step.
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585
     """

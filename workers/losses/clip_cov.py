@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO without the gradient of some tokens that would cost the most entropy."""
+"""Clip-Cov: PPO without the gradient of a few tokens that would reduce the entropy most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _choose_tokens(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """Where a mini-batch's tokens lose their gradient: a few of those of a high covariance."""
+    """Choose the tokens of a mini-batch that lose their gradient: a few with high covariance."""
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
@@ -52,12 +52,13 @@ def compute_policy_loss_clip_cov(
     config: ActorConfig,
     chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, with zero for a few tokens of high covariance of A and log p.
+    """PPO's clipped surrogate, set to zero for a few tokens whose A and log p have a high
+    covariance.
 
-    They are `clip_cov_ratio` of the mini-batch's tokens, at least one, drawn from those with a
-    covariance between `clip_cov_lb` and `clip_cov_ub` under the old policy.
+    These are `clip_cov_ratio` of the tokens of the mini-batch, at least one, sampled from the
+    tokens whose covariance under the old policy is between `clip_cov_lb` and `clip_cov_ub`.
 
-    Watch: `actor/entropy` that falls as with `vanilla`, while `actor/pg_clipfrac` is 0: widen the
+    Watch: `actor/entropy`. If it falls as with `vanilla` while `actor/pg_clipfrac` is 0, widen the
     range, or use `kl_cov`.
 
     Source: arXiv 2505.22617

@@ -1,15 +1,16 @@
-"""Correction for samples that another policy drew: `algorithm.rollout_correction` as a function.
+"""Correct for samples that another policy generated: `algorithm.rollout_correction` as a function.
 
-Three policies have a part in an update: the *behaviour* policy drew the tokens (the rollout engine,
-or older weights), the *proximal* one is what the clip of the policy loss compares with (the
-trainer's, as the update begins: old log-probs), and the *current* one is being trained.
+An update involves three policies. The *behaviour* policy sampled the tokens (the rollout engine, or
+older weights). The *proximal* policy is the reference of the clip in the policy loss (the trainer's
+weights when the update begins, which give the old log-probs). The *current* policy is being
+trained.
 
-- Decoupled: `RolloutCorrection` compares proximal with behaviour before the update. The driver
-  calls it on the whole batch (`trainer.ppo.update`).
-- Bypass: the proximal policy is the behaviour policy, and `RolloutCorrection` compares current with
-  behaviour, within the update (`workers.roles.actor`).
+- Decoupled: `RolloutCorrection` compares the proximal with the behaviour policy before the update.
+  The driver calls it on the whole batch (`trainer.ppo.update`).
+- Bypass: the proximal policy is the behaviour policy, and `RolloutCorrection` compares the current
+  with the behaviour policy during the update (`workers.roles.actor`).
 
-It gives importance weights, and the mask without the tokens that it rejects.
+It returns importance weights, and the mask without the rejected tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 def importance_weights(
     log_ratio: Tensor, inside: Tensor, level: str, bounds: Bounds
 ) -> tuple[Tensor, Tensor]:
-    """(weights before the bounds, weights), each [rows, R], zero outside the mask.
+    """Return (weights before the bounds apply, weights), each [rows, R], zero outside the mask.
 
-    `log_ratio` is zero outside. A token's weight is exp(log_ratio), or exp of its row's sum
-    (sequence) or mean (geometric). Without a lower bound weights are truncated at the upper one;
-    with it those outside are zero, and so is NaN.
+    `log_ratio` is zero outside the mask. The weight of a token is exp(log_ratio), or exp of the sum
+    (sequence) or the mean (geometric) over its row. With only an upper bound, weights are truncated
+    at it. With a lower bound as well, weights outside the bounds, and NaN, become zero.
 
     Source: truncation: Ionides, "Truncated importance sampling", JCGS 17, 2008; zeros outside:
     IcePop, arXiv 2510.18855
@@ -54,37 +55,38 @@ def importance_weights(
 
     if bounds.lower is None:
         return raw, raw.clamp(max=bounds.upper)
-    kept = (raw >= bounds.lower) & (raw <= bounds.upper)
-    return raw, zero_outside(raw, kept)
+    within = (raw >= bounds.lower) & (raw <= bounds.upper)
+    return raw, zero_outside(raw, within)
 
 
 def normalized(weights: Tensor, inside: Tensor, level: str) -> tuple[Tensor, float]:
-    """The weights over their mean, and that mean: of all tokens, or of rows that have any.
+    """Return the weights divided by their mean, and the mean.
 
-    Weights that are all zero stay.
+    The mean is over tokens (`level` "token"), or over rows that have tokens. Weights that are all
+    zero are returned unchanged.
     """
     if level == "token":
         mean = masked_mean(weights, inside).item()
-    else:  # one weight a row
+    else:  # one weight per row
         mean = masked_mean(weights.amax(dim=-1), inside.any(dim=-1)).item()
     return (weights / mean, mean) if mean > 1e-8 else (weights, 1.0)
 
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """`algorithm.rollout_correction`, read once and checked."""
+    """The settings in `algorithm.rollout_correction`, parsed and checked once."""
 
     level: str | None
-    """Which weights there are, if any: of a token, of a sequence, or geometric."""
+    """Unit of the weights: "token", "sequence" or "geometric"; None means no weights."""
     bounds: Bounds
-    """Outside of these weights are truncated, or zero."""
+    """Weights outside these bounds are truncated or set to zero."""
     criteria: tuple[Criterion, ...]
     veto: float | None
-    """The least ratio of a token; a sequence with a smaller one is rejected."""
+    """The smallest allowed ratio of a token; a sequence with a smaller ratio is rejected."""
 
     @classmethod
     def of(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
-        """The correction that the section describes; what it cannot be is an error."""
+        """Build the correction that the section describes; raise on impossible settings."""
         bounds = weight_bounds(str(settings.rollout_is_threshold))
         veto, least, is_what = settings.rollout_token_veto_threshold, 1.0, "that of equal policies"
         if settings.rollout_is is not None and bounds.lower is not None:
@@ -100,16 +102,16 @@ class RolloutCorrection:
 
     @property
     def weighs(self) -> bool:
-        """Whether there are importance weights."""
+        """True if importance weights are applied."""
         return self.level is not None
 
     @property
     def rejects(self) -> bool:
-        """Whether it may shorten the mask."""
+        """True if the correction can remove tokens from the mask."""
         return bool(self.criteria) or self.veto is not None
 
     def gauge(self) -> CorrectionGauge:
-        """An empty gauge for its figures."""
+        """Return an empty gauge for the metrics of this correction."""
         criteria = {criterion.name: criterion.bounds for criterion in self.criteria}
         return CorrectionGauge(self.bounds if self.weighs else None, criteria)
 
@@ -117,23 +119,23 @@ class RolloutCorrection:
     def __call__(
         self, log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor, gauge: CorrectionGauge
     ) -> tuple[Tensor | None, Tensor]:
-        """(weights or None, the mask without rejected tokens) of rows [rows, R].
+        """Return (weights or None, the mask without rejected tokens) for rows [rows, R].
 
-        The policy of `log_probs` is compared with the one that drew the tokens. Weights are those
-        of all tokens, rejected or not. The figures go into `gauge`.
+        The policy of `log_probs` is compared with the policy that sampled the tokens. Rejected
+        tokens have weights, too. The metrics go into `gauge`.
         """
         weights = None
         if self.level is not None:
             dtype = torch.result_type(log_probs, behaviour_log_probs)
             weights = torch.empty_like(log_probs, dtype=dtype)
-        kept = torch.empty_like(mask)
+        accepted = torch.empty_like(mask)
         for rows in row_blocks(mask):
             part = Part(mask[rows].bool())
             log_ratio = zero_outside(log_probs[rows] - behaviour_log_probs[rows], part.inside)
             if weights is not None:
                 weights[rows] = self._weights(log_ratio, part, gauge)
-            kept[rows] = self._kept(log_ratio, part, gauge)
-        return weights, kept
+            accepted[rows] = self._kept(log_ratio, part, gauge)
+        return weights, accepted
 
     def _weights(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
         assert self.level is not None, "there are weights"
@@ -145,15 +147,15 @@ class RolloutCorrection:
         return weights
 
     def _kept(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
-        """Where every criterion keeps a token, and the veto its row."""
-        kept = part.inside
+        """Return the mask of the tokens that every criterion and the veto accept."""
+        accepted = part.inside
         for criterion in self.criteria:
             name = f"rollout_rs_{criterion.name}"
             figures = criterion.figures(log_ratio, part.inside)
             keeps = criterion.keeps(figures)
             gauge.spreads[name].add(part, figures, figures, criterion.judges_tokens)
             gauge.add_rejected(name, part.inside & keeps, part)
-            kept = kept & keeps
+            accepted = accepted & keeps
 
         if self.veto is not None:
             catastrophic = (part.inside & ~(log_ratio.exp() >= self.veto)).sum(dim=-1)
@@ -161,8 +163,8 @@ class RolloutCorrection:
             name = "rollout_is_catastrophic_token_fraction"
             gauge.add_fraction(name, catastrophic.sum(), part.num_tokens)
             gauge.add_fraction("rollout_is_veto_fraction", vetoed.sum(), part.num_rows)
-            kept = kept & ~vetoed.unsqueeze(-1)
+            accepted = accepted & ~vetoed.unsqueeze(-1)
 
         if self.rejects:
-            gauge.add_rejected("rollout_rs", kept, part)
-        return kept
+            gauge.add_rejected("rollout_rs", accepted, part)
+        return accepted

@@ -1,6 +1,7 @@
-"""Thresholds of the rollout correction: the text of a key -> numbers, or an error that names it.
+"""Parse the thresholds of the rollout correction; errors name the key.
 
-`algorithm.rollout_correction` writes them as one number ("2.0") or as "lower_upper" ("0.5_2.0").
+`algorithm.rollout_correction` writes a threshold as one number ("2.0") or as "lower_upper"
+("0.5_2.0").
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ SECTION = "algorithm.rollout_correction"
 
 @dataclass(frozen=True)
 class Bounds:
-    """The range of a number; without `lower` it has no lower end."""
+    """The range of a number; without `lower` there is no lower end."""
 
     upper: float
     lower: float | None = None
 
 
 def weight_bounds(text: str) -> Bounds:
-    """The bounds in `rollout_is_threshold`: one number truncates at 1 or more, two mask."""
+    """Parse `rollout_is_threshold`: one number (1 or more) truncates, two numbers mask."""
     key = f"{SECTION}.rollout_is_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is not None:
@@ -35,7 +36,7 @@ def weight_bounds(text: str) -> Bounds:
 
 
 def ratio_bounds(text: str) -> tuple[float, float]:
-    """(lower, upper) of a probability ratio in `rollout_rs_threshold`; u alone is 1/u and u."""
+    """Parse a ratio in `rollout_rs_threshold`: (lower, upper); a single u means 1/u to u."""
     key = f"{SECTION}.rollout_rs_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is None and bounds.upper <= 1:
@@ -49,7 +50,7 @@ def ratio_bounds(text: str) -> tuple[float, float]:
 
 
 def divergence_bound(name: str, text: str) -> float:
-    """The largest k2 or k3 that `rollout_rs_threshold` allows; zero is that of equal policies."""
+    """Parse the largest k2 or k3 that `rollout_rs_threshold` allows; equal policies have zero."""
     key = f"{SECTION}.rollout_rs_threshold"
     bounds = _numbers(key, text)
     if bounds.lower is not None or bounds.upper <= 0:
@@ -81,7 +82,7 @@ def _require_order(key: str, text: str, lower: float, upper: float) -> None:
 
 
 def _misread(number: float) -> str:
-    """A hint for "0.5_5" on the command line, which arrives as 0.55."""
+    """Return a hint for "0.5_5" on the command line, which arrives as 0.55."""
     if not 0 < number < 1:
         return ""
     return " (0.5_5 is read as the number 0.55: write both ends with a point, 0.5_5.0.)"

@@ -1,7 +1,7 @@
-"""The figures of the rollout correction: of its weights, of each criterion, of what was rejected.
+"""Metrics of the rollout correction: its weights, each criterion, and the rejected tokens.
 
-Names are verl's, under `rollout_corr/`. Rows without tokens are in none of them. Filled by
-`correction.RolloutCorrection`.
+The names are verl's, under `rollout_corr/`. Rows without tokens are not counted.
+`correction.RolloutCorrection` fills the gauges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.losses.gauge import Gauge
 
 
 class Part:
-    """Some rows of a batch: where their tokens are, and how many."""
+    """Some rows of a batch, with the positions and the number of their tokens."""
 
     def __init__(self, inside: Tensor) -> None:
         self.inside = inside
@@ -28,23 +28,26 @@ class Part:
         self.num_rows = int(self.filled.sum())
 
     def tokens(self, values: Tensor) -> Tensor:
-        """A flat list of those inside."""
+        """Return the values of the tokens inside the mask, flat."""
         return values.expand_as(self.inside).flatten().index_select(0, self.places)
 
     def rows(self, values: Tensor) -> Tensor:
-        """The mean of every row that has tokens; `values` are zero outside, or one a row."""
+        """Return the mean of every row that has tokens.
+
+        `values` are zero outside the mask, or have one column.
+        """
         if values.shape[-1] == 1:
             return values[self.filled, 0]
         return (values.sum(dim=-1) / self.lengths)[self.filled]
 
 
 class Spread(Gauge):
-    """How one quantity lies over tokens, and over sequences."""
+    """Distribution of one quantity over tokens and over sequences."""
 
     def __init__(self, bounds: Bounds, ideal: float) -> None:
-        """Counted as high and low is what leaves `bounds`; `ideal` is its value at equal policies.
+        """Values outside `bounds` count as high or low; `ideal` is the value for equal policies.
 
-        For the standard deviation, values are clamped to the upper bound, and to the lower one or
+        For the standard deviation, values are clamped to the upper bound, and to the lower bound or
         zero, whichever is less.
         """
         super().__init__()
@@ -53,9 +56,9 @@ class Spread(Gauge):
         self.floor = min(0.0, bounds.lower or 0.0)
 
     def add(self, part: Part, values: Tensor, raw: Tensor, by_token: bool) -> None:
-        """Take in one part of a batch; compared with the bounds are the values `raw`.
+        """Add some rows; the values in `raw` are compared with the bounds.
 
-        Unless `by_token`, the values of a row's tokens are one.
+        Unless `by_token`, all tokens of a row have the same value.
         """
         if not part.num_tokens:
             return
@@ -90,7 +93,7 @@ class Spread(Gauge):
         )
 
     def metrics(self, is_weight: bool) -> dict[str, float]:
-        """The figures; none where there were no tokens."""
+        """Return the metrics; empty without tokens."""
         total, largest = self.sums, self.maxima
         if not total:
             return {}
@@ -99,7 +102,7 @@ class Spread(Gauge):
         mean_square = total["clamped_square"] / total["tokens"]
         clamped_mean = total["clamped_sum"] / total["tokens"]
         row_squares = total["row_square"] - total["row_sum"] ** 2 / rows
-        found = {
+        metrics = {
             "mean": total["token_sum"] / total["tokens"],
             "std": math.sqrt(max(mean_square - clamped_mean**2, 0.0)),
             "max": largest["extreme"],
@@ -114,18 +117,18 @@ class Spread(Gauge):
             "seq_fraction_high": total["row_high"] / rows,
             "seq_fraction_low": total["row_low"] / rows,
         }
-        if is_weight:  # effective over real number of tokens
+        if is_weight:  # effective sample size per token
             square = total["clamped_square"]
             effective = total["clamped_sum"] ** 2 / square if square else 0.0
-            found["eff_sample_size"] = effective / total["tokens"]
-        return found
+            metrics["eff_sample_size"] = effective / total["tokens"]
+        return metrics
 
 
 class CorrectionGauge(Gauge):
-    """Collects the figures of a correction; its sums are counts, of a part and of the whole."""
+    """Collects the metrics of a correction; its own sums are pairs of counts (part, whole)."""
 
     def __init__(self, weights: Bounds | None, criteria: dict[str, Bounds]) -> None:
-        """`weights` are the bounds of importance weights, if there are any; `criteria` by name."""
+        """`weights` bounds the importance weights; `criteria` maps names to bounds."""
         super().__init__()
         self.spreads: dict[str, Spread] = {}
         if weights is not None:
@@ -135,29 +138,29 @@ class CorrectionGauge(Gauge):
             self.spreads[f"rollout_rs_{name}"] = Spread(bounds, ideal=0.0)
 
     def add_fraction(self, name: str, part: float | Tensor, whole: int) -> None:
-        """Take in how many of how many have a property."""
+        """Add `part` and `whole` to the counts of a fraction."""
         self.note({name: part, f"{name} of": whole})
 
-    def add_rejected(self, name: str, kept: Tensor, part: Part) -> None:
-        """The shares of tokens that are rejected, and of rows in which any is."""
-        of_rows = (part.inside & ~kept).sum(dim=-1)
+    def add_rejected(self, name: str, accepted: Tensor, part: Part) -> None:
+        """Add the fractions of rejected tokens and of rows with a rejected token."""
+        of_rows = (part.inside & ~accepted).sum(dim=-1)
         self.add_fraction(f"{name}_masked_fraction", of_rows.sum(), part.num_tokens)
         self.add_fraction(f"{name}_seq_masked_fraction", (of_rows > 0).sum(), part.num_rows)
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Add up over ranks; collective."""
+        """Sum over ranks; collective."""
         for gauge in self.spreads.values():
             gauge.all_reduce(group)
         super().all_reduce(group)
 
     def metrics(self) -> dict[str, float]:
-        """The figures under verl's names."""
-        found = {}
+        """Return the metrics under verl's names."""
+        metrics = {}
         for name, spread in self.spreads.items():
             for figure, value in spread.metrics(name == "rollout_is").items():
-                found[f"rollout_corr/{name}_{figure}"] = value
+                metrics[f"rollout_corr/{name}_{figure}"] = value
         for name, part in self.sums.items():
             whole = self.sums.get(f"{name} of")
             if whole:
-                found[f"rollout_corr/{name}"] = part / whole
-        return found
+                metrics[f"rollout_corr/{name}"] = part / whole
+        return metrics

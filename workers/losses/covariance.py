@@ -1,4 +1,4 @@
-"""How an update at each token would move the entropy: covariance of log-prob and advantage."""
+"""Covariance of log-prob and advantage per token: how an update at a token changes the entropy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ BLOCK = 64
 
 @torch.no_grad()
 def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Tensor:
-    """(A - its mean) times (log p - its mean), both over the call's tokens; -inf outside the mask.
+    """Return (A - mean A) (log p - mean log p), with means over the tokens of the call.
 
-    Their mean is the covariance, which says how fast the entropy falls (arXiv 2505.22617).
+    Tokens outside the mask get -inf. The mean of the result is the covariance, which determines how
+    fast the entropy falls (arXiv 2505.22617).
     """
     mean = _mean_inside(log_prob, inside)
     product = advantages - _mean_inside(advantages, inside)
@@ -26,7 +27,7 @@ def token_covariance(advantages: Tensor, log_prob: Tensor, inside: Tensor) -> Te
 
 
 def _mean_inside(values: Tensor, inside: Tensor) -> Tensor:
-    """The mean inside the mask, without a copy of the column: block by block."""
+    """Return the mean inside the mask, block by block, without copying the column."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for of_values, of_mask in zip(values.split(BLOCK), inside.split(BLOCK), strict=True):
         total += masked_sum(of_values, of_mask)

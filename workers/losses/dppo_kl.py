@@ -11,7 +11,7 @@ from workers.losses.token_loss import token_loss
 from workers.losses.trust_region import losses_in_trust_region
 
 _SMALLEST = 1e-8
-"""Least probability of "another token": a token that is certain has a finite KL."""
+"""Smallest probability of "another token", so that a certain token has a finite KL."""
 
 
 @POLICY_LOSSES.register("dppo_kl")
@@ -25,13 +25,13 @@ def compute_policy_loss_dppo_kl(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
 
-    Like `dppo_tv`, by the KL of old policy to policy over two outcomes, this token or another. With
-    A > 0 a token that has risen drops out above `clip_ratio_high`; else one that has fallen, above
-    `clip_ratio_low`.
+    Like `dppo_tv`, but the distance is the KL of old policy to policy over two outcomes: this token
+    or another one. With A > 0, a token whose probability rose drops out above `clip_ratio_high`.
+    Otherwise, a token whose probability fell drops out above `clip_ratio_low`.
 
     Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 lower `clip_ratio_low` and
-    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
-    ratios, above some percent: raise `clip_ratio_c`.
+    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut ratios, above some percent: raise
+    `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """
@@ -40,7 +40,7 @@ def compute_policy_loss_dppo_kl(
 
 
 def _signed_binary_kl(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
-    """The divergence, negative where the log-prob fell."""
+    """Return the divergence, negative where the log-prob fell."""
     rose = log_prob - old_log_prob
     old = old_log_prob.exp()
     old_others, new_others = 1 - old, log_prob.exp().neg_().add_(1).clamp_(min=_SMALLEST)

@@ -23,12 +23,12 @@ def compute_policy_loss_dppo_tv(
     """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
 
     A token with A > 0 drops out when its probability is more than `clip_ratio_high` above the old
-    one, another when it is more than `clip_ratio_low` below: the clip keys bound probabilities, not
-    ratios. The paper cuts the ratio at 20.
+    one. Any other token drops out when its probability is more than `clip_ratio_low` below. The
+    clip keys bound probabilities, not ratios. The paper cuts the ratio at 20.
 
     Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 lower `clip_ratio_low` and
-    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut
-    ratios, above some percent: raise `clip_ratio_c`.
+    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut ratios, above some percent: raise
+    `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

@@ -24,12 +24,12 @@ def compute_policy_loss_dro(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log p plus half of `dro_beta` (log p - log old p) squared.
 
-    The square pulls each token back to the old policy, in place of a ratio or clip.
+    The square pulls each token back to the old policy, instead of a ratio or clip.
 
-    Watch: `actor/ppo_kl` that grows while `actor/dro_penalty` stays far below `actor/pg_loss`:
+    Watch: `actor/ppo_kl`. If it grows while `actor/dro_penalty` stays far below `actor/pg_loss`,
     raise `dro_beta`, lower the learning rate, or use fewer mini-batches.
 
-    Source: DRO, arXiv 2405.19107, by tokens
+    Source: DRO, arXiv 2405.19107, applied per token
     """
     log_r = log_ratio(log_prob, old_log_prob, inside)
     penalty = 0.5 * dro_beta * log_r.square()

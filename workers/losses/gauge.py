@@ -1,4 +1,4 @@
-"""Sums and maxima by name: figures that parts of a batch, on several ranks, add up to."""
+"""Sums and maxima by name, accumulated over rows and ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Numbers = Mapping[str, "float | Tensor"]
 
 
 class Gauge:
-    """Collects figures over any number of parts of a batch."""
+    """Accumulates sums and maxima over any number of micro-batches."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.maxima: dict[str, float] = {}
 
     def note(self, sums: Numbers, maxima: Numbers | None = None) -> None:
-        """Take in the figures of one part."""
+        """Add the numbers of some rows."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
         for name, value in (maxima or {}).items():
-            largest = np.maximum(self.maxima.get(name, -np.inf), float(value))  # a NaN stays one
+            largest = np.maximum(self.maxima.get(name, -np.inf), float(value))  # NaN wins
             self.maxima[name] = float(largest)
 
     def all_reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Add up over ranks; collective."""
+        """Combine over ranks; collective."""
         if group is None:
             return
         of_ranks: list[tuple[Numbers, Numbers]] = [({}, {}) for _ in range(group.size())]

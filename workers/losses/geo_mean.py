@@ -26,14 +26,14 @@ def compute_policy_loss_geo_mean(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A times the geometric mean of the sequence's token ratios, each clipped on its bad side.
+    """-A times the geometric mean of the sequence's token ratios, each clipped on one side.
 
-    A is the mean of the sequence's advantages. A log-ratio is at most clip_ratio_high if its
-    advantage is positive, and at least -clip_ratio_low if negative. Every token has its sequence's
-    loss; the paper uses seq-mean-token-mean and clips at 0.4.
+    A is the mean of the sequence's advantages. A log-ratio is at most clip_ratio_high where the
+    advantage is positive, and at least -clip_ratio_low where it is negative. Every token gets the
+    loss of its sequence. The paper uses seq-mean-token-mean and clips at 0.4.
 
-    Watch: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (tokens clipped upwards and downwards)
-    above some percent. Lower the learning rate, or use fewer mini-batches a step.
+    Watch: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (tokens clipped upwards and downwards).
+    Above a few percent, lower the learning rate, or use fewer mini-batches per step.
 
     Source: GMPO, arXiv 2507.20673
     """
@@ -44,7 +44,7 @@ def compute_policy_loss_geo_mean(
     limit = (sign * ((high - low) / 2)).add_((high + low) / 2)  # high where A > 0, low where A < 0
     towards = log_r.detach() * sign
     is_clipped, rises = towards > limit, advantages > 0
-    slope = zero_outside(sign.square(), ~is_clipped)  # of a token with A = 0 it is zero
+    slope = zero_outside(sign.square(), ~is_clipped)  # zero for a token with A = 0
     limited = with_slope(torch.minimum(towards, limit).mul_(sign), slope, log_r)
     lengths = inside.sum(dim=-1, keepdim=True).clamp(min=1)
     ratio = (limited.sum(dim=-1, keepdim=True) / lengths).exp()

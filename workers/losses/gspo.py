@@ -1,4 +1,4 @@
-"""Group sequence policy optimization (GSPO): one importance ratio a sequence."""
+"""Group sequence policy optimization (GSPO): one importance ratio per sequence."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def compute_policy_loss_gspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate with s, the exponential of the sequence's mean token log-ratio.
 
-    The paper's token form: the sequence's value, the token's gradient. The paper uses
-    seq-mean-token-mean and clips at 3e-4 and 4e-4. With seq-mean-token-sum it is LUSPO: a sequence
-    counts as many times as it has tokens.
+    This is the paper's token form: the value of the sequence, the gradient of the token. The paper
+    uses seq-mean-token-mean and clips at 3e-4 and 4e-4. With seq-mean-token-sum it is LUSPO, where
+    a sequence counts as many times as it has tokens.
 
     Watch: `actor/pg_clipfrac`, usually a tenth or more. At 0 the clip range is too wide for
     sequences: set `clip_ratio_low` and `clip_ratio_high`.
@@ -62,9 +62,9 @@ def compute_policy_loss_gspo(
 
 
 def _sequence_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
-    """[rows, 1], without gradient.
+    """Return the ratio of each sequence, [rows, 1], without gradient.
 
-    The mean is clamped, not each token: one that moved far keeps its whole part in the mean.
+    Only the mean is clamped, not each token, so a token that moved far counts fully in the mean.
     """
     mean = masked_mean((log_prob - old_log_prob).detach(), inside, axis=-1).unsqueeze(-1)
     return mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()

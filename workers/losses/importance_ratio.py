@@ -1,4 +1,4 @@
-"""The ratio of the policy to the old policy, and the range that it is clipped to."""
+"""The ratio of the policy to the old policy, and its clip range."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-"""Keys of the actor's section that set the range."""
+"""Keys of the actor section that set the range."""
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this on both sides, so that their exponential stays finite."""
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
-    """log(policy / old policy), clamped; zero and without gradient outside the mask."""
+    """Return log(policy / old policy), clamped; zero and without gradient outside the mask."""
     log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, inside)
     return log_r
 
 
 class _LogRatio(torch.autograd.Function):
-    """By hand, as autograd would keep and undo each of its three steps."""
+    """Written by hand: autograd would save and backpropagate through three separate operations."""
 
     @staticmethod
     def forward(ctx: Any, log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
@@ -35,17 +35,20 @@ class _LogRatio(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         log_r, inside = ctx.saved_tensors
-        # a NaN is not clamped: its gradient is NaN, too, by which the step is skipped
+        # NaN is not clamped: its gradient is NaN, too, so the step is skipped
         return zero_outside(gradient, inside > (log_r.abs() >= LARGEST_LOG_RATIO)), None, None
 
 
 def clip_widths(config: ActorConfig) -> tuple[float, float]:
-    """How far a ratio may be below and above 1: `clip_ratio`, unless one is set for itself."""
+    """Return how far a ratio may be below and above 1.
+
+    `clip_ratio` is the default for both sides.
+    """
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
 
 def clip_range(config: ActorConfig) -> tuple[float, float]:
-    """(least, largest) ratio by the actor's clip settings."""
+    """Return the (smallest, largest) allowed ratio."""
     low, high = clip_widths(config)
     return 1.0 - low, 1.0 + high

@@ -1,6 +1,6 @@
-"""Estimates of KL(policy || reference) from the log-probs of the policy's own tokens.
+"""Estimates of KL(policy || reference) from log-probs of tokens that the policy sampled.
 
-They serve the KL in the actor's loss and the KL in the reward alike.
+The KL in the actor's loss and the KL in the reward both use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def absolute(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """Half the square of the log-ratio; its gradient is the KL's own.
+    """Half the square of the log-ratio; its gradient is an unbiased gradient of the KL.
 
     Source: Schulman, joschu.net/blog/kl-approx.html, 2020
     """
@@ -39,7 +39,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(-x) - 1 + x, never negative and of low variance; clamped to 10.
 
-    Source: Schulman, joschu.net/blog/kl-approx.html, 2020; in the loss: GRPO, arXiv 2402.03300
+    Source: Schulman, joschu.net/blog/kl-approx.html, 2020; as a loss: GRPO, arXiv 2402.03300
     """
     inverse = (-log_ratio).clamp(min=-20.0, max=20.0)
     return (inverse.exp() - inverse - 1).clamp(min=-10.0, max=10.0)
@@ -48,7 +48,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 def k3_swapped(log_ratio: Tensor) -> Tensor:
     """exp(x) - 1 - x: k3 with policy and reference swapped; clamped to 10.
 
-    Its mean over the policy's samples is above the KL; use it only to match ColossalChat.
+    Its mean over samples of the policy is larger than the KL. Use it only to match ColossalChat.
 
     Source: ColossalChat's `compute_approx_kl`, which does not clamp
     """
@@ -68,9 +68,9 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """The estimate of that name for every token.
+    """Return the named estimate for every token.
 
-    A trailing + keeps the value and takes k2's gradient, straight through.
+    A trailing + returns the same value with the gradient of k2 (straight-through).
     """
     estimate = _estimator(kl_penalty.removesuffix("+"), kl_penalty)
     log_ratio = logprob - ref_logprob
@@ -81,10 +81,10 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     return gradient - gradient.detach() + estimate(log_ratio).detach()
 
 
-def _estimator(name: str, asked: str) -> Callable[[Tensor], Tensor]:
+def _estimator(name: str, full_name: str) -> Callable[[Tensor], Tensor]:
     if name in KL_ESTIMATORS:
         return KL_ESTIMATORS[name]
     raise ConfigError(
-        f"unknown KL estimator {asked!r}; there are {', '.join(KL_ESTIMATORS)}, also with a "
+        f"unknown KL estimator {full_name!r}; there are {', '.join(KL_ESTIMATORS)}, also with a "
         f"trailing +.{nearest(name, KL_ESTIMATORS)}"
     )

@@ -1,4 +1,4 @@
-"""KL-Cov: the policy gradient, with a KL for tokens that would cost the most entropy."""
+"""KL-Cov: the policy gradient, with a KL for tokens that would reduce the entropy most."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _choose_tokens(
     *,
     kl_cov_ratio: Share = 2e-4,
 ) -> Tensor:
-    """Where a mini-batch's tokens get a KL: those of the highest covariance; nothing is drawn."""
+    """Choose the tokens of a mini-batch that get a KL: those of the highest covariance."""
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
 
@@ -48,8 +48,8 @@ def compute_policy_loss_kl_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A r, with r = policy / old policy; tokens of the highest covariance get a KL, too.
 
-    The KL is `ppo_kl_coef` |log r|. `kl_cov_ratio` of the mini-batch's tokens, at least one, get
-    it: those with the highest covariance of A and log p under the old policy.
+    The KL is `ppo_kl_coef` |log r|. It applies to `kl_cov_ratio` of the tokens of the mini-batch,
+    at least one: those with the highest covariance of A and log p under the old policy.
 
     Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, the mean of |log r| here,
     which nothing clips. If it grows within a step, use fewer mini-batches.

@@ -1,4 +1,4 @@
-"""The language-model loss: that of SFT, and of PTX beside a policy loss."""
+"""The language-model loss, used by SFT and by PTX next to a policy loss."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from workers.losses.aggregate import Denominators, agg_loss
 def compute_lm_loss(
     log_probs: Tensor, mask: Tensor, **denominators: Unpack[Denominators]
 ) -> Tensor:
-    """The mean of -log_prob over the tokens inside the mask: this part's share of it.
+    """Return this micro-batch's share of the mean of -log_prob over the tokens inside the mask.
 
-    Source: PTX is the term beside PPO's in InstructGPT, arXiv 2203.02155, equation 2
+    Source: PTX is the extra term of PPO in InstructGPT, arXiv 2203.02155, equation 2
     """
     return agg_loss(-log_probs, mask, "token-mean", **denominators)

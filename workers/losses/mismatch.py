@@ -1,7 +1,7 @@
-"""The gap between the rollout's and the trainer's log-probs of the same tokens.
+"""Measure the gap between the rollout's and the trainer's log-probs of the same tokens.
 
-It is measured at every step: by the driver on a batch that has old log-probs, by the actor on the
-update's own forward pass where that is what finds them. Names are verl's.
+It is measured at every step: by the driver if the batch has old log-probs, otherwise by the actor
+on the forward pass of the update. The names are verl's.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ SAMPLE_MEANS = (
     "log_ppl_abs_diff",
     "ppl_ratio",
 )
-"""Figures that are means over samples; ppl is a response's perplexity."""
+"""Metrics that are means over samples; ppl is the perplexity of a response."""
 
 LARGEST = 20.0
 """Log-ratios are clamped to this before `exp`."""
 
 
 class MismatchGauge(Gauge):
-    """Collects the gap over any number of parts of a batch."""
+    """Accumulates the gap over any number of rows."""
 
     def __init__(self, response_width: int) -> None:
-        """Positions are told apart by powers of two: token 0, 1, 2-3, 4-7, ..."""
+        """Create bins of positions at powers of two: token 0, 1, 2-3, 4-7, ..."""
         super().__init__()
         num_bins = (response_width - 1).bit_length() + 1
         self.bins = [(1 << b >> 1, 1 << b) for b in range(num_bins)]
 
     def add(self, rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> None:
-        """Take in rows [rows, R] of the rollout's and the trainer's log-probs.
+        """Add rows [rows, R] of the rollout's and the trainer's log-probs.
 
-        `mask` says which tokens count.
+        Only tokens inside `mask` count.
         """
         columns = (rollout_log_probs.detach(), log_probs.detach(), mask.bool())
         for rows in row_blocks(mask):
@@ -66,7 +66,7 @@ class MismatchGauge(Gauge):
             )
 
     def _add_tokens(self, rollout: Tensor, trained: Tensor) -> None:
-        """Flat lists of tokens; p is a token's probability by the rollout, q by the trainer."""
+        """Add flat lists of tokens; p is a token's probability in the rollout, q in the trainer."""
         log_ratio = (trained - rollout).clamp_(-LARGEST, LARGEST)
         p, q = rollout.exp(), trained.exp()
         diff = (p - q).abs_()
@@ -91,7 +91,7 @@ class MismatchGauge(Gauge):
         )
 
     def _add_samples(self, rollout: Tensor, trained: Tensor, lengths: Tensor) -> None:
-        """Sums of each row's log-probs; rows without tokens are left out."""
+        """Add the sums of each row's log-probs; rows without tokens are skipped."""
         filled = lengths > 0
         rollout, trained, lengths = rollout[filled], trained[filled], lengths[filled]
         of_rollout, of_trainer = -rollout / lengths, -trained / lengths
@@ -108,14 +108,14 @@ class MismatchGauge(Gauge):
         )
 
     def metrics(self) -> dict[str, float]:
-        """The figures; none of a batch without response tokens."""
+        """Return the metrics; empty for a batch without response tokens."""
         total, largest = self.sums, self.maxima
         if not total:
             return {}
 
         tokens, samples = total["tokens"], total["samples"]
         variance = (total["diff_square"] - total["diff"] ** 2 / tokens) / max(tokens - 1, 1)
-        found = {
+        metrics = {
             "training/rollout_probs_diff_max": largest["diff"],
             "training/rollout_probs_diff_mean": total["diff"] / tokens,
             "training/rollout_probs_diff_std": math.sqrt(max(variance, 0.0)),
@@ -127,15 +127,15 @@ class MismatchGauge(Gauge):
             "rollout_corr/log_ppl_diff_max": largest["log_ppl_diff"],
             "rollout_corr/log_ppl_diff_min": -largest["minus_log_ppl_diff"],
         }
-        found |= {f"rollout_corr/{name}": total[name] / samples for name in SAMPLE_MEANS}
+        metrics |= {f"rollout_corr/{name}": total[name] / samples for name in SAMPLE_MEANS}
         for start, _ in self.bins:
             if count := total[f"in {start}"]:
-                found[f"rollout_corr/gap_from_token_{start}"] = total[f"gap {start}"] / count
-        return found
+                metrics[f"rollout_corr/gap_from_token_{start}"] = total[f"gap {start}"] / count
+        return metrics
 
 
 def _pearson(total: dict[str, float], tokens: float) -> float:
-    """Correlation of the two probabilities; 1 where neither varies."""
+    """Return the correlation of the two probabilities; 1 where neither varies."""
     covariance = total["pq"] - total["p"] * total["q"] / tokens
     spread_p = total["p_square"] - total["p"] ** 2 / tokens
     spread_q = total["q_square"] - total["q"] ** 2 / tokens

@@ -1,9 +1,9 @@
-"""Losses of a reward model: a pair's chosen response is to score above its rejected one.
+"""Losses of a reward model: the chosen response of a pair should score above the rejected one.
 
     @PAIRWISE_LOSSES.register("mine")
     def compute_pairwise_loss_mine(gap): ...        # [pairs] -> [pairs]
 
-The gap is the chosen score less the rejected one, less the pair's margin.
+The gap is the score of the chosen response minus the rejected one, minus the margin of the pair.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry(
 
 @PAIRWISE_LOSSES.register("log_sigmoid")
 def compute_pairwise_loss_log_sigmoid(gap: Tensor) -> Tensor:
-    """-log sigmoid(gap), of the Bradley-Terry model.
+    """-log sigmoid(gap), the loss of the Bradley-Terry model.
 
     Source: InstructGPT, arXiv 2203.02155, equation 1
     """
@@ -35,7 +35,7 @@ def compute_pairwise_loss_log_sigmoid(gap: Tensor) -> Tensor:
 
 @PAIRWISE_LOSSES.register("log_exp")
 def compute_pairwise_loss_log_exp(gap: Tensor) -> Tensor:
-    """log(1 + exp(-gap)): the same in other words.
+    """log(1 + exp(-gap)): the same function as `log_sigmoid`, written differently.
 
     Source: the LogExpLoss of ColossalAI's chat application
     """
@@ -43,16 +43,19 @@ def compute_pairwise_loss_log_exp(gap: Tensor) -> Tensor:
 
 
 def get_pairwise_loss(name: str) -> PairwiseLoss:
-    """The loss of that name, or the user's own by its dotted path."""
+    """Return the loss registered under this name, or your function by its dotted path."""
     return PAIRWISE_LOSSES.look_up(name)
 
 
 def compute_reward_loss(
     loss: PairwiseLoss, scores: Tensor, margins: Tensor, center_coef: float
 ) -> Tensor:
-    """[pairs]: the loss of [pairs, 2] scores, and each pair's squared sum, which centres them.
+    """Return the loss [pairs] of scores [pairs, 2].
 
-    Source: the margin is Llama 2's, arXiv 2307.09288, equation 2; the centring that of arXiv
+    `center_coef` times the squared sum of a pair's scores is added; it pulls the scores towards
+    zero.
+
+    Source: the margin is from Llama 2, arXiv 2307.09288, equation 2; the centring is from arXiv
     2312.09244, equation 2
     """
     chosen, rejected = scores.unbind(dim=1)
@@ -61,6 +64,6 @@ def compute_reward_loss(
 
 
 def rank_accuracy(scores: Tensor) -> Tensor:
-    """[pairs]: 1 where the chosen response has the higher score, a half where both are equal."""
+    """Return 1 per pair if the chosen response has the higher score, one half if both are equal."""
     gap = scores[:, 0] - scores[:, 1]
     return (gap > 0).to(scores.dtype) + 0.5 * (gap == 0)

@@ -1,14 +1,15 @@
-"""Policy losses by name, and what a policy loss says of itself.
+"""Policy losses by name, and the declared facts of each loss.
 
     @POLICY_LOSSES.register("mine")
     @reads("clip_ratio_low")
     def compute_policy_loss_mine(old_log_prob, log_prob, advantages, response_mask, ...): ...
 
 A loss has verl's signature and is called by keyword: old and new log-probs, advantages, mask,
-`loss_agg_mode`, the actor's settings `config`, `rollout_is_weights` and the denominators of the
-mini-batch. Keyword-only parameters with a default are set by `actor.policy_loss.args`. It returns
-its share of the mini-batch's loss and metrics that add up in the same way.
-Those of this folder are written as losses of tokens (`workers.losses.token_loss`).
+`loss_agg_mode`, the actor settings `config`, `rollout_is_weights` and the denominators of the
+mini-batch. `actor.policy_loss.args` sets its keyword-only parameters that have a default. It
+returns its share of the loss of the mini-batch, and metrics that add up in the same way.
+
+The losses in this folder are written as losses of tokens (`workers.losses.token_loss`).
 """
 
 from __future__ import annotations
@@ -41,38 +42,39 @@ AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What the checks of a configuration know of a policy loss; of a user's own only the first two.
+    """Facts about a policy loss for the checks of a configuration; your own loss has only the first
+    two.
 
-    A loss with `choose_tokens` has a parameter `chosen_tokens`; called without it, it chooses among
-    its own tokens.
+    A loss with `choose_tokens` has a parameter `chosen_tokens`. If it is called without it, it
+    chooses among the tokens of the call.
     """
 
     keys_read: tuple[str, ...] | None = None
-    """Keys of the actor's section that concern a policy loss alone; None: it may read every one."""
+    """The keys that only policy losses use and that this one reads; None: maybe all of them."""
     choose_tokens: TokenChooser | None = None
-    """How the tokens that it treats apart are chosen from a whole mini-batch."""
+    """Function that chooses the specially treated tokens from a whole mini-batch."""
     has_ratio: bool = True
-    """Whether it corrects updates after the first; if not, the samples must be the policy's own."""
+    """False if the loss does not correct for a moved policy; its samples must then be on-policy."""
     clips_weights: bool = False
-    """Whether a token outside the clip range keeps its gradient: it may then reach down to 0."""
+    """True if tokens outside the clip range keep their gradient; the range may then reach 0."""
     one_ratio_a_sequence: bool = False
-    """Whether all tokens of a sequence have one ratio."""
+    """True if all tokens of a sequence have the same ratio."""
     clips_sequences: bool = False
-    """Whether the clip range bounds that ratio, not those of tokens."""
+    """True if the clip range bounds the sequence ratio, not token ratios."""
     holds_weights: bool = False
-    """Whether a weight in it has no gradient, so that finite differences are another slope."""
+    """True if a weight in the loss has no gradient, so finite differences give another slope."""
     longer_count_more: tuple[str, ...] = ()
-    """Names of the loss under which a sequence is to count as many times as it has tokens."""
+    """Names of the loss under which a sequence counts as many times as it has tokens."""
 
 
 def facts_of(policy_loss: PolicyLoss) -> LossFacts:
-    """What a loss says of itself."""
+    """Return the declared facts of a loss."""
     facts: LossFacts = getattr(policy_loss, "facts", LossFacts())
     return facts
 
 
 def says(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Say some of `LossFacts` of a loss."""
+    """Declare some of `LossFacts` for a loss."""
 
     def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
         policy_loss.facts = replace(facts_of(policy_loss), **facts)  # type: ignore[attr-defined]
@@ -82,17 +84,17 @@ def says(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
 
 
 def reads(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Say which keys of the actor's section that concern a policy loss alone this one reads."""
+    """Declare which keys that only policy losses use this loss reads."""
     return says(keys_read=keys)
 
 
 def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Say that a loss treats some tokens apart, and how they are chosen from a whole mini-batch."""
+    """Declare the function that chooses the specially treated tokens from a whole mini-batch."""
     return says(choose_tokens=choose)
 
 
 def _check(policy_loss: Any, subject: str) -> None:
-    """Refuse what does not take what the actor gives a loss."""
+    """Reject a loss that does not accept the arguments that the actor passes."""
     chosen = ("chosen_tokens",) if facts_of(policy_loss).choose_tokens else ()
     check_call(policy_loss, subject, Call(by_name=(*GIVEN, *chosen)))
 
@@ -101,5 +103,5 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
-    """The policy loss of that name, or the user's own by its dotted path."""
+    """Return the policy loss registered under this name, or your function by its dotted path."""
     return POLICY_LOSSES.look_up(name)

@@ -1,12 +1,12 @@
-"""Rejection of tokens and sequences that the trainer and the rollout engine disagree on.
+"""Reject tokens and sequences on which the trainer and the rollout engine disagree.
 
-With r = trainer's probability / rollout's of a token that was drawn,
+With r = trainer's probability / rollout's probability of a sampled token,
 
     k1 = -log r        k2 = (log r)^2 / 2        k3 = r - 1 - log r
 
-estimate the KL of the rollout to the trainer. A criterion judges them token by token (`token_k1`),
-or one figure of a sequence: its sum (`seq_sum_k1`), mean (`seq_mean_k1`) or largest value
-(`seq_max_k2`). The names are verl's.
+estimate the KL of the rollout to the trainer. A criterion applies to each token (`token_k1`), or to
+the sum (`seq_sum_k1`), mean (`seq_mean_k1`) or maximum (`seq_max_k2`) over a sequence. The names
+are verl's.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ CRITERIA = (
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
     *("seq_max_k2", "seq_max_k3"),
 )
-"""What `rollout_rs` may name."""
+"""Allowed names in `rollout_rs`."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One of `CRITERIA`, with the range that keeps."""
+    """One of `CRITERIA`, with the accepted range."""
 
     name: str
     bounds: Bounds
-    """For k1 these are logarithms of the ratios in the configuration."""
+    """For k1, logarithms of the ratios in the configuration."""
 
     @property
     def judges_tokens(self) -> bool:
-        """Whether it rejects single tokens."""
+        """True if the criterion rejects single tokens."""
         return self.name.startswith("token")
 
     def figures(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """[rows, R] of a criterion for tokens, [rows, 1] of one for sequences.
+        """Return [rows, R] for a token criterion, [rows, 1] for a sequence criterion.
 
-        `log_ratio` is zero outside the mask, and so are k1, k2 and k3.
+        `log_ratio` is zero outside the mask, so k1, k2 and k3 are zero there, too.
         """
         level, _, estimator = self.name.rpartition("_")
         of_tokens = _estimate(estimator, log_ratio)
@@ -59,20 +59,20 @@ class Criterion:
         return of_tokens
 
     def keeps(self, figures: Tensor) -> Tensor:
-        """Where a figure is within the range, ends included; NaN is not."""
-        kept = figures <= self.bounds.upper
-        return kept if self.bounds.lower is None else kept & (figures >= self.bounds.lower)
+        """Return where a value is within the range, ends included; NaN is not."""
+        accepted = figures <= self.bounds.upper
+        return accepted if self.bounds.lower is None else accepted & (figures >= self.bounds.lower)
 
 
 def lengths(inside: Tensor) -> Tensor:
-    """[rows, 1]: the tokens of each row, 1 for a row that has none."""
+    """Return the number of tokens per row, [rows, 1]; 1 for an empty row."""
     return inside.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, ...]:
-    """The criteria of `rollout_rs` with those of `rollout_rs_threshold`, both parted by commas.
+    """Return the criteria of `rollout_rs` with their thresholds; both texts are split at commas.
 
-    One threshold is that of all.
+    A single threshold applies to all criteria.
     """
     if names is None:
         return ()
@@ -86,14 +86,14 @@ def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, .
         if chosen.count(name) > 1:
             raise ConfigError(f"{SECTION}.rollout_rs={names} names {name} twice.")
 
-    given = _parts(thresholds or "")
-    if not chosen or len(given) not in (1, len(chosen)):
+    texts = _parts(thresholds or "")
+    if not chosen or len(texts) not in (1, len(chosen)):
         raise ConfigError(
             f"{SECTION}.rollout_rs={names} needs one threshold for all, or one for each of its "
-            f"{len(chosen)}; {SECTION}.rollout_rs_threshold={thresholds} has {len(given)}."
+            f"{len(chosen)}; {SECTION}.rollout_rs_threshold={thresholds} has {len(texts)}."
         )
-    given = given if len(given) == len(chosen) else given * len(chosen)
-    return tuple(_criterion(name, text) for name, text in zip(chosen, given, strict=True))
+    texts = texts if len(texts) == len(chosen) else texts * len(chosen)
+    return tuple(_criterion(name, text) for name, text in zip(chosen, texts, strict=True))
 
 
 def _parts(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimization (SAPO): a smooth gate in the place of the clip."""
+"""Soft adaptive policy optimization (SAPO): a smooth gate instead of the clip."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def compute_policy_loss_sapo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times sigmoid(tau (r - 1)) 4 / tau, with r = policy / old policy.
 
-    Its gradient is the policy gradient at r = 1 and fades on both sides. tau is `tau_pos` where A
-    is positive, else `tau_neg`, which is larger so that tokens pushed down fade faster. The paper
-    uses seq-mean-token-mean.
+    Its gradient equals the policy gradient at r = 1 and fades on both sides. tau is `tau_pos` where
+    A is positive. Elsewhere it is `tau_neg`, which is larger so that tokens pushed down fade
+    faster. The paper uses seq-mean-token-mean.
 
-    Watch: `actor/ppo_kl` that grows while `actor/grad_norm` falls: lower the learning rate, or use
-    fewer mini-batches a step.
+    Watch: `actor/ppo_kl`. If it grows while `actor/grad_norm` falls, lower the learning rate, or
+    use fewer mini-batches per step.
 
     Source: SAPO, arXiv 2511.20347
     """

@@ -1,4 +1,4 @@
-"""Policy losses as functions of tokens: what every loss of this folder has in common, once.
+"""Turn a function of tokens into a policy loss.
 
     @POLICY_LOSSES.register("mine")
     @token_loss(keys_read=("clip_ratio",))
@@ -6,11 +6,11 @@
         ...
         return losses, {"actor/ppo_kl": ...}
 
-The function under `token_loss` gets columns [rows, R] of some rows, advantages that are zero
-outside the mask, and the settings; one that chooses tokens gets `chosen` too. Its keyword-only
-parameters are set by `policy_loss.args`. It gives the losses of the tokens, and what metrics are
-means of. What it becomes has verl's signature: weights of the
-rollout's correction, aggregation, and blocks of large batches are added.
+The decorated function gets columns [rows, R] of some rows, advantages that are zero outside the
+mask, and the settings. A loss that chooses tokens also gets `chosen`. `policy_loss.args` sets its
+keyword-only parameters. It returns the loss of every token, and per-token values of which metrics
+are the means. `token_loss` adds the weights of the rollout correction, aggregation, and blocks for
+large batches. The result has verl's signature.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 def token_loss(
     default_agg_mode: str = "token-mean", **facts: Any
 ) -> Callable[[TokenLoss], PolicyLoss]:
-    """Make a policy loss of a function of tokens; `facts` are `LossFacts`."""
+    """Return a decorator that makes a policy loss; `facts` are fields of `LossFacts`."""
     choose = facts.get("choose_tokens")
 
     def decorate(losses_of: TokenLoss) -> PolicyLoss:
@@ -50,10 +50,10 @@ def token_loss(
             config: ActorConfig | None = None,
             rollout_is_weights: Tensor | None = None,
             chosen_tokens: Tensor | None = None,
-            **more: Any,
+            **options: Any,
         ) -> tuple[Tensor, dict[str, Tensor]]:
             settings = config or ActorConfig()
-            arguments = {name: more.pop(name) for name in [*more] if name in known}
+            arguments = {name: options.pop(name) for name in [*options] if name in known}
             arguments = settings.policy_loss.args | arguments
             if choose is not None and chosen_tokens is None:
                 of_choice = arguments_for(choose, arguments)
@@ -61,7 +61,7 @@ def token_loss(
                     old_log_prob, advantages, response_mask, config=settings, **of_choice
                 )
             taken = arguments_for(losses_of, arguments)
-            denominators: Denominators = more  # type: ignore[assignment]
+            denominators: Denominators = options  # type: ignore[assignment]
 
             def share(
                 log_prob: Tensor, rows: slice, counts: Denominators
@@ -79,12 +79,12 @@ def token_loss(
 
         policy_loss.takes_arguments_of = hands_on  # type: ignore[attr-defined]
         update_wrapper(policy_loss, losses_of)
-        del policy_loss.__wrapped__  # type: ignore[attr-defined]  # its signature is another one
+        del policy_loss.__wrapped__  # type: ignore[attr-defined]  # another signature
         return says(**facts)(policy_loss)
 
     return decorate
 
 
 def arguments_for(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `policy_loss.args` that this function takes."""
+    """Return the `policy_loss.args` that this function accepts."""
     return {name: arguments[name] for name in arguments_of(function) if name in arguments}

@@ -1,4 +1,4 @@
-"""The policy gradient of the tokens that may still move: what the losses of DPPO share."""
+"""The policy gradient of tokens inside a trust region, shared by the losses of DPPO."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def losses_in_trust_region(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses of the tokens, and what metrics are means of; `moved` is negative downwards.
+    """Return the token losses, and per-token values of which metrics are the means.
 
-    -A log p times the ratio, cut at `clip_ratio_c`, without gradient. A positive advantage does not
-    act on tokens that `moved` by more than the upper clip range, any other one not on those that
-    fell by more than the lower.
+    The loss is -A log p times the ratio, cut at `clip_ratio_c` and without gradient. `moved` is
+    negative where the probability fell. Tokens with a positive advantage drop out if they `moved`
+    by more than the upper clip range. Other tokens drop out if they fell by more than the lower
+    one.
     """
     low, high = clip_widths(config)
     log_r = log_ratio(log_prob.detach(), old_log_prob, inside)

@@ -1,4 +1,4 @@
-"""The critic's losses: the clipped square, and Huber's."""
+"""The critic's losses: the clipped squared error and the Huber loss."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def compute_value_loss(
     loss_agg_mode: str = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the value, or of its clipped form if that is worse, within
-    `cliprange_value` of the old one.
+    """Half the squared error of the value or of its clipped form, whichever is worse.
 
-    Watch: `critic/vf_clipfrac`; where most tokens are held by the clip the critic follows its
-    returns too slowly: widen `cliprange_value`, or scale the rewards down.
+    The clipped form is within `cliprange_value` of the old value.
+
+    Watch: `critic/vf_clipfrac`. If most tokens are clipped, the critic follows its returns too
+    slowly: widen `cliprange_value`, or scale the rewards down.
 
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3
     """
@@ -40,9 +41,9 @@ def compute_value_loss(
         error = predicted - target
         free_error, clipped_error = error.square(), (near - target).square()
 
-        held = clipped_error > free_error
+        is_clipped = clipped_error > free_error
         worse = torch.maximum(free_error, clipped_error)
-        return 0.5 * with_slope(worse, zero_outside(2.0 * error, ~held), vpreds), held
+        return 0.5 * with_slope(worse, zero_outside(2.0 * error, ~is_clipped), vpreds), is_clipped
 
     return _value_loss(losses_of, vpreds, response_mask, loss_agg_mode, denominators)
 
@@ -55,10 +56,10 @@ def compute_huber_value_loss(
     loss_agg_mode: str = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the value up to `huber_delta`, from there on linear.
+    """Half the squared error of the value up to `huber_delta`, linear beyond it.
 
-    Watch: `critic/vf_clipfrac`, here the share of errors above `huber_delta`; near 1 the gradient
-    has only signs: raise `huber_delta` to the size of the returns.
+    Watch: `critic/vf_clipfrac`, here the share of errors above `huber_delta`. Near 1 only the signs
+    of the errors reach the gradient: raise `huber_delta` to the size of the returns.
 
     Source: Huber, Annals of Mathematical Statistics 35, 1964
     """
@@ -78,7 +79,7 @@ def _value_loss(
     loss_agg_mode: str,
     denominators: Denominators,
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and the share of the tokens that `losses_of` marks."""
+    """Return the loss, and the fraction of the tokens that `losses_of` marks."""
 
     def share(
         vpreds: Tensor, rows: slice, counts: Denominators
@@ -87,5 +88,5 @@ def _value_loss(
         losses, marked = losses_of(vpreds, rows, inside)
         return agg_policy_loss(losses, {"marked": marked}, inside, loss_agg_mode, None, **counts)
 
-    loss, beside = sum_over_blocks(share, vpreds, response_mask, denominators)
-    return loss, beside["marked"]
+    loss, metrics = sum_over_blocks(share, vpreds, response_mask, denominators)
+    return loss, metrics["marked"]

@@ -1,8 +1,8 @@
 """Losses that learn from preferences: pure functions of the log-probs of whole responses.
 
-A loss is one file, found by its name in `registry.PREFERENCE_LOSSES`; a file that is put here is
-imported here. Its parameters say what it reads: columns of `registry.COLUMNS`, and keys of the
-configuration. It gives the loss of every pair or row, of which `measures` makes means.
+A loss is one file, registered by name in `registry.PREFERENCE_LOSSES`; every file in this folder is
+imported here. The parameters of a loss name its inputs: columns of `registry.COLUMNS`, and keys of
+the configuration. It returns the loss of every pair or row. `measures` computes the metrics.
 """
 
 import importlib

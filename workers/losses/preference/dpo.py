@@ -1,4 +1,4 @@
-"""DPO: direct preference optimization, and cDPO, where some labels are wrong."""
+"""DPO: direct preference optimization, and cDPO for labels that are sometimes wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def compute_dpo_loss(
 ) -> Tensor:
     """-(1 - e) log sigmoid(x) - e log sigmoid(-x), with x = beta h - margin.
 
-    h is the log-ratio to the reference, chosen less rejected. e, `label_smoothing`, is the share of
-    swapped pairs; above 0 the loss is cDPO (Mitchell, 2023). With margins of pairs it is ODPO
+    h is the log-ratio to the reference, chosen minus rejected. e, `label_smoothing`, is the share
+    of swapped pairs; above 0 the loss is cDPO (Mitchell, 2023). With margins per pair it is ODPO
     (arXiv 2402.10571).
 
     Source: DPO, arXiv 2305.18290, equation 7

@@ -1,4 +1,4 @@
-"""KTO: Kahneman-Tversky optimization, on responses that are good or bad by themselves."""
+"""KTO: Kahneman-Tversky optimization, on single responses that are labelled good or bad."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def compute_kto_loss(
     """w (1 - sigmoid(s beta (r - z))), with r the log-ratio to the reference.
 
     s and w are 1 and `desirable_weight` for a good response, -1 and `undesirable_weight` for a bad
-    one. z estimates the KL to the reference, without gradient: the mean log-ratio of a batch's
-    mismatched responses, zero at least.
+    one. z estimates the KL to the reference, without gradient: the mean log-ratio of the mismatched
+    responses of a batch, at least zero.
 
     Source: KTO, arXiv 2402.01306, section 4.1, equation 7
     """

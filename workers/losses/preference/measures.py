@@ -1,6 +1,6 @@
-"""The loss of every pair or row, and what else is worth a look, as columns whose mean is meant.
+"""The loss and the metrics of every pair or row, as columns to average.
 
-`workers.roles.preference` takes the means over a step's rows, `trainer.preference.step` over the
+`workers.roles.preference` averages over the rows of a step, `trainer.preference.step` over the
 validation set.
 """
 
@@ -21,13 +21,13 @@ from workers.losses.preference.registry import (
 )
 
 LABELLED_COLUMNS = ("desirable", "mismatched_kl", "label_share")
-"""What rows with a label have beside log-probs. `label_share` is the share of the batch's rows that
-have a row's label.
+"""Columns of labelled rows besides log-probs. `label_share` is the fraction of the batch's rows
+that have the same label as the row.
 """
 
 
 def measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
-    """Name -> [pairs] or [rows]; the gradient goes through `loss`."""
+    """Return columns by name, [pairs] or [rows]; only `loss` has a gradient."""
     if settings.reference_free:
         columns = {**columns, "ref_log_probs": torch.zeros_like(columns["log_probs"])}
     if "desirable" in columns:
@@ -36,10 +36,10 @@ def measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
 
 
 def rewards(columns: Mapping[str, Tensor], settings: Any) -> Tensor:
-    """The reward that a loss implies for each response.
+    """Return the reward that the loss implies for each response.
 
-    beta times the log-ratio to the reference; without one, beta times the log-prob a token. A loss
-    that has no beta: the log-prob a token.
+    It is beta times the log-ratio to the reference. Without a reference it is beta times the
+    log-prob per token. For a loss without beta, beta is 1.
     """
     log_probs = columns["log_probs"].detach()
     takes_beta = "beta" in parameters_of(PREFERENCE_LOSSES.look_up(settings.loss))
@@ -57,24 +57,24 @@ def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]
 
     shown = _shown(columns, settings)
     margin = gap(shown["rewards"])
-    found = {
+    measured = {
         "loss": loss,
         "rewards/margin": margin,
         "rewards/accuracy": (margin > 0).to(loss),
         "lengths/mean": num_tokens.mean(dim=1),
     }
     if "ref_log_probs" in columns and not settings.reference_free:
-        found["kl/row"] = (log_probs.detach() - columns["ref_log_probs"]).mean(dim=1)
+        measured["kl/row"] = (log_probs.detach() - columns["ref_log_probs"]).mean(dim=1)
     for name, of_sides in shown.items():
-        found[f"{name}/chosen"], found[f"{name}/rejected"] = of_sides.unbind(dim=1)
-    return found
+        measured[f"{name}/chosen"], measured[f"{name}/rejected"] = of_sides.unbind(dim=1)
+    return measured
 
 
 def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
     is_good = columns["desirable"] != 0
     of_labels = {}
     for name, of_rows in _shown(columns, settings).items():
-        of_label = of_rows / columns["label_share"]  # a mean over all rows is one over the label's
+        of_label = of_rows / columns["label_share"]  # its mean over all rows is the label's
         of_labels[f"{name}/chosen"] = of_label * is_good
         of_labels[f"{name}/rejected"] = of_label * ~is_good
 
@@ -93,7 +93,7 @@ def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
 
 
 def _shown(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
-    """What is shown of both sides."""
+    """Return the columns that are reported for the chosen and the rejected side."""
     return {
         "rewards": rewards(columns, settings),
         "log_probs": columns["log_probs"].detach(),

@@ -9,14 +9,14 @@ from torch.nn.functional import logsigmoid
 from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, per_token
 
 _NEAREST_TO_CERTAIN = -1e-12
-"""The largest log-prob a token whose odds are taken; those of certainty are infinite."""
+"""The largest log-prob per token whose odds are computed; the odds of certainty are infinite."""
 
 
 @PREFERENCE_LOSSES.register("orpo")
 def compute_orpo_loss(log_probs: Tensor, num_tokens: Tensor, orpo_lambda: float) -> Tensor:
     """-m_chosen - lambda log sigmoid(log odds_chosen - log odds_rejected).
 
-    m is the log-prob a token, and odds = e^m / (1 - e^m). The first term is that of SFT.
+    m is the log-prob per token, and odds = e^m / (1 - e^m). The first term is the SFT loss.
 
     Source: ORPO, arXiv 2403.07691, equations 6 and 7
     """

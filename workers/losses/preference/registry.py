@@ -1,10 +1,10 @@
-"""Preference losses by name, and what a loss reads, which its parameters say.
+"""Preference losses by name. The parameters of a loss name its inputs.
 
     @PREFERENCE_LOSSES.register("mine")
     def compute_my_loss(log_probs, ref_log_probs, beta): ...         # [pairs, 2] -> [pairs]
 
-A loss with the parameter `desirable` learns rows with a label, [rows]; any other learns pairs. One
-with `ref_log_probs` has a reference.
+A loss with the parameter `desirable` learns from labelled rows, [rows]; any other loss learns from
+pairs. A loss with `ref_log_probs` needs a reference.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ COLUMNS: Mapping[str, str] = {
     "desirable": "whether the response of a row is a good one",
     "mismatched_kl": "KTO's estimate of the KL to the reference, the same in every row",
 }
-"""What a loss may read of a batch: [pairs, 2], chosen and rejected, or [rows]; margins: [pairs]."""
+"""Columns that a loss may read: [pairs, 2] (chosen, rejected) or [rows]; margins are [pairs]."""
 
 
 def parameters_of(loss: PreferenceLoss) -> list[str]:
-    """The names of the columns and keys that a loss reads."""
+    """Return the names of the columns and keys that a loss reads."""
     return list(inspect.signature(loss).parameters)
 
 
 def compute_losses(name: str, columns: Mapping[str, Tensor], settings: Any) -> Tensor:
-    """The loss of every pair or row; keys are attributes of `settings`."""
+    """Return the loss of every pair or row; keys are attributes of `settings`."""
     loss = PREFERENCE_LOSSES.look_up(name)
     arguments = {}
     for parameter in parameters_of(loss):
@@ -50,16 +50,16 @@ def compute_losses(name: str, columns: Mapping[str, Tensor], settings: Any) -> T
 
 
 def per_token(log_probs: Tensor, num_tokens: Tensor) -> Tensor:
-    """The mean over a response's tokens; zero for one without any."""
+    """Return the mean over the tokens of each response; zero for an empty response."""
     return log_probs / num_tokens.clamp(min=1)
 
 
 def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid(logits), where a share of the pairs is taken to be the wrong way round."""
+    """Return -log sigmoid(logits), with a share of the pairs assumed to be swapped."""
     right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
     return (1 - label_smoothing) * right + label_smoothing * wrong
 
 
 def gap(of_sides: Tensor) -> Tensor:
-    """[pairs, 2] -> [pairs]: the chosen side's less the rejected one's."""
+    """Return the chosen side minus the rejected side: [pairs, 2] -> [pairs]."""
     return of_sides[:, 0] - of_sides[:, 1]

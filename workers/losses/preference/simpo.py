@@ -16,7 +16,9 @@ def compute_simpo_loss(
     simpo_gamma: float,
     label_smoothing: float,
 ) -> Tensor:
-    """DPO's of x = beta d - gamma - margin, with d the log-prob a token, chosen less rejected.
+    """The loss of DPO with x = beta d - gamma - margin.
+
+    d is the log-prob per token, chosen minus rejected.
 
     Source: SimPO, arXiv 2405.14734, equation 6
     """
