@@ -1,16 +1,16 @@
-"""Attention over rows that are laid end to end as one packed row, without padding.
+"""Attention over rows that are concatenated into one packed row, without padding.
 
-`workers.training.packing` builds a `RowLayout` and passes it to the module's forward under the name
-`row_layout`, which transformers hands on to the attention function.
+`workers.training.packing` builds a `RowLayout` and passes it to the forward method of the module as
+`row_layout`; transformers forwards it to the attention function.
 
-A packed row needs a mask that keeps its rows apart. A dense one costs the square of all tokens.
-FlashAttention takes the rows' bounds instead (`workers.training.varlen`). Where it does not run, or
-leaves out the soft cap of a model's scores, rows of like length are laid as the rows of a
-rectangle, padded on the right: causal attention needs no mask then, since the padding comes after
-all that is real in its row. So time follows the real tokens, on every device.
+A packed row needs a mask that separates its rows. A dense mask costs the square of all tokens.
+FlashAttention takes the boundaries of the rows instead (`workers.training.varlen`). If it does not
+run, or does not support the soft cap of a model's scores, rows of similar length become the rows of
+a rectangle, padded on the right. Causal attention needs no mask there, because the padding comes
+after all real tokens of its row. Time therefore follows the real tokens on every device.
 
-Where ranks share the tokens of a row (`workers.parallel.sequence`), the layout is that of the whole
-row and knows the ranks, and every layer attends through them.
+If several ranks share the tokens of a row (`workers.parallel.sequence`), the layout describes the
+whole row and holds the ranks, and every layer attends through them.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from workers.parallel.page_lock import to_device
 from workers.parallel.sequence import SequenceRanks
 
 PACKED = "row_layout_sdpa"
-"""Name of `packed_attention` in transformers' interface."""
+"""Name of `packed_attention` in the attention interface of transformers."""
 Attend = Callable[..., Tensor]
 """(query, key, value, bounds, bounds, longest, longest; scale, left, cap) -> output.
 
-States are [tokens, heads, size]; there may be fewer heads of keys than of queries. `bounds` are
-where rows begin and the last one ends, `longest` the tokens of the longest; a token sees `left` to
-its left, or all of its row (-1); scores are capped at `cap`, or not (0).
+States are [tokens, heads, size]; there may be fewer key heads than query heads. `bounds` are the
+starts of the rows and the end of the last row; `longest` is the length of the longest row. A token
+sees `left` tokens to its left, or its whole row (-1). Scores are capped at `cap`; 0 means no cap.
 """
 LARGEST_HEAD = 256
-"""Sizes that FlashAttention takes: up to here, in steps of 8."""
+"""Largest head size that FlashAttention supports; sizes are multiples of 8."""
 
 
 @dataclass(frozen=True)
 class LocalMask:
-    """What a packed row's layer gets in the place of a mask, where a token does not see all before.
+    """Replaces the mask of a layer in which a token sees only some of the tokens before it.
 
-    A window ends at the token; chunks are counted from the row's first token.
+    A window ends at the token. Chunks are counted from the first token of the row.
     """
 
     window: int | None = None
@@ -55,19 +55,19 @@ class LocalMask:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Neighbouring rows of a packed row, `num_tokens` together, padded to `width` tokens."""
+    """Neighbouring rows of a packed row with `num_tokens` in total, padded to `width` tokens."""
 
     num_tokens: int
     num_rows: int
     width: int
     gather: Tensor | None
-    """Token at each place of the rectangle, counted from its first; None without padding."""
+    """Index of the token at each position of the rectangle; None without padding."""
     scatter: Tensor | None
-    """Place in the rectangle of each token; None without padding."""
+    """Position of each token in the rectangle; None without padding."""
 
 
 class RowLayout:
-    """Where the rows of a packed row are, by bounds or by rectangles; made when first asked for."""
+    """Positions of the rows in a packed row, as bounds or as rectangles, computed lazily."""
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, ranks: SequenceRanks | None = None
@@ -82,18 +82,18 @@ class RowLayout:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """[rows + 1]: where each row begins, and the last ends."""
+        """Start of each row and end of the last, [rows + 1]."""
         ends = torch.tensor([0, *self.lengths]).cumsum(dim=0, dtype=torch.int32)
         return to_device(ends, self.device)
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return max(self.lengths)
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbouring rows that share a rectangle.
+    """Yield ranges of neighbouring rows that share a rectangle.
 
     At most a fifth of its width, or 8 tokens, is padding.
     """
@@ -108,22 +108,22 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _rectangle(lengths: Sequence[int], device: torch.device) -> Rectangle:
-    own = torch.tensor(lengths)
-    width, num_tokens = int(own.max()), int(own.sum())
-    if num_tokens == width * len(own):
-        return Rectangle(num_tokens, len(own), width, None, None)
+    lengths_here = torch.tensor(lengths)
+    width, num_tokens = int(lengths_here.max()), int(lengths_here.sum())
+    if num_tokens == width * len(lengths_here):
+        return Rectangle(num_tokens, len(lengths_here), width, None, None)
 
-    real = torch.arange(width) < own[:, None]
+    real = torch.arange(width) < lengths_here[:, None]
     gather = torch.zeros(real.shape, dtype=torch.long)
     gather.masked_scatter_(real, torch.arange(num_tokens))
     scatter = real.flatten().nonzero().squeeze(1)
-    places = (to_device(one, device) for one in (gather.flatten(), scatter))
-    return Rectangle(num_tokens, len(own), width, *places)
+    places = (to_device(place, device) for place in (gather.flatten(), scatter))
+    return Rectangle(num_tokens, len(lengths_here), width, *places)
 
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A library's function for rows of any lengths, of one 16-bit type."""
+    """A library function for rows of any length, in one 16-bit type."""
 
     name: str
     attend: Attend
@@ -131,7 +131,7 @@ class VarlenKernel:
     has_softcap: bool = False
 
     def takes(self, query: Tensor, softcap: float | None) -> bool:
-        """Whether heads are small enough, and scores capped only where it can do that."""
+        """True if the kernel supports these heads, and the soft cap if there is one."""
         return query.shape[-1] <= LARGEST_HEAD and (self.has_softcap or softcap is None)
 
     def __call__(
@@ -146,9 +146,9 @@ class VarlenKernel:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Causal attention of each row, [tokens, heads, size of a value].
+        """Return the causal attention of each row, [tokens, heads, size of a value].
 
-        A token sees itself and the `window` - 1 before it.
+        A token sees itself and the `window` - 1 tokens before it.
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
@@ -160,7 +160,7 @@ class VarlenKernel:
 
 
 def _padded(states: Tensor, size: int) -> Tensor:
-    """Heads of this size; `pad` would copy what has it already."""
+    """Pad heads to this size; return them unchanged if they have it already (`pad` would copy)."""
     missing = size - states.shape[-1]
     return pad(states, (0, missing)) if missing else states
 
@@ -179,10 +179,11 @@ def packed_attention(
     kernel: VarlenKernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, each row by itself: by `kernel`, or rectangle by rectangle.
+    """Attention function for transformers: each row separately, by `kernel` or by rectangles.
 
-    [1, heads, tokens, size] -> [1, tokens, heads, size]. The layer's window is that of its mask, as
-    under sdpa: some models do not name it among the arguments. `s_aux` are sinks of the heads.
+    [1, heads, tokens, size] -> [1, tokens, heads, size]. The window of the layer comes from its
+    mask, as with sdpa: some models do not pass it as an argument. `s_aux` are the sinks of the
+    heads.
     """
     if row_layout is None:
         raise TypeError(f"{type(module).__name__} was not given the packed row's layout")
@@ -194,18 +195,18 @@ def packed_attention(
         raise TypeError(f"{type(module).__name__} makes a mask of its own")
 
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    how = _Scores(scaling, local, softcap)
-    attend = partial(_attend_rows, layout=row_layout, how=how, kernel=kernel)
+    scoring = _Scores(scaling, local, softcap)
+    attend = partial(_attend_rows, layout=row_layout, scoring=scoring, kernel=kernel)
     if row_layout.ranks is not None:
         output = row_layout.ranks.attend(query, key, value, s_aux, attend)
     else:
         output = attend(query, key, value, s_aux, None)
-    return output.unsqueeze(0), None  # contiguous, as some models take a view of it
+    return output.unsqueeze(0), None  # contiguous, because some models take a view of it
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """How a layer makes scores."""
+    """How a layer computes scores."""
 
     scale: float | None
     local: LocalMask
@@ -220,22 +221,26 @@ def _attend_rows(
     places: Tensor | None,
     *,
     layout: RowLayout,
-    how: _Scores,
+    scoring: _Scores,
     kernel: VarlenKernel | None,
 ) -> Tensor:
-    """[tokens, heads, size] of all rows, or of the tokens at these `places`, in rising order."""
+    """Return [tokens, heads, size] for all rows, or for the tokens at `places` (ascending)."""
     if places is not None:
-        return _attend_places(query, key, value, sinks, places, layout, how)
-    is_plain = sinks is None and how.local.chunk is None
-    if kernel is not None and kernel.takes(query, how.softcap) and is_plain:
+        return _attend_places(query, key, value, sinks, places, layout, scoring)
+    is_plain = sinks is None and scoring.local.chunk is None
+    if kernel is not None and kernel.takes(query, scoring.softcap) and is_plain:
         rows = layout.cu_seqlens, layout.max_len
-        settings: Any = {"scaling": how.scale, "window": how.local.window, "softcap": how.softcap}
+        settings: Any = {
+            "scaling": scoring.scale,
+            "window": scoring.local.window,
+            "softcap": scoring.softcap,
+        }
         return kernel(query, key, value, *rows, **settings)
 
     rectangles = layout.rectangles
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     parts = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    pieces = [_attend(*part, sinks, how) for part in parts]
+    pieces = [_attend(*part, sinks, scoring) for part in parts]
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -246,11 +251,12 @@ def _attend_places(
     sinks: Tensor | None,
     places: Tensor,
     layout: RowLayout,
-    how: _Scores,
+    scoring: _Scores,
 ) -> Tensor:
-    """[places, heads, size]: a row's queries that are here beside its keys up to the last of them.
+    """Attend from the queries at `places` to the keys of their rows; returns [places, heads, size].
 
-    There are keys of every place. Of a row that has two pieces here, each is by itself.
+    Keys of every position are present. If a row has two separate spans in `places`, each is
+    computed separately.
     """
     ends = torch.tensor(layout.lengths).cumsum(0)
     rows = torch.bucketize(places, ends, right=True)
@@ -261,10 +267,10 @@ def _attend_places(
     ):
         begin = int(ends[row[0]]) - layout.lengths[int(row[0])]
         end, here = int(places_here[-1]) + 1, slice(done, done + len(places_here))
-        own = (
+        states = (
             part.transpose(0, 1)[None] for part in (query[here], key[begin:end], value[begin:end])
         )
-        pieces.append(_attention(*own, sinks, how).squeeze(0).transpose(0, 1))
+        pieces.append(_attention(*states, sinks, scoring).squeeze(0).transpose(0, 1))
         done += len(places_here)
     return torch.cat(pieces)
 
@@ -275,30 +281,30 @@ def _attend(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    how: _Scores,
+    scoring: _Scores,
 ) -> Tensor:
-    """[tokens, heads, size] of the rectangle's rows."""
-    own = (_to_rectangle(states, rectangle) for states in (query, key, value))
-    output = _attention(*own, sinks, how)
+    """Return [tokens, heads, size] for the rows of the rectangle."""
+    rectangles = (_to_rectangle(states, rectangle) for states in (query, key, value))
+    output = _attention(*rectangles, sinks, scoring)
     flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: _Scores
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: _Scores
 ) -> Tensor:
-    """Causal attention of [rows, heads, tokens, size], the queries being those of the last keys."""
-    (num_queries, width), local = (query.shape[2], key.shape[2]), how.local
+    """Causal attention of [rows, heads, tokens, size]; the queries belong to the last keys."""
+    (num_queries, width), local = (query.shape[2], key.shape[2]), scoring.local
     is_local = min(local.window or width, local.chunk or width) < width
     dtype = value.dtype
     if query.device.type == "cpu" and dtype == torch.bfloat16:
-        # bfloat16 kernels are the slower ones there
+        # bfloat16 kernels are slower there
         query, key, value = query.float(), key.float(), value.float()
-    if how.softcap is not None or sinks is not None:
+    if scoring.softcap is not None or sinks is not None:
         mask = _causal_mask(num_queries, width, local, query.device)
-        return written_out_attention(query, key, value, mask, how.scale, how.softcap, sinks).to(
-            dtype
-        )
+        return written_out_attention(
+            query, key, value, mask, scoring.scale, scoring.softcap, sinks
+        ).to(dtype)
     needs_mask = is_local or num_queries < width
     return scaled_dot_product_attention(
         query,
@@ -306,7 +312,7 @@ def _attention(
         value,
         attn_mask=_causal_mask(num_queries, width, local, query.device) if needs_mask else None,
         is_causal=not needs_mask,
-        scale=how.scale,
+        scale=scoring.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     ).to(dtype)
 
@@ -320,10 +326,11 @@ def written_out_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention as matrix products, for what torch's fused attention has not; float32 scores.
+    """Attention as matrix products with float32 scores, for features that torch's fused kernel
+    lacks.
 
     Scores are bounded by tanh, or each head has a sink, which takes its share of every softmax and
-    gives nothing. States are [rows, heads, tokens, size].
+    contributes nothing. States are [rows, heads, tokens, size].
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
@@ -341,13 +348,13 @@ def written_out_attention(
 
 
 def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:
-    """[tokens, heads, size] of the rectangle's rows -> [rows, heads, width, size]."""
-    own = states if rectangle.gather is None else states.index_select(0, rectangle.gather)
-    return own.reshape(rectangle.num_rows, rectangle.width, *own.shape[1:]).transpose(1, 2)
+    """Reshape [tokens, heads, size] of the rectangle's rows to [rows, heads, width, size]."""
+    real = states if rectangle.gather is None else states.index_select(0, rectangle.gather)
+    return real.reshape(rectangle.num_rows, rectangle.width, *real.shape[1:]).transpose(1, 2)
 
 
 def _causal_mask(num_queries: int, width: int, local: LocalMask, device: torch.device) -> Tensor:
-    """Each of a row's last tokens sees itself and those before it in its window or chunk."""
+    """Mask in which each of the last tokens sees the earlier ones in its window or chunk."""
     places = torch.arange(width, device=device)
     queries = places[width - num_queries :, None]
     distance = queries - places
@@ -360,7 +367,7 @@ def _causal_mask(num_queries: int, width: int, local: LocalMask, device: torch.d
 def _local_mask(
     *, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any
 ) -> LocalMask | None:
-    """transformers' mask function: the layout takes the place of the mask, but for its locality."""
+    """Mask function for transformers; it keeps only the locality, as the layout replaces masks."""
     if use_vmap:
         raise TypeError("its mask is a function of its own")
     if local_size is None:
@@ -373,13 +380,13 @@ def _local_mask(
 
 
 def takes_layout(module: Any) -> bool:
-    """Whether packed rows go to `packed_attention`: under sdpa, or eager for what sdpa lacks."""
+    """True if packed rows use `packed_attention`: under sdpa, or eager where sdpa falls short."""
     built_with = module.config.get_text_config()._attn_implementation
     return built_with == "sdpa" or (built_with == "eager" and bool(_beyond_sdpa(module)))
 
 
 def _beyond_sdpa(module: Any) -> str:
-    """What `packed_attention` writes out as matrix products for this model."""
+    """Return the feature that this model needs and sdpa lacks, or ""."""
     if soft_cap(module.config) is not None:
         return "soft-capping"
     return "sinks" if has_sinks(module) else ""
@@ -388,9 +395,9 @@ def _beyond_sdpa(module: Any) -> str:
 def packed_rows(
     module: Any, kernel: VarlenKernel | None = None, compiled: bool = False
 ) -> AbstractContextManager[None]:
-    """Within, a module that `takes_layout` attends by `packed_attention`, with this kernel.
+    """Context in which a module that `takes_layout` attends by `packed_attention` with this kernel.
 
-    A backward pass belongs inside, too. Of `compiled` layers it is no part.
+    Run the backward pass inside, too. Attention stays outside the graphs of `compiled` layers.
     """
     if not takes_layout(module):
         return nullcontext()
@@ -398,29 +405,29 @@ def packed_rows(
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which no compiled graph takes in."""
+    """Return the function marked so that no compiled graph includes it."""
     disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 @cache
 def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., Any]:
-    """One function for each kernel: compiled layers would be compiled again for another."""
+    """Return one function per kernel: another function object would recompile compiled layers."""
     attention = partial(packed_attention, kernel=kernel)
     return outside_of_graphs(attention) if compiled else attention
 
 
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:
-    """A line on what computes the attention of a training engine's rows."""
+    """Describe in one line how the attention of a training engine is computed."""
     config = module.config.get_text_config()
     built_with, beyond = config._attn_implementation, _beyond_sdpa(module)
     if not packs:
-        how = f"{built_with} on padded rows"
+        text = f"{built_with} on padded rows"
     elif not takes_layout(module):
-        how = f"packed rows by {built_with}, whose memory and time grow with the square of a pass"
+        text = f"packed rows by {built_with}, whose memory and time grow with the square of a pass"
     elif kernel is not None and beyond != "sinks" and (kernel.has_softcap or not beyond):
-        how = f"packed rows by {kernel.name}, by their bounds"
+        text = f"packed rows by {kernel.name}, by their bounds"
     else:
         by = f"matrix products with {beyond}" if beyond else "sdpa"
-        how = f"packed rows by {by}, in rectangles of rows of like length"
-    return f"attention of {config.model_type}: {how}{f' ({why_not})' if why_not else ''}."
+        text = f"packed rows by {by}, in rectangles of rows of like length"
+    return f"attention of {config.model_type}: {text}{f' ({why_not})' if why_not else ''}."

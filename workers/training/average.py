@@ -1,4 +1,4 @@
-"""A moving average of the policy's weights, to validate with: `actor.ema_decay`."""
+"""A moving average of the policy's weights for validation: `actor.ema_decay`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from workers.models.state import own_part
 
 
 class WeightAverage:
-    """The exponential moving average of what a module trains, in float32, each rank its shards.
+    """Exponential moving average of a module's trained weights, in float32; each rank has its
+    shards.
 
-    `ActorWorker` moves it after every update, and puts it in the weights' place for a validation.
-    Frozen weights and buffers are the module's own.
+    `ActorWorker` updates it after every update and swaps it in for a validation. Frozen weights and
+    buffers are those of the module.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.module, self.decay = module, decay
         self.tensors = {name: weight.float().clone() for name, weight in self._weights().items()}
         self.put_aside: dict[str, Tensor] = {}
-        """The weights themselves, while the average is in their place."""
+        """The trained weights, while the average is swapped in."""
 
     @torch.no_grad()
     def update(self) -> None:
@@ -30,18 +31,18 @@ class WeightAverage:
             average.lerp_(new, 1.0 - self.decay)
 
     def put_in_place(self) -> None:
-        """Compute with the average from now on."""
+        """Swap the average in."""
         weights = self._weights()
         self.put_aside = {name: weight.clone() for name, weight in weights.items()}
         _copy(self.tensors, weights)
 
     def take_out(self) -> None:
-        """Compute with the weights again, which are bit for bit as they were."""
+        """Swap the weights back in, bit for bit."""
         _copy(self.put_aside, self._weights())
         self.put_aside = {}
 
     def restart(self) -> None:
-        """Forget the past: the average is the weights as they are."""
+        """Reset the average to the current weights."""
         _copy(self._weights(), self.tensors)
 
     def _weights(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which axes a model can be laid over: found from its class, before a device is taken."""
+"""Check from its class, before a device is taken, which axes a model can be split over."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from workers.training.row_proof import NOT_ASKED, refuse_split
 def check_axes(
     module: Any, config: ModelConfig, dims: ParallelDims, section: str, pp_schedule: str = "1f1b"
 ) -> None:
-    """Refuse axes that a model on the meta device cannot have, in words with sizes.
+    """Reject axes that a model on the meta device does not support.
 
-    `section` is the key of its `parallel`.
+    `section` is the key of its `parallel` section, for messages.
     """
     attention = config.attn_implementation
     support = Support.of(module.config, "" if attention == "auto" else attention)

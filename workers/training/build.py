@@ -1,10 +1,10 @@
-"""How a model is built on its ranks, by an ordered list of steps.
+"""Build a model on its ranks in an ordered list of steps.
 
     empty -> parts -> shard -> load -> rows -> parts
 
 The strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp
-without tensor parallelism, the module is a plain one, so that a rollout engine in the same process
-can read it by reference.
+without tensor parallelism, the module is plain, so a rollout engine in the same process can read it
+by reference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build_model(model: Model, worker: Worker) -> None:
 
 
 def _join(model: Model, worker: Worker) -> None:
-    """Join the process group, and lay the axes over its ranks."""
+    """Join the process group and lay out the parallel axes over its ranks."""
     worker.open_process_group()
     model.device = worker.device
     if model.device.type == "cpu":
@@ -60,7 +60,7 @@ def _join(model: Model, worker: Worker) -> None:
 
 
 def _make_empty(model: Model) -> None:
-    """Make the module without memory for its parameters."""
+    """Create the module without memory for its parameters."""
     if not model.settings.trains:
         model.model_config = frozen(model.model_config, model.device.type)
     model.precision = precision_of(model.model_config, model.device.type)
@@ -69,13 +69,13 @@ def _make_empty(model: Model) -> None:
         part.check(model)
     model.module = empty_model(model.model_config, model.head, model.device)
     if not model.settings.trains:
-        model.module.requires_grad_(False)  # what its class freezes, training leaves frozen
+        model.module.requires_grad_(False)  # weights that its class freezes stay frozen in training
     model.whole_module = model.module
     model.support = Support.of(model.module.config)
 
 
 def _shard(model: Model) -> None:
-    model.cast = None if model.is_sharded else model.precision.cast  # FSDP casts what it gathers
+    model.cast = None if model.is_sharded else model.precision.cast  # FSDP casts on its own
     if model.is_sharded:
         mesh, strategy = model.groups.fsdp_mesh, model.sharding.strategy
         efsdp_mesh = model.groups.efsdp_mesh if model.dims.ep > 1 else None
@@ -84,7 +84,7 @@ def _shard(model: Model) -> None:
 
 
 def _choose_row_passes(model: Model) -> None:
-    """Decide how rows go through the model, and by which kernel they attend."""
+    """Choose how rows go through the model, and the attention kernel."""
     config, size = model.model_config, head_size(model.module.config)
     model.kernel, why_not = find_kernel(
         config.attn_implementation, model.device, model.precision.compute, size

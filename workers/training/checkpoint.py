@@ -1,17 +1,17 @@
-"""One role's part of a checkpoint: a folder, complete or absent.
+"""One role's folder of a checkpoint, complete or absent.
 
     manifest.json       step, schedule, size and checksum of every file; written last
-    shards/             weights and optimizer state, each rank's own pieces (`shards`)
-    random/<rank>.json  each rank's random state
-    huggingface/        with hf_model: what plain `from_pretrained` loads (`hf_export`)
-    lora_adapter/       with LoRA: the adapter as peft loads it
+    shards/             weights and optimizer state, each rank's shards (`shards`)
+    random/<rank>.json  random state of each rank
+    huggingface/        with hf_model: a folder for `from_pretrained` (`hf_export`)
+    lora_adapter/       with LoRA: the adapter in peft's format
 
-Everything is first written beside the folder (`<folder>.part`), then renamed. With files that are
-written in the background (`file_copies`) it goes into the folder itself; the driver adds these
-files to the manifest, and renames the step's folder when all is there. Tensors are stored by
-parameter name at full shape, so another number of ranks, another strategy, or a plain module can
-load them. With LoRA only what is trained is stored: the base comes from the model's path. Ranks
-agree after each stage: an error of one ends all.
+Everything is first written to `<folder>.part`, which is then renamed. With background writing
+(`file_copies`), files go into the folder itself; the driver adds them to the manifest and renames
+the folder of the step when everything is on disk. Tensors are stored by parameter name at full
+shape, so another number of ranks, another strategy, or a plain module can load them. With LoRA only
+trained weights are stored: the base comes from the model's path. Ranks agree after each stage, so
+an error on one rank ends all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 class Checkpointed(SavesInBackground):
     """Adds saving and loading to a worker with a `TrainEngine`, `self.engine`.
 
-    `self.config` is its section, with `checkpoint.save_contents`.
+    `self.config` is the section of the worker, with `checkpoint.save_contents`.
     """
 
     engine: TrainEngine
@@ -61,15 +61,15 @@ class Checkpointed(SavesInBackground):
     def save_checkpoint(
         self, path: str, step: int = 0, contents: Sequence[str] | None = None
     ) -> None:
-        """Write the folder `path`, whole or not at all; one of that name is replaced.
+        """Write the folder `path`, whole or not at all; it replaces a folder of the same name.
 
-        `contents` is written instead of `checkpoint.save_contents`. Whatever fails, a folder that
-        was there before stays as it is. What `self.copies` takes is written later, into a folder
-        that nobody reads yet.
+        `contents` overrides `checkpoint.save_contents`. If anything fails, an earlier folder stays
+        unchanged. Files that `self.copies` takes are written later, into a folder that nobody reads
+        yet.
         """
         folder = Path(path)
-        what = f"the checkpoint {folder} was not written (an earlier one is untouched)"
-        ranks = Ranks(self.engine.groups.world, what)
+        message = f"the checkpoint {folder} was not written (an earlier one is untouched)"
+        ranks = Ranks(self.engine.groups.world, message)
         part = folder if self.copies is not None else folder.with_name(folder.name + ".part")
         try:
             self._write_part(ranks, part, step, contents)
@@ -83,7 +83,7 @@ class Checkpointed(SavesInBackground):
     def _write_part(
         self, ranks: Ranks, part: Path, step: int, contents: Sequence[str] | None = None
     ) -> None:
-        """All files, the manifest last; it names those that are there."""
+        """Write all files; the manifest comes last and lists the others."""
         engine = self.engine
         contents = self.config.checkpoint.save_contents if contents is None else contents
         writer = self.copies or AT_ONCE
@@ -120,7 +120,7 @@ class Checkpointed(SavesInBackground):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, path: str) -> None:
-        """Write the model into the folder `path`, as `from_pretrained` loads it."""
+        """Write the model into the folder `path` for `from_pretrained`."""
         ranks = Ranks(self.engine.groups.world, f"the model {path} was not written")
         is_first = ranks.mine == 0
         ranks.all_do(lambda: export_huggingface(self.engine, Path(path), is_first))
@@ -129,7 +129,7 @@ class Checkpointed(SavesInBackground):
     def load_checkpoint(self, path: str) -> None:
         """Load the folder `path`, written by any number of ranks.
 
-        One that is damaged, or of another model, is refused.
+        A damaged folder, or one of another model, is an error.
         """
         folder, engine, average = Path(path), self.engine, self.average
         ranks = Ranks(engine.groups.world, f"the checkpoint {folder} was not loaded")
@@ -148,7 +148,7 @@ class Checkpointed(SavesInBackground):
         refuse_other_model(folder, shapes, saved)
         with engine.running(engine.optimizer):
             state = empty_optimizer_state(engine, saved)
-            averaged = {name: own for name, own in averages(average).items() if name in saved}
+            averaged = {name: shard for name, shard in averages(average).items() if name in saved}
             tensors = weights(engine) | state | averaged
             ranks.all_do(lambda: read_shards(tensors, shards))
             put_optimizer_state(engine, state)
@@ -169,20 +169,20 @@ class Checkpointed(SavesInBackground):
 
 
 def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
-    """The weights of the adapter, and of a scalar head beside it, whole; collective."""
+    """Return the whole weights of the adapter, and of a scalar head if there is one; collective."""
     with engine.running():
         return [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
-    """The rank's shards of the trained weights and of the model's buffers, as `model.<name>`."""
+    """Return the rank's shards of the trained weights and buffers, as `model.<name>`."""
     return stored_weights(engine.module, engine.model_config.lora_rank > 0)
 
 
 def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
-    """What a checkpoint has of a module's weights, as `model.<name>`.
+    """Return the weights of a module that a checkpoint stores, as `model.<name>`.
 
-    Beside an adapter nothing else changes.
+    With an adapter only trained weights are stored, because nothing else changes.
     """
     tensors = {}
     for name, parameter in module.named_parameters():
@@ -195,48 +195,48 @@ def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
 
 
 def without_copies(engine: TrainEngine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank writes of the tensors by full name, of which it may have another's."""
+    """Return the tensors that this rank writes: all except copies that belong to another stage."""
     copies = tuple(f".{name}" for name in engine.layers.copies)
     return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
 
 
 def averages(average: WeightAverage | None) -> dict[str, Tensor]:
-    """The rank's shards of the moving average, as `average.<name>`; empty without one."""
+    """Return the rank's shards of the moving average, as `average.<name>`; empty without one."""
     tensors = {} if average is None else average.tensors
     return {f"average.{name}": tensor for name, tensor in tensors.items()}
 
 
 def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
-    """The rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`.
+    """Return the rank's shards of the optimizer's tensors, as `optimizer.<key>.<name>`.
 
-    The optimizer has none before its first step.
+    Before its first step the optimizer has none.
     """
-    found = {}
+    state = {}
     for name, parameter in engine.module.named_parameters():
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             full_name = f"optimizer.{key}.{name}"
             _check_reshardable(engine, full_name, value, parameter)
-            found[full_name] = value
-    return found
+            state[full_name] = value
+    return state
 
 
 def _check_reshardable(engine: TrainEngine, name: str, value: Any, parameter: Tensor) -> None:
     if isinstance(value, Tensor) and value.shape in (torch.Size(), parameter.shape):
         return
-    what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    form = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
     raise CheckpointError(
-        f"{name} of {type(engine.optimizer).__name__} is {what}; only state that is a scalar "
+        f"{name} of {type(engine.optimizer).__name__} is {form}; only state that is a scalar "
         "tensor or has its weight's shape can be resharded. Leave optimizer out of "
         "checkpoint.save_contents."
     )
 
 
 def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors for the saved state to be read into, with their weights' sharding."""
+    """Return empty tensors to read the saved state into, sharded like their weights."""
     parameters = dict(engine.module.named_parameters())
     elsewhere = dict(engine.whole_module.named_parameters()).keys() - parameters.keys()
     groups = engine.optimizer.param_groups
-    # Fused optimizers keep their scalars where the weights are, others on the CPU.
+    # Fused optimizers keep their scalars on the device of the weights, others on the CPU.
     beside_weights = any(group.get("fused") or group.get("capturable") for group in groups)
 
     state: dict[str, Tensor] = {}
@@ -275,12 +275,11 @@ def refuse_other_model(
     way_out: str = "Set model.path (and model.lora_rank) as they were, or start anew in another "
     "trainer.default_local_dir.",
 ) -> None:
-    """Refuse a checkpoint that lacks tensors, has others, or has them in another shape.
+    """Reject a checkpoint with missing, unknown or differently shaped tensors; one error lists all.
 
-    One error lists them all. `here` maps names to the shapes of this model, `saved` to what
-    `stored_tensors` says.
+    `here` maps names to the shapes of this model, `saved` to the facts of `stored_tensors`.
     """
-    there = {name: list(found.size) for name, found in saved.items() if name.startswith("model.")}
+    there = {name: list(stored.size) for name, stored in saved.items() if name.startswith("model.")}
     if not there:
         raise CheckpointError(
             f"the checkpoint {folder} holds no weights to go on from: checkpoint.save_contents "

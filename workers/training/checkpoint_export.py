@@ -1,7 +1,7 @@
-"""A role's part of a checkpoint as a Hugging Face folder, or as the adapter that peft loads.
+"""Export a role's folder of a checkpoint as a Hugging Face folder or as a peft adapter.
 
-In one process without a cluster, whatever wrote the checkpoint: weights are stored by name at full
-shape. The whole model is in host memory while it runs.
+This runs in one process without a cluster, for a checkpoint of any number of ranks, because weights
+are stored by name at full shape. The whole model is in host memory during the export.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def export_checkpoint(
 ) -> None:
     """Write the folder `out`, whole or not at all.
 
-    `model_config` is what the role was trained with, `of_average` takes the moving average of the
-    weights in their place, `settings` goes into a classifier's `config.json`.
+    `model_config` is the configuration that the role was trained with. With `of_average` the moving
+    average replaces the weights. `settings` goes into the `config.json` of a classifier.
     """
     if as_adapter and model_config.lora_rank == 0:
         raise CheckpointError(
@@ -67,17 +67,17 @@ def export_checkpoint(
 
 
 def refuse_if_of_other_model(checkpoint: Path, model_config: ModelConfig, head: Head) -> None:
-    """Refuse a role's part of a checkpoint whose weights are not the model's, by their shapes."""
+    """Reject a role's folder whose weight shapes are not those of the model."""
     try:
         saved = stored_tensors(checkpoint / "shards")
     except CheckpointError:
-        return  # damaged: its load says which files are
+        return  # damaged: loading it reports which files
     weights = stored_weights(meta_model(model_config, head), model_config.lora_rank > 0)
-    refuse_other_model(checkpoint, {n: list(one.shape) for n, one in weights.items()}, saved)
+    refuse_other_model(checkpoint, {n: list(weight.shape) for n, weight in weights.items()}, saved)
 
 
 def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool) -> Any:
-    """The module on the CPU: what was never trained from its base, the rest from the checkpoint."""
+    """Return the module on the CPU: trained weights from the checkpoint, others from the base."""
     manifest = read_manifest(checkpoint)
     names = [name for name in loaded_files(manifest) if name.startswith("shards/")]
     refuse_damaged(checkpoint, {n: file_fault(checkpoint / n, manifest["files"][n]) for n in names})

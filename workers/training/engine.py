@@ -1,4 +1,4 @@
-"""The training engine of one model: scores rows, adds up gradients, takes optimizer steps.
+"""The training engine of one model: scores rows, accumulates gradients, takes optimizer steps.
 
 Every role that has a model (actor, critic, reference, reward model) owns one `TrainEngine`.
 
@@ -8,8 +8,9 @@ Every role that has a model (actor, critic, reference, reward model) owns one `T
     metrics, outputs = engine.forward_backward_rows(data, Budget(rows=8), loss)
     metrics |= engine.optim_step()
 
-`workers.training.update` composes the last two into an update: epochs over mini-batches. What is
-read of a pass is a `Reading`; how the model is built is in `workers.training.build`.
+`workers.training.update` composes the last two into an update: epochs over mini-batches. A
+`Reading` defines the outputs that are read from a forward pass. `workers.training.build` builds the
+model.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ class TrainEngine(Model):
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
         self.names_of_step: list[str] = []
-        """What messages call the rows whose gradients the next optimizer step takes."""
+        """Names, for messages, of the rows whose gradients go into the next optimizer step."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Build the model on the worker's device.
 
-        The learning rate's schedule spans `total_steps` update calls.
+        The learning-rate schedule spans `total_steps` update calls.
         """
         build_model(self, worker)
         self.reading.begin(self)
@@ -109,10 +110,11 @@ class TrainEngine(Model):
         wanted: Wanted = DEFAULT,
         names: Sequence[str] = (),
     ) -> RowColumns:
-        """For every row `log_probs` (and `entropys`, `sum_pi_squared`), `values`, or `scores`.
+        """Return for every row `log_probs` (and `entropys`, `sum_pi_squared`), `values`, or
+        `scores`.
 
-        Each is [rows, R], zero outside the response mask, and ragged where that is. A pass reads
-        the columns `names`, too.
+        Each is [rows, R], zero outside the response mask, and ragged if the mask is. The model also
+        gets the columns `names`.
         """
         rows = self.take(data, names, self.reading.inputs)
         self.module.eval()
@@ -122,10 +124,10 @@ class TrainEngine(Model):
     def forward_backward(
         self, batch: MiniBatch, budget: Budget, loss: Loss, pieces: Pieces | None = None
     ) -> dict[str, float]:
-        """Add the gradients of a mini-batch's loss to those that are there.
+        """Add the gradients of the loss of a mini-batch to the accumulated ones.
 
-        Returns the metrics, summed over micro-batches and over the ranks with unlike rows. The
-        model's outputs are appended to `pieces`, one column per micro-batch.
+        Returns the metrics, summed over micro-batches and over the ranks with different rows. The
+        outputs of the model are appended to `pieces`, one column per micro-batch.
         """
         assert self.optimizer is not None, "a frozen engine was asked for gradients"
         balancing = self.part(LoadBalancing) if loss.is_balanced else None
@@ -137,7 +139,7 @@ class TrainEngine(Model):
         try:
             totals = self.passes.train(batch, budget, loss, pieces)
         except BaseException:
-            # a part of a mini-batch must not reach a step
+            # a partial mini-batch must not reach a step
             self.optimizer.zero_grad(set_to_none=True)
             raise
         finally:
@@ -160,10 +162,10 @@ class TrainEngine(Model):
         loss: Loss,
         denominators: Mapping[str, int] | None = None,
     ) -> tuple[dict[str, float], RowColumns]:
-        """`forward_backward` of a whole batch; also returns the model's outputs for every row.
+        """Run `forward_backward` on a whole batch; also return the model's outputs for every row.
 
-        `denominators` (`num_rows`, `num_tokens`) are the counts of a mini-batch of which the batch
-        is a part. By default they are the batch's own.
+        `denominators` (`num_rows`, `num_tokens`) are the counts of the mini-batch that the batch
+        belongs to. By default the batch is the whole mini-batch.
         """
         rows = self.take(data, loss.columns)
         batch = mini_batch(rows, 0, 1, self.groups.data, self.device)
@@ -175,10 +177,10 @@ class TrainEngine(Model):
         return metrics, self.passes.restored(rows, pieces, cuts)
 
     def optim_step(self, settings: StepSettings = CONFIGURED) -> dict[str, float]:
-        """Clip the gradients, take an optimizer step with them, and clear them.
+        """Clip the accumulated gradients, take an optimizer step, and clear them.
 
-        A norm that is not finite clears them without a step. Returns `grad_norm`, `lr`, and whether
-        the step was skipped.
+        A non-finite norm clears them without a step. Returns `grad_norm`, `lr`, and
+        `skipped_steps`, 1 if the step was skipped.
         """
         assert self.optimizer is not None, "a frozen engine was asked for a step"
         if not self.has_gradients:
@@ -197,7 +199,7 @@ class TrainEngine(Model):
         return {"grad_norm": norm, "lr": lr, "skipped_steps": float(not math.isfinite(norm))}
 
     def sum_gradients(self) -> None:
-        """Add up the gradients that ranks have parts of; once before a step."""
+        """Sum gradients over the ranks that have partial ones; call it once before a step."""
         if not self.is_sharded:
             add_up_gradients(self.parameters(), self.groups.loss)
         for part in self.parts:

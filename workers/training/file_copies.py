@@ -1,15 +1,15 @@
-"""Files of a checkpoint as copies in host memory, which are written while training goes on:
+"""Copies of checkpoint files in host memory that are written while training continues:
 `trainer.async_save`.
 
 The driver calls, on every rank of a role that `SavesInBackground`:
 
-    start_checkpoint(path, step)     # in its turn: copies; training goes on
-    write_checkpoint()               # past the queue, beside the steps: writes
-    hurry_checkpoint(is_wanted)      # past the queue: somebody waits for it, or wants it no more
+    start_checkpoint(path, step)     # in the queue: copies; training continues
+    write_checkpoint()               # concurrent with the steps: writes
+    hurry_checkpoint(is_wanted)      # concurrent: finish now, or stop writing
 
-A process of low priority writes a file (`workers.training.write_copy`). A thread would hold the
-interpreter's lock now and then, without the priority to go on and give it back. What the process
-leaves when it is ended is written here.
+A low-priority process writes a file (`workers.training.write_copy`). A thread would hold the
+interpreter's lock from time to time, and at low priority might not release it soon. If the process
+is killed, this process writes the rest.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from workers.parallel.page_lock import lock_pages
 from workers.training import write_copy
 
 LEAST_BYTES = 16 * 2**20
-"""A smaller file is written sooner than a copy of it, and a process, would pay."""
+"""A smaller file is written directly: that is faster than a copy and a process."""
 MOST_OF_FREE = 0.5
-"""The share of the free host memory that the copies of all ranks may take."""
+"""Largest fraction of the free host memory for the copies of all ranks."""
 LOWEST_PRIORITY = 19
-"""Beside busy processes it gets 1.5 % of a core, and goes on; with SCHED_IDLE it could starve."""
+"""It still gets 1.5 % of a core next to busy processes; with SCHED_IDLE it could starve."""
 Files = dict[str, dict[str, int]]
 """Name within a role's folder -> bytes and crc32."""
 logger = logging.getLogger(__name__)
 
 
 class SavesInBackground(Worker):
-    """A worker whose `save_checkpoint` writes its large files by `self.copies`."""
+    """A worker whose `save_checkpoint` passes its large files to `self.copies`."""
 
     background_from_bytes: ClassVar[int] = LEAST_BYTES
-    """Smaller files are written while the worker is waited for."""
+    """Smaller files are written immediately, while the caller waits."""
     copies: FileCopies | None = None
-    """Takes files while `start_checkpoint` runs; None: they are written at once."""
+    """Takes files while `start_checkpoint` runs; None means that files are written immediately."""
     _own_copies: FileCopies | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_checkpoint(self, path: str, step: int = 0) -> bool:
-        """`save_checkpoint`, but large files are copied; gives whether any is left to write."""
+        """Run `save_checkpoint` but copy large files; return True if any must be written later."""
         if self._own_copies is None:
             self._own_copies = FileCopies(self.background_from_bytes)
         self._own_copies.begin(Path(path))
@@ -75,7 +75,7 @@ class SavesInBackground(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
-        """Write what was copied, beside whatever is being computed."""
+        """Write the copied files, concurrently with other work."""
         assert self._own_copies is not None, "start_checkpoint comes first"
         try:
             return self._own_copies.write()
@@ -84,13 +84,13 @@ class SavesInBackground(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def hurry_checkpoint(self, is_wanted: bool = True) -> None:
-        """Write the rest as fast as it goes, or nothing more if it is wanted no longer."""
+        """Write the rest as fast as possible, or stop if the checkpoint is no longer wanted."""
         assert self._own_copies is not None, "start_checkpoint comes first"
         self._own_copies.hurry(is_wanted)
 
 
 class FileCopies(FileWriter):
-    """The files of one checkpoint of a role, on one rank; small ones are written at once.
+    """The files of one checkpoint of a role on one rank; small files are written immediately.
 
     copies.begin(folder)
     write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
@@ -101,7 +101,7 @@ class FileCopies(FileWriter):
     def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
         self.least_bytes = least_bytes
         self.folder = Path()
-        """Of the role, in the checkpoint."""
+        """Folder of the role in the checkpoint."""
         self._files: dict[Path, _FileCopy] = {}
         self._spare: list[_FileCopy] = []
         self._lock = threading.Lock()
@@ -110,11 +110,11 @@ class FileCopies(FileWriter):
 
     @property
     def are_there(self) -> bool:
-        """Whether there is anything to write."""
+        """True if there are files to write."""
         return bool(self._files)
 
     def begin(self, folder: Path) -> None:
-        """Forget what was written; the next files are those of a checkpoint in `folder`."""
+        """Forget the written files; the next files belong to a checkpoint in `folder`."""
         self._spare += self._files.values()
         self._files, self.folder = {}, folder
         self._is_waited_for = self._is_dropped = False
@@ -129,7 +129,7 @@ class FileCopies(FileWriter):
         self._files[path] = copy
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether the host has memory for such a copy on each of its ranks."""
+        """True if the host has memory for such a copy on each of its ranks."""
         spare = len(self._spare[0].bytes) if self._spare else 0
         wanted = (num_bytes - spare) / 2**30
         free, num_here = free_memory_gb(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -151,24 +151,24 @@ class FileCopies(FileWriter):
             super().rename(path, name)
 
     def write(self) -> Files:
-        """Write every file, to the disk; what is written is as it was when it was copied."""
-        found: Files = {}
+        """Write every file to disk, with the contents of the moment of the copy."""
+        files: Files = {}
         for path, copy in self._files.items():
             try:
-                found[path.relative_to(self.folder).as_posix()] = self._write(path, copy)
+                files[path.relative_to(self.folder).as_posix()] = self._write(path, copy)
             except OSError as error:
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
-        return found
+        return files
 
     def hurry(self, is_wanted: bool = True) -> None:
-        """Have a `write` in another thread end, or do the rest itself, with its own priority."""
+        """Make a `write` in another thread stop, or finish at normal priority."""
         with self._lock:
             self._is_waited_for, self._is_dropped = True, not is_wanted
             if self._process is not None:
                 self._process.kill()
 
     def _write(self, path: Path, copy: _FileCopy) -> dict[str, int]:
-        """By a process of its own, unless somebody waits; what it leaves is written here."""
+        """Write in a separate process unless somebody waits; write the rest in this one."""
         start = 0
         process = self._start(path, copy)
         if process is not None:
@@ -184,7 +184,7 @@ class FileCopies(FileWriter):
         return write_copy.write_file(path, copy.contents, start, go_on)
 
     def _start(self, path: Path, copy: _FileCopy) -> subprocess.Popen[bytes] | None:
-        """The process; None if none is wanted, or can be had."""
+        """Start the process; return None if somebody waits or it cannot start."""
         program = [sys.executable, "-I", "-S", write_copy.__file__]
         with self._lock:
             if self._is_waited_for:
@@ -195,54 +195,54 @@ class FileCopies(FileWriter):
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     pass_fds=[copy.descriptor],
-                    process_group=0,  # Ctrl-C is for the driver
+                    process_group=0,  # Ctrl-C must reach only the driver
                 )
             except OSError as error:
                 logger.warning("%s is written by the process that trains: %s", path, error)
                 return None
-            with suppress(OSError):  # it has ended, or a container forbids it
+            with suppress(OSError):  # the process has ended, or a container forbids it
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
             return self._process
 
     def _result_of(self, process: subprocess.Popen[bytes], path: Path) -> dict[str, int] | None:
-        """The file's fingerprint; None where the process did not come to the end."""
+        """Return the fingerprint of the file; None if the process did not finish."""
         with process:
             assert process.stdout is not None, "it was asked for"
-            said = process.stdout.read()
-        if said:
-            facts: dict[str, int] = json.loads(said)
+            output = process.stdout.read()
+        if output:
+            facts: dict[str, int] = json.loads(output)
             if "error" in facts:
                 raise CheckpointError(f"{path}: {facts['error']}")
             return facts
         if not self._is_waited_for:
             code = process.returncode
-            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            end = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             logger.warning(
                 "%s: the process that wrote it ended by %s; the rest is written by the one that "
                 "trains.",
-                *(path, how),
+                *(path, end),
             )
         return None
 
 
 class _FileCopy:
-    """The contents of a file in memory that another process can map, and that GPUs copy into."""
+    """Contents of a file in memory that another process can map and that GPUs can copy into."""
 
     def __init__(self) -> None:
         self.descriptor = _anonymous_file()
         self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
-        """They grow when more are needed, and stay for the next checkpoint."""
+        """The buffer grows when needed and is reused by the next checkpoint."""
         self.num_bytes = 0
         self._unpin: Callable[[], object] | None = None
         weakref.finalize(self, os.close, self.descriptor)
 
     @property
     def contents(self) -> memoryview:
-        """The file's bytes, without a copy."""
+        """The bytes of the file, without a copy."""
         return memoryview(self.bytes.numpy())[: self.num_bytes]
 
     def fill(self, header: bytes, tensors: Sequence[Tensor]) -> None:
-        """Copy all of it; what the tensors become later does not change it."""
+        """Copy everything; later changes of the tensors have no effect."""
         on_gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         self.num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors)
         self._hold(self.num_bytes, pinned=on_gpu is not None)
@@ -256,7 +256,7 @@ class _FileCopy:
             torch.cuda.synchronize(on_gpu)
 
     def _hold(self, num_bytes: int, pinned: bool) -> None:
-        """Have at least so many bytes, page-locked if `pinned`; they may be others than before."""
+        """Make room for `num_bytes`, page-locked if `pinned`; the buffer may be replaced."""
         if num_bytes > len(self.bytes):
             if self._unpin is not None:
                 self._unpin()
@@ -269,7 +269,7 @@ class _FileCopy:
 
 
 def _anonymous_file() -> int:
-    """A file in memory without a name; where the system knows none, one on the disk."""
+    """Open an unnamed file in memory; on systems without memfd, an unnamed file on disk."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("checkpoint")
     with tempfile.TemporaryFile() as file:

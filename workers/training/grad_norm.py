@@ -1,6 +1,6 @@
-"""The norm of gradients that lie on several meshes, or on none, by shares.
+"""The norm of gradients on several meshes, or on none, computed by shares.
 
-torch's own refuses such a mixture.
+torch's norm does not support such a mixture.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from workers.training.microbatch import all_reduce
 
 
 def norm_by_shares(gradients: Sequence[Tensor], groups: Groups) -> Tensor:
-    """The norm of all gradients of the model, by one all-reduce.
+    """Return the norm of all gradients of the model, with one all-reduce.
 
-    Of what n ranks hold alike each counts an n-th. A stage's weights are on no other stage.
+    A gradient that n ranks hold identically counts as an n-th on each. A weight belongs to one
+    pipeline stage only.
     """
     num_holders = groups.dims.world // groups.dims.pp
     shares = [_num_shards(gradient) / num_holders for gradient in gradients]
@@ -29,7 +30,7 @@ def norm_by_shares(gradients: Sequence[Tensor], groups: Groups) -> Tensor:
 
 
 def _num_shards(tensor: Tensor) -> int:
-    """Into how many parts a tensor is cut; ranks beside these hold copies."""
+    """Return the number of shards of a tensor; further ranks hold copies."""
     count = 1
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
@@ -39,7 +40,7 @@ def _num_shards(tensor: Tensor) -> int:
 
 
 def scale_to(gradients: Sequence[Tensor], longest: float, norm: Tensor) -> None:
-    """Scale gradients of this norm, unless it is below `longest`."""
+    """Scale gradients of norm `norm` down to `longest`, unless they are shorter."""
     torch._foreach_mul_(_own_parts(gradients), (longest / (norm + 1e-6)).clamp(max=1.0))
 
 

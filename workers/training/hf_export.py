@@ -1,10 +1,10 @@
-"""A trained model as a Hugging Face folder that plain `from_pretrained` loads.
+"""A trained model as a Hugging Face folder for `from_pretrained`.
 
-An actor becomes what it was loaded from: same configuration, tokenizer and type, new weights, LoRA
-merged, under the names that `save_pretrained` writes; a buffer has the type that it has in the
-module, such as a router's float32. A critic or a reward model becomes a sequence classifier with
-one label: body under the body's names and head as `score.weight`, so that
-`AutoModelForSequenceClassification`, or `AutoModel` for the body alone, loads it.
+The export of an actor has the configuration, tokenizer and type of the model it was loaded from,
+and new weights, with LoRA merged, under the names that `save_pretrained` writes. A buffer keeps its
+type in the module, such as float32 for a router. A critic or reward model becomes a sequence
+classifier with one label: the body under its usual names and the head as `score.weight`.
+`AutoModelForSequenceClassification` loads all of it, `AutoModel` only the body.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from workers.training.engine import TrainEngine
 
 SHARD_BYTES = 5 * 10**9
-"""Weights above this are cut into several safetensors files."""
+"""Larger weights are split into several safetensors files."""
 KEPT = (".json", ".jinja", ".txt", ".model", ".py")
-"""Endings of the files that are copied: configuration, tokenizer, templates, code."""
+"""Suffixes of the files that are copied: configuration, tokenizer, templates, code."""
 
 
 def export_huggingface(
@@ -42,7 +42,7 @@ def export_huggingface(
     shard_bytes: int = SHARD_BYTES,
     writer: FileWriter = AT_ONCE,
 ) -> None:
-    """Gather the weights on all ranks, by tensors; the one that `writes` puts them in `folder`."""
+    """Gather the weights tensor by tensor on all ranks; the rank that `writes` stores them."""
     tensors = engine.named_full_tensors()
     try:
         if writes:
@@ -56,7 +56,7 @@ def export_huggingface(
                 writer,
             )
     finally:
-        # The other ranks are in the same collectives: go through them to the end.
+        # The other ranks run the same collectives: finish them.
         deque(tensors, maxlen=0)
 
 
@@ -69,9 +69,10 @@ def write_model_folder(
     shard_bytes: int = SHARD_BYTES,
     writer: FileWriter = AT_ONCE,
 ) -> None:
-    """The `tensors`, whole and by their Hugging Face names, with the files that go with `module`.
+    """Write the `tensors`, whole and under their Hugging Face names, and the other files of the
+    model.
 
-    `settings` is what `config.json` of a classifier says beside the model's own fields.
+    `settings` are extra fields for the `config.json` of a classifier.
     """
     source = model_folder(model_config.path)
     buffers = {name for name, _ in persistent_buffers(module)}
@@ -88,12 +89,12 @@ def write_model_folder(
 
 def _stored_dtype(config: Mapping[str, Any], model_config: ModelConfig) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or model_config.dtype
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _copy_files(source: Path, folder: Path) -> dict[str, Any]:
-    """Everything but weights; returns the model's configuration."""
+    """Copy everything except weights; return the model's configuration."""
     for path in source.iterdir():
         if path.is_file() and path.suffix in KEPT and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
@@ -114,7 +115,7 @@ def _as_classifier(config: dict[str, Any]) -> dict[str, Any]:
 def _write_weights(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, writer: FileWriter
 ) -> None:
-    """One `model.safetensors`, or numbered ones with their index; one shard in memory at a time."""
+    """Write one `model.safetensors`, or numbered files with an index, one shard at a time."""
     drafts: list[tuple[Path, list[str]]] = []
     total = 0
     for shard in _shards(tensors, shard_bytes):
@@ -138,7 +139,7 @@ def _write_weights(
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors by name, as many together as fit into a shard; a larger one alone."""
+    """Yield dicts of tensors that fit into a shard; a larger tensor has its own."""
     shard: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors:
@@ -146,7 +147,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         size = stored.nbytes
         if shard and filled + size > shard_bytes:
             yield shard
-            shard.clear()  # the same dict, so that the caller's does not keep the tensors alive
+            shard.clear()  # the same dict: a new one would keep the caller's tensors alive
             filled = 0
         shard[name] = stored
         filled += size

@@ -1,4 +1,4 @@
-"""How passes go through the layers that a rank has: here, all of them.
+"""Run passes through the layers of a rank that has all layers.
 
 `workers.training.parts.pipeline` has the same methods for a rank that has some of the layers.
 """
@@ -24,13 +24,13 @@ class AllLayers:
     """A rank with all layers: it runs passes one after the other.
 
     layers.train(passes, micro_batches, compute, loss)     # gradients add up
-    metrics = layers.from_last(metrics)                     # what the last layers' rank knows
+    metrics = layers.from_last(metrics)                     # from the rank with the last layer
     """
 
     has_last = True
-    """Whether this rank has the last layer, and so the model's outputs."""
+    """True if this rank has the last layer and therefore the model's outputs."""
     copies: frozenset[str] = frozenset()
-    """Names of the weights here that count on another rank."""
+    """Names of weights on this rank that belong to another rank."""
 
     def forward(
         self,
@@ -39,7 +39,7 @@ class AllLayers:
         compute: Callable[[RowColumns, int], object],
         after: Callable[[int], None] | None = None,
     ) -> None:
-        """Run forward passes; `compute` gets each micro-batch and the number of its real rows.
+        """Run forward passes; `compute` gets each micro-batch and its number of real rows.
 
         `after` gets that number after each pass, on ranks without the last layer, too.
         """
@@ -68,16 +68,16 @@ class AllLayers:
         return result
 
     def sum_tied_gradients(self) -> None:
-        """Add up the gradient of a weight that the first and the last rank have; none is so."""
+        """Sum the gradient of a weight that the first and the last rank share: none here."""
 
-    def of_all_ranks(self, own: Named, shapes: Named, on_all_ranks: bool) -> Named:
-        """Yield the tensors of the ranks that have other layers, too: there are none."""
-        return own
+    def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
+        """Yield the tensors of all stages; here, of this rank."""
+        return tensors
 
 
 def backward(total: Tensor) -> None:
     """Add the gradients of a loss.
 
-    A loss that is not finite has a gradient of NaN, also where its formula clamps.
+    A non-finite loss has a gradient of NaN, even if its formula clamps.
     """
     total.backward(1 + (total - total).detach())  # type: ignore[no-untyped-call]

@@ -1,14 +1,14 @@
 """Log-probs and entropies from the token head, in chunks of positions if the logits are large.
 
-Every role with a token head calls `token_columns`. If the logits of a pass take more bytes than a
-chunk may, the head runs over a chunk of positions at a time: forwards, and again in the backward
-pass, which adds up the chunks' gradients. Only the hidden states and the gradient of the head's
-weights are in memory as a whole.
+Every role with a token head calls `token_columns`. If the logits of a pass are larger than
+`CHUNK_BYTES`, the head runs over one chunk of positions at a time, in the forward pass and again in
+the backward pass, which accumulates the gradients of the chunks. Only the hidden states and the
+gradient of the head's weights are in memory as a whole.
 
-A chunk goes through the model's own `forward`, with its hidden states instead of the body. So a
-bias, a scale, soft-capping, tied embeddings or an adapter at the head are computed by the model's
-own code. A small model of the class proves it, values and gradients, before the first large pass;
-if it is wrong for a class, its logits stay whole.
+A chunk goes through the model's own `forward`, with its hidden states instead of the body. The
+model's own code therefore computes a bias, a scale, soft-capping, tied embeddings or an adapter at
+the head. Before the first large pass, a small model of the class proves that values and gradients
+are right; if they are wrong for a class, its logits are not chunked.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from workers.training.microbatch import Columns
 from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
 
 CHUNK_BYTES = 256 * 2**20
-"""Bytes that a chunk's logits take in float32."""
+"""Bytes of the float32 logits of a chunk."""
 ROWS_ON_CARD = 1024
-"""Rows of a chunk at least, on a card: with fewer, reading the head's weight is most of it."""
+"""Minimum rows per chunk on a GPU: with fewer, reading the head's weight takes most of the time."""
 GRADIENT_ROWS = 16384
-"""Rows of the gradient of a weight that is not float32 that are added up at a time."""
+"""Rows that are added at a time to the gradient of a weight that is not float32."""
 LARGEST_ERROR = 1e-5
-"""Relative error up to which chunks and whole logits agree in float32."""
+"""Largest relative error between chunked and whole logits in float32."""
 
 
 class Wanted(NamedTuple):
@@ -68,9 +68,9 @@ def token_columns(
     may_chunk: bool = True,
     words: Words | None = None,
 ) -> Columns:
-    """`log_probs` of the labels, and what else is wanted, at the positions that `feed` reads.
+    """Return `log_probs` of the labels, and the other wanted columns, at the positions of `feed`.
 
-    `words` are those that the module gives logits of, where other ranks have the others.
+    `words` is this rank's part of the vocabulary if ranks share it.
     """
     compute = functools.partial(columns_of_logits, wanted=wanted, words=words)
     num_words = None if words is None else words.most
@@ -86,19 +86,19 @@ def columns_of_logits(
     logits: Tensor, labels: Tensor, wanted: Wanted, words: Words | None = None
 ) -> Columns:
     """Return the wanted columns of logits; the backward pass writes over `logits`."""
-    found: Columns = {}
+    columns: Columns = {}
     if words is not None:
         return stats_of_words(logits, labels, words, *wanted)
-    how: Any = {"temperature": wanted.temperature, "inplace_backward": True}
+    options: Any = {"temperature": wanted.temperature, "inplace_backward": True}
     if wanted.entropy:
-        both = logprobs_and_entropy_from_logits(logits, labels, **how)
-        found["log_probs"], found["entropys"] = both
+        both = logprobs_and_entropy_from_logits(logits, labels, **options)
+        columns["log_probs"], columns["entropys"] = both
     else:
-        found["log_probs"] = logprobs_from_logits(logits, labels, **how)
+        columns["log_probs"] = logprobs_from_logits(logits, labels, **options)
     if wanted.sum_pi_squared:
         squares = sum_pi_squared_from_logits(logits, temperature=wanted.temperature)
-        found["sum_pi_squared"] = squares
-    return found
+        columns["sum_pi_squared"] = squares
+    return columns
 
 
 def positions_at_once(
@@ -108,9 +108,9 @@ def positions_at_once(
     num_words: int | None = None,
     device_type: str = "cpu",
 ) -> int:
-    """Return how many positions have logits at the same time, in a pass that reads so many.
+    """Return the number of positions whose logits exist at the same time in a pass.
 
-    If ranks share the vocabulary, `num_words` are those of the rank that has the most.
+    If ranks share the vocabulary, `num_words` is the count of the rank with the most words.
     """
     num_rows = rows_per_chunk(config, num_words, device_type)
     if may_chunk and num_positions > num_rows and not why_not_chunked(config):
@@ -119,7 +119,7 @@ def positions_at_once(
 
 
 def rows_per_chunk(config: Any, num_words: int | None = None, device_type: str = "cpu") -> int:
-    """Return the positions whose logits take CHUNK_BYTES, on GPUs at least ROWS_ON_CARD."""
+    """Return the positions whose logits take CHUNK_BYTES, at least ROWS_ON_CARD on GPUs."""
     vocabulary: int = num_words or config.get_text_config().vocab_size
     return max(ROWS_ON_CARD if device_type == "cuda" else 1, CHUNK_BYTES // (4 * vocabulary))
 
@@ -138,8 +138,8 @@ def _in_chunks(
         return tuple(columns)
 
     with replaced_forward(module, forward):
-        found = module(**model_inputs(module, feed))
-    return dict(zip(names, found, strict=True))
+        results = module(**model_inputs(module, feed))
+    return dict(zip(names, results, strict=True))
 
 
 class _Head:
@@ -150,21 +150,21 @@ class _Head:
         self.body, self.layer = body_of(module), module.get_output_embeddings()
         self.make_output: Callable[..., Any] | None = None
 
-        own = dict(self.layer.named_parameters())
-        outside = {id(weight): weight for weight in own.values()}
+        of_layer = dict(self.layer.named_parameters())
+        outside = {id(weight): weight for weight in of_layer.values()}
         inside = {id(weight) for weight in self.body.parameters()}
         for weight in module.parameters():
             if id(weight) not in inside:
                 outside[id(weight)] = weight
         self.weights = [weight for weight in outside.values() if weight.requires_grad]
-        """The trained weights, first those of the output layer, with tied ones."""
+        """The trained weights: those of the output layer (with tied ones) first."""
         self.linear_names: list[str] = []
-        """Names of the output layer's weights among them, if it is a plain linear layer."""
+        """Names of the output layer's trained weights, if it is a plain linear layer."""
         if type(self.layer) is nn.Linear:
-            self.linear_names = [name for name, weight in own.items() if weight.requires_grad]
+            self.linear_names = [name for name, weight in of_layer.items() if weight.requires_grad]
 
     def run_body(self) -> Tensor:
-        """Return the body's hidden states [rows, width, size]; the model makes its inputs."""
+        """Return the body's hidden states [rows, width, size]."""
         outputs: list[Any] = []
         body_forward = self.body.forward
 
@@ -173,7 +173,7 @@ class _Head:
             return outputs[-1]
 
         with replaced_forward(self.body, recorded):
-            self.forward(**self.inputs, logits_to_keep=1)  # one position's logits, which are unused
+            self.forward(**self.inputs, logits_to_keep=1)  # logits of one position, unused
         if not outputs:
             raise ValueError("its forward pass does not call its base model")
         self.make_output = type(outputs[0])
@@ -181,7 +181,7 @@ class _Head:
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """[positions, size] -> [positions, vocabulary]."""
+        """Return logits [positions, vocabulary] of states [positions, size]."""
         assert self.make_output is not None, "the body runs first"
         output = self.make_output(last_hidden_state=states[None])
         with replaced_forward(self.body, lambda *_, **__: output):
@@ -190,9 +190,9 @@ class _Head:
 
 
 class _Chunks(torch.autograd.Function):
-    """`compute(logits, labels)`, some positions at a time, without a graph of the whole.
+    """Run `compute(logits, labels)` in chunks of positions, without a graph of the whole.
 
-    `names` gets those of the columns that come back.
+    `names` receives the names of the returned columns.
     """
 
     @staticmethod
@@ -206,16 +206,16 @@ class _Chunks(torch.autograd.Function):
         states: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        # One column for all chunks: small tensors that outlive a chunk's logits would stand in the
-        # place that the next chunk's need, and the process would grow by a chunk each time.
+        # One column for all chunks: small tensors that outlive the logits of a chunk would fragment
+        # the memory that the next chunk needs, and the process would grow by one chunk each time.
         columns: list[Tensor] = []
         for start in range(0, len(states), num_rows):
             chunk = slice(start, start + num_rows)
-            found = compute(head.logits(states[chunk]), labels[chunk])
-            columns = columns or [part.new_empty(len(states)) for part in found.values()]
-            for column, part in zip(columns, found.values(), strict=True):
+            results = compute(head.logits(states[chunk]), labels[chunk])
+            columns = columns or [part.new_empty(len(states)) for part in results.values()]
+            for column, part in zip(columns, results.values(), strict=True):
                 column[chunk] = part
-            names[:] = found
+            names[:] = results
 
         ctx.save_for_backward(states, labels, *weights)
         ctx.head, ctx.compute, ctx.num_rows = head, compute, num_rows
@@ -235,14 +235,14 @@ class _Chunks(torch.autograd.Function):
             some = states[chunk].detach().requires_grad_()
             linear_sums = dict(zip(names, map(own_part, sums), strict=False))
             with torch.enable_grad(), _adding_up(ctx.head.layer, linear_sums):
-                found = [*ctx.compute(ctx.head.logits(some), labels[chunk]).values()]
-            asked = [number for number, grad in enumerate(grads) if grad is not None]
-            own, *of_others = torch.autograd.grad(
-                [found[number] for number in asked],
+                outputs = [*ctx.compute(ctx.head.logits(some), labels[chunk]).values()]
+            wanted = [number for number, grad in enumerate(grads) if grad is not None]
+            grad_chunk, *of_others = torch.autograd.grad(
+                [outputs[number] for number in wanted],
                 [some, *others],
                 [grad[chunk] for grad in grads if grad is not None],
             )
-            grad_states[chunk] = own
+            grad_states[chunk] = grad_chunk
             for total, grad in zip(other_sums, of_others, strict=True):
                 total += grad
 
@@ -251,9 +251,9 @@ class _Chunks(torch.autograd.Function):
 
 
 class _AddingLinear(torch.autograd.Function):
-    """A linear layer that adds its weights' gradients to sums that the caller holds.
+    """A linear layer that adds the gradients of its weights to sums that the caller owns.
 
-    Returned gradients would take as much memory again for every chunk.
+    Returned gradients would need the same memory again for every chunk.
     """
 
     @staticmethod
@@ -280,14 +280,14 @@ class _AddingLinear(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
-    """total += grad.t() @ states."""
+    """Add grad.t() @ states to `total`."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), states)
         return
-    for some, own_grad in zip(
+    for some, grad_rows in zip(
         total.split(GRADIENT_ROWS), grad.split(GRADIENT_ROWS, dim=1), strict=True
     ):
-        some += own_grad.t() @ states
+        some += grad_rows.t() @ states
 
 
 def _sum_dtype(weight: Tensor) -> torch.dtype:
@@ -296,7 +296,7 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
 
 @contextmanager
 def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
-    """Within, the gradients of this layer's weights are added to `sums`, if there are any."""
+    """Context in which the gradients of this layer's weights are added to `sums`, if any."""
     if not sums:
         yield
         return
@@ -312,7 +312,7 @@ def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
 
 
 def why_not_chunked(config: Any) -> str:
-    """Return why the head of such a model does not run in chunks; an empty text if it does."""
+    """Return why the head of such a model does not run in chunks; "" if it does."""
     reason = Support.of(config, "eager").why_not(head_in_chunks)
     if reason:
         warn_once(
@@ -325,7 +325,7 @@ def why_not_chunked(config: Any) -> str:
 
 @Proof
 def head_in_chunks(model: Any) -> str:
-    """Return what is wrong with it on this model."""
+    """Return what is wrong with the chunked head on this model."""
     error = _error_of_chunks(model)
     if error <= LARGEST_ERROR:
         return ""
@@ -349,15 +349,17 @@ def _error_of_chunks(model: Any) -> float:
     with torch.enable_grad():
         for whole in (True, False):
             if whole:
-                found = compute(read(model, feed), labels)
+                columns_here = compute(read(model, feed), labels)
             else:
-                found = _in_chunks(model, feed, labels, compute, 5)
-            loss = (found["log_probs"] * labels.float().sin()).sum() + found["entropys"].cos().sum()
+                columns_here = _in_chunks(model, feed, labels, compute, 5)
+            loss = (columns_here["log_probs"] * labels.float().sin()).sum() + columns_here[
+                "entropys"
+            ].cos().sum()
             grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-            numbers.append([*(column.detach() for column in found.values()), *grads])
+            numbers.append([*(column.detach() for column in columns_here.values()), *grads])
 
     errors = []
-    for expected, own in zip(*numbers, strict=True):
+    for expected, actual in zip(*numbers, strict=True):
         size = expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
-        errors.append(float((own - expected).norm() / size))
+        errors.append(float((actual - expected).norm() / size))
     return max(errors)

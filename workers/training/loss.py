@@ -1,12 +1,12 @@
-"""A loss by name: what a training engine computes gradients of.
+"""A named loss that a training engine computes gradients of.
 
     loss = Loss("lm", compute, columns=("weights",))
     engine.forward_backward(batch, budget, loss)
 
-`compute(outputs, columns, batch)` gets the model's outputs of a micro-batch, the micro-batch's
-columns, and the counts of the whole mini-batch. It returns the micro-batch's share of the loss, and
-of every metric. Shares are sums, divided by counts of the whole mini-batch: they add up over
-micro-batches and ranks, so neither the cut nor the number of ranks changes a result beyond float
+`compute(outputs, columns, batch)` gets the model's outputs of a micro-batch, the columns of the
+micro-batch, and the counts of the whole mini-batch. It returns the micro-batch's share of the loss
+and of every metric. Shares are sums divided by counts of the whole mini-batch. They add up over
+micro-batches and ranks, so neither the split nor the number of ranks changes a result beyond float
 rounding.
 """
 
@@ -28,7 +28,7 @@ LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """A named loss, and what it reads."""
+    """A named loss and its inputs."""
 
     name: str
     compute: LossFn
@@ -37,15 +37,15 @@ class Loss:
     wanted: Wanted = DEFAULT
     """Outputs of the model that it reads in addition to log-probs."""
     measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
-    """Return what gauges measured in its passes, over the ranks of a group."""
+    """Return the metrics that gauges measured during the passes, over the ranks of a group."""
     of_stage: Callable[[RowColumns], list[Tensor]] | None = None
     """Return what the layers before the last stage add to the loss of a micro-batch."""
     is_balanced: bool = True
-    """Whether a mixture of experts adds its load-balancing loss to it."""
+    """True if a mixture of experts adds its load-balancing loss."""
 
 
 def lm_loss(coef: float = 1.0, metric: str = "loss", **settings: Any) -> Loss:
-    """Return the language-model loss, `coef` times; the metric is the loss itself."""
+    """Return the language-model loss times `coef`; the metric is the unscaled loss."""
 
     def compute(
         outputs: Columns, columns: Columns, batch: MiniBatch

@@ -1,7 +1,7 @@
-"""`manifest.json` of a role's part of a checkpoint: read, checked, and compared with the files.
+"""Read, check and compare `manifest.json` of a role's folder in a checkpoint.
 
-Whatever the file holds, what comes back is of the form that `workers.training.checkpoint` writes,
-or the error says what is wrong with it.
+The result always has the form that `workers.training.checkpoint` writes; otherwise the error says
+what is wrong with the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl_like.files import file_fault, read_json_object, refuse_other_form, wri
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Of `shards/`; the first one was our own."""
+"""Format of `shards/`; format 1 was our own."""
 NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps", "skipped_in_a_row")
 FORM: dict[str, type] = {**dict.fromkeys(NUMBERS, int), "format": int, "contents": list}
 
@@ -27,14 +27,14 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def add_files(folder: Path, files: dict[str, Any]) -> None:
-    """Note files that were written after the manifest, by name; a part may have none."""
+    """Add files that were written after the manifest, by name; a folder may have no manifest."""
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         write_manifest(folder, manifest | {"files": manifest["files"] | files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The folder's manifest: what it holds."""
+    """Return the manifest of the folder."""
     path = folder / MANIFEST
     try:
         manifest = read_json_object(path)
@@ -46,22 +46,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             )
         refuse_other_form(manifest, FORM)
     except FileNotFoundError as error:
-        what = "there is no such folder"
+        problem = "there is no such folder"
         if folder.is_dir():
-            what = "it has no manifest.json, so it was never completed"
-        raise DamagedCheckpointError(f"no checkpoint at {folder}: {what}") from error
+            problem = "it has no manifest.json, so it was never completed"
+        raise DamagedCheckpointError(f"no checkpoint at {folder}: {problem}") from error
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     return manifest
 
 
 def loaded_files(manifest: dict[str, Any]) -> list[str]:
-    """What a resume reads: exports may be taken away."""
+    """Return the files that a resume reads; exports may be deleted."""
     return [name for name in manifest["files"] if name.startswith(("shards/", "random/"))]
 
 
 def refuse_missing(folder: Path) -> None:
-    """Refuse a part whose files are not there, or have another size; nothing of them is read."""
+    """Reject a folder with missing files or wrong sizes, without reading the files."""
     manifest = read_manifest(folder)
     for name in loaded_files(manifest):
         if fault := file_fault(folder / name, manifest["files"][name], reads=False):
@@ -69,7 +69,7 @@ def refuse_missing(folder: Path) -> None:
 
 
 def refuse_damaged(folder: Path, faults: dict[str, str]) -> None:
-    """Refuse a part of which files have faults, by name."""
+    """Raise if any file has a fault; `faults` maps names to descriptions."""
     bad = [f"{name} {fault}" for name, fault in sorted(faults.items()) if fault]
     if bad:
         raise DamagedCheckpointError(f"the checkpoint {folder} is damaged: {'; '.join(bad)}")

@@ -1,13 +1,13 @@
-"""How much of its device's arithmetic an engine uses (MFU): verl's `perf/mfu/…`.
+"""Model FLOPs utilization (MFU) of an engine: verl's `perf/mfu/…`.
 
     with utilization("actor", engine, data, passes=epochs) as mfu:
         metrics = update(engine, data, ...)
     metrics |= mfu                              # {"perf/mfu/actor": 0.41}, or nothing
 
-The floating-point operations are those that the rows need, however they are computed: two a token
-for every weight that multiplies it, and the attention of every token to all of its row; as much
-again for each gradient. Work that is done over (gradient checkpointing) or for nothing (padding,
-dummy passes) does not count. A loss reads the head at responses only, so only there it counts.
+It counts the floating-point operations that the rows need, however they are computed: two per token
+for every weight that multiplies it, and the attention of every token to its whole row; each
+gradient needs the same again. Repeated work (gradient checkpointing) and useless work (padding,
+dummy passes) do not count. A loss needs the head only at responses, so only these positions count.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ PEAKS = {
     "L4": 121e12,
     "MI300X": 1307e12,
 }
-"""Words of a GPU's name -> operations a second in dense bfloat16 products, by its data sheet."""
+"""Words of a GPU's name -> dense bfloat16 operations per second according to its data sheet."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's peak, by the longest name of `PEAKS` that fits; nan if none, None on a CPU."""
+    """Return the peak of the longest matching name; nan if unknown, None on a CPU."""
     if device.type != "cuda":
         return None
     name = " ".join(re.split(r"[\s-]+", torch.cuda.get_device_name(device)))
@@ -69,29 +69,29 @@ def peak_flops(device: torch.device) -> float | None:
 def utilization(
     name: str, engine: TrainEngine, data: DataProto, *, passes: int = 1, trains: bool = True
 ) -> Iterator[dict[str, float]]:
-    """Within, the engine goes over these rows `passes` times; then the dict has `perf/mfu/<name>`.
+    """Context in which the engine processes these rows `passes` times; yields `perf/mfu/<name>`.
 
-    The ratio is over all ranks. The dict stays empty where a device's peak is not known: nobody has
-    promised one of a CPU.
+    The ratio covers all ranks. The dict is filled at the end, and stays empty if the peak of the
+    device is unknown, as on a CPU.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     began = time.perf_counter()
-    yield found
+    yield metrics
     peak = peak_flops(engine.device)
     if peak is None:
         return
 
     seconds = time.perf_counter() - began
-    shared = engine.dims.model_size  # ranks of a model group hold the same rows, and share the work
-    own = [passes * needed_flops(engine, data, trains) / shared, peak * seconds]
-    sums = torch.tensor(own, dtype=torch.float64, device=engine.device)
+    shared = engine.dims.model_size  # ranks of a model group hold the same rows and share the work
+    here = [passes * needed_flops(engine, data, trains) / shared, peak * seconds]
+    sums = torch.tensor(here, dtype=torch.float64, device=engine.device)
     done, possible = all_reduce(sums, engine.groups.world).tolist()
     if isfinite(possible):
-        found[f"perf/mfu/{name}"] = done / possible
+        metrics[f"perf/mfu/{name}"] = done / possible
 
 
 def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
-    """Operations of one pass over this rank's real rows, with the gradients where it `trains`."""
+    """Return the operations of a pass over this rank's real rows, with gradients if it `trains`."""
     names = ("input_ids", "attention_mask", "position_ids", "response_mask")
     taken = Rows.take(data, names, engine.dims.data_size).columns
     reads = engine.reading.reads(taken)
@@ -100,7 +100,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     whole = engine.whole_module
     body, head = body_of(whole), whole.get_output_embeddings()
     config = body.config.get_text_config()
-    is_looked_up = {id(own.weight) for own in body.modules() if isinstance(own, nn.Embedding)}
+    is_looked_up = {id(m.weight) for m in body.modules() if isinstance(m, nn.Embedding)}
     per_token = 0.0
     for name, weight in body.named_parameters():
         if weight.dim() > 1 and id(weight) not in is_looked_up:
@@ -113,17 +113,17 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
 
 
 def _factor(weight: nn.Parameter, trains: bool) -> int:
-    """Operations for each number of a weight and token: forward, gradient of input, of weight."""
+    """Operations per weight and token: forward, gradient of the input, of the weight."""
     return 2 + (2 + 2 * weight.requires_grad if trains else 0)
 
 
 def _share(name: str, config: Any) -> float:
-    """The part of a weight that a token meets: of experts those it is sent to."""
+    """Fraction of a weight that a token uses: below 1 for experts."""
     return expert_share(config) if ".experts." in name else 1.0
 
 
 def expert_share(config: Any) -> float:
-    """The part of the experts that a token is sent to."""
+    """Fraction of the experts that a token is sent to."""
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if count := getattr(config, key, None):
             return float(config.num_experts_per_tok / count)
@@ -131,7 +131,7 @@ def expert_share(config: Any) -> float:
 
 
 def attention_width(config: Any) -> int:
-    """Numbers of a token's queries in a layer, of all heads."""
+    """Number of query values per token in a layer, over all heads."""
     heads: int = config.num_attention_heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads * size

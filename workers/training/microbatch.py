@@ -1,15 +1,15 @@
-"""Cut a rank's chunk of a batch into mini- and micro-batches; the results never show the cut.
+"""Split a rank's chunk of a batch into mini- and micro-batches, without an effect on results.
 
-- The real rows of the chunk are kept without their padding, pad rows of the dispatch are dropped
-  (`Rows.take`), and results go back to their rows, with zeros for the pad rows (`Rows.restore`).
-- Mini-batch k of K is the set of global rows `g % K == k`: the same samples at every number of
-  ranks (`mini_batch`); `workers.training.shuffle` gives the rows other places.
-- Micro-batches are cut by rows or by tokens (`Budget`), longest rows first, so that one pass has
-  rows of similar length; rows without a token that is read are in none (`cut`).
-- Every rank runs the same number of forward and backward passes: a rank with fewer runs passes over
-  a dummy row of which nothing is read (`micro_batches`), so that collectives match.
-- Denominators are counts over the whole mini-batch, all ranks (`MiniBatch.num_rows`,
-  `num_tokens`): losses divided by them are added up over micro-batches and ranks, never averaged.
+- The real rows of the chunk are stored without padding, and pad rows of the dispatch are dropped
+  (`Rows.take`). Results return to their rows, with zeros for the pad rows (`Rows.restore`).
+- Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
+  (`mini_batch`); `workers.training.shuffle` permutes the rows.
+- Micro-batches are limited by rows or by tokens (`Budget`), longest rows first, so that the rows of
+  a pass have similar lengths. Rows without a token that is read are in none (`cut`).
+- Every rank runs the same number of forward and backward passes, so that collectives match. A rank
+  with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
+- Denominators are counts over the whole mini-batch on all ranks (`MiniBatch.num_rows`,
+  `num_tokens`). Losses divided by them are summed over micro-batches and ranks, never averaged.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 Columns = dict[str, Tensor]
 """Rectangles by name, as losses read them."""
 RowColumns = dict[str, Any]
-"""Columns of rows: a `Ragged` of those of tokens, a tensor of the others."""
+"""Columns of rows: a `Ragged` for token columns, a tensor for the others."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The size of a forward pass on one rank: a number of rows, or of their real tokens."""
+    """The size of a forward pass on one rank: a number of rows, or a number of real tokens."""
 
     rows: int | None = None
     tokens: int | None = None
 
     @classmethod
     def of(cls, use_dynamic_bsz: bool, rows: int, tokens: int) -> Budget:
-        """Return the budget of a role's section: tokens if `use_dynamic_bsz`, else rows."""
+        """Return the budget of a role's section: tokens if `use_dynamic_bsz`, otherwise rows."""
         return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
 
 
 def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> Budget:
-    """Return the budget of a role of PPO: `rows` if the actor counts rows, else tokens.
+    """Return the budget of a PPO role: `rows` if the actor counts rows, otherwise tokens.
 
-    `tokens` is the role's own number; by default it has the actor's.
+    `tokens` is the role's own limit; the default is the limit of the actor.
     """
     if not config.actor_rollout_ref.actor.use_dynamic_bsz:
         return Budget(rows=rows)
@@ -72,20 +72,20 @@ def budget_of_actor(config: WorkersConfig) -> Budget:
 
 @dataclass(frozen=True)
 class Rows:
-    """The real rows of one rank's chunk, on the CPU, and their places in the whole batch."""
+    """The real rows of one rank's chunk, on the CPU, and their positions in the whole batch."""
 
     columns: RowColumns
     places: Tensor
-    """Each row's place in the whole batch, or in the shuffled one: it decides the mini-batch."""
+    """Position of each row in the whole or shuffled batch; it determines the mini-batch."""
     total: int
     """Rows of the whole batch."""
     names: list[str]
     given: Column
-    """The response mask (or the first column) as it came, with pad rows."""
+    """The response mask (or the first column) as it arrived, with pad rows."""
 
     @classmethod
     def take(cls, data: DataProto, names: Sequence[str], num_ranks: int = 1) -> Rows:
-        """Take columns of the real rows; reject a chunk cut for another number of ranks."""
+        """Take columns of the real rows; reject a chunk for another number of ranks."""
         require(data, *names)
         if data.shard is None and num_ranks > 1:
             raise BatchError(
@@ -100,11 +100,11 @@ class Rows:
             )
 
         real = data.num_real_rows
-        given = {name: data.column(name) for name in names}
+        columns_in = {name: data.column(name) for name in names}
         start, total = (0, real) if data.shard is None else (data.shard.start, data.shard.total)
         called = sample_names(data, start)[:real]
-        columns = without_padding({name: c[:real].cpu() for name, c in given.items()}, called)
-        mask = given.get("response_mask", given[names[0]])
+        columns = without_padding({name: c[:real].cpu() for name, c in columns_in.items()}, called)
+        mask = columns_in.get("response_mask", columns_in[names[0]])
         return cls(columns, torch.arange(start, start + real), total, called, mask)
 
     def __len__(self) -> int:
@@ -126,19 +126,19 @@ class Rows:
         values = torch.zeros(len(mask.values))
         places = mask.with_values(torch.arange(len(values))).index_select(0, rows).values
         values[places] = torch.cat([piece.values for piece in pieces]).float().cpu()
-        own: Ragged = mask.with_values(values)
+        restored: Ragged = mask.with_values(values)
         num_padded = len(self.given) - len(self)
         if not isinstance(self.given, Ragged):
-            return torch.cat([own.padded(), torch.zeros(num_padded, *own.shape[1:])])
+            return torch.cat([restored.padded(), torch.zeros(num_padded, *restored.shape[1:])])
         padding = self.given[len(self) :]
-        return join_ragged([own, padding.with_values(torch.zeros(len(padding.values)))])
+        return join_ragged([restored, padding.with_values(torch.zeros(len(padding.values)))])
 
 
 def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowColumns:
-    """Return columns of tokens as ragged ones; errors call the rows `names`.
+    """Return token columns as ragged columns; error messages call the rows `names`.
 
-    Columns as wide as `attention_mask` keep the tokens that it marks. Columns as wide as
-    `response_mask` keep those of these tokens that are in the last columns.
+    In columns as wide as `attention_mask`, the tokens that it marks remain. In columns as wide as
+    `response_mask`, those of these tokens remain that are in the last columns.
     """
     mask = columns.get("attention_mask")
     if mask is None:
@@ -152,23 +152,23 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
     if isinstance(responses, Ragged):
         spans[responses.shape] = responses
     elif responses is not None:
-        begin = mask.width - responses.shape[-1]  # the column where responses begin
+        begin = mask.width - responses.shape[-1]  # the first column of responses
         starts = (mask.starts - begin).clamp(min=0)
         lengths = (mask.starts + mask.lengths - begin).clamp(min=0) - starts
         spans[responses.shape] = Ragged.of_rectangle(responses, lengths, starts)
 
-    found: RowColumns = {}
+    ragged: RowColumns = {}
     for name, column in columns.items():
         span = spans.get(column.shape[: len(mask.shape)])
         is_kept = isinstance(column, Ragged) and (
             span is None or torch.equal(column.lengths, span.lengths)
         )
-        found[name] = column if span is None or is_kept else span.like(rectangle_of(column))
-    return found
+        ragged[name] = column if span is None or is_kept else span.like(rectangle_of(column))
+    return ragged
 
 
 def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
-    """Return the spans of a mask [..., T]; reject a row with a gap by its name."""
+    """Return the spans of a mask [..., T]; reject a row with a gap, by its name."""
     flat = mask.flatten(0, -2)
     begins = flat & ~flat.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
     gaps = (begins.sum(dim=1) > 1).nonzero()
@@ -187,7 +187,7 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:
-    """Return the names of rows in messages: uid and sample index, or a number."""
+    """Return names of rows for messages: uid and sample index, or a number."""
     uids, index = data.non_tensor_batch.get("uid"), data.columns.get("sample_index")
     if uids is None:
         return [f"row {start + row}" for row in range(len(data))]
@@ -214,7 +214,7 @@ class MiniBatch:
 def count_mini_batches(total: int, mini_batch_size: int) -> int:
     """Return the number of mini-batches of `total` samples; the size must divide it.
 
-    A batch that is smaller, the last one of `data.total_prompts`, is one.
+    A smaller batch, the last one of `data.total_prompts`, is one mini-batch.
     """
     if 0 < total < mini_batch_size:
         return 1
@@ -239,9 +239,9 @@ def mini_batch(
     group: dist.ProcessGroup | None,
     device: torch.device | None = None,
 ) -> MiniBatch:
-    """Mini-batch `index` of `count` on this rank.
+    """Return mini-batch `index` of `count` on this rank.
 
-    Collective over `group`, whose ranks add up their counts on `device`.
+    Collective over `group`, whose ranks sum their counts on `device`.
     """
     mine = (rows.places % count == index).nonzero().squeeze(1)
     columns = {name: column.index_select(0, mine) for name, column in rows.columns.items()}
@@ -261,17 +261,17 @@ def cut(
     border: int | None = None,
     single: bool = False,
 ) -> list[list[int]]:
-    """Return the row numbers of every micro-batch: longest rows first, none of length 0.
+    """Return the row numbers of every micro-batch: longest rows first, no rows of length 0.
 
-    With `rectangles`, a row takes as many tokens of the budget as the longest row of its
-    micro-batch. Rows of more than `border` tokens share no micro-batch with shorter rows. With
-    `single`, every row has its own.
+    With `rectangles`, a row uses as many tokens of the budget as the longest row of its
+    micro-batch. Rows of more than `border` tokens never share a micro-batch with shorter rows. With
+    `single`, every row has its own micro-batch.
     """
     if (budget.rows or budget.tokens or 0) < 1:
         raise ConfigError(f"{budget}: a micro-batch holds 1 row or token at least; raise its size.")
 
-    asked = [row for row, length in enumerate(lengths) if length]
-    order = sorted(asked, key=lambda row: -lengths[row])
+    nonempty = [row for row, length in enumerate(lengths) if length]
+    order = sorted(nonempty, key=lambda row: -lengths[row])
     limit = budget.tokens
     if order and limit is not None and lengths[order[0]] > limit:
         raise ConfigError(
@@ -289,22 +289,22 @@ def cut(
 def spread(
     cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int
 ) -> list[list[int]]:
-    """Split micro-batches, the largest first, until there are `num_passes` if rows suffice."""
-    found = [list(rows) for rows in cuts]
-    while len(found) < num_passes:
-        several = [place for place, rows in enumerate(found) if len(rows) > 1]
+    """Split the largest micro-batches until there are `num_passes`, or only single rows."""
+    batches = [list(rows) for rows in cuts]
+    while len(batches) < num_passes:
+        several = [place for place, rows in enumerate(batches) if len(rows) > 1]
         if not several:
             break
-        largest = max(several, key=lambda place: sum(lengths[row] for row in found[place]))
-        rows = found[largest]
-        found[largest : largest + 1] = [rows[::2], rows[1::2]]
-    return found
+        largest = max(several, key=lambda place: sum(lengths[row] for row in batches[place]))
+        rows = batches[largest]
+        batches[largest : largest + 1] = [rows[::2], rows[1::2]]
+    return batches
 
 
 def _fill(
     order: Sequence[int], lengths: Sequence[int], budget: Budget, rectangles: bool
 ) -> list[list[int]]:
-    """Fill micro-batches with the rows `order`, each as large as the budget."""
+    """Fill micro-batches with the rows `order`, each up to the budget."""
     if budget.rows is not None:
         size = budget.rows
         return [list(order[start : start + size]) for start in range(0, len(order), size)]
@@ -331,7 +331,7 @@ def micro_batches(
     """Return the columns and the number of real rows of every micro-batch, then dummies.
 
     Every rank has as many as the rank with the most, and at least one. A dummy is a row without
-    tokens, which no loss counts. Collective over `group`, by way of `device`.
+    tokens, which no loss counts. Collective over `group`, through `device`.
     """
     count = max(1, len(cuts))
     if group is not None:
@@ -364,7 +364,7 @@ def detached(column: Column) -> Column:
 def all_reduce(
     values: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """`values` reduced over the ranks of `group`, in place; None is this rank alone."""
+    """Reduce `values` over the ranks of `group`, in place; None means only this rank."""
     if group is not None:
         dist.all_reduce(values, op=op, group=group)
     return values

@@ -1,13 +1,13 @@
 """A model on its ranks: ready to compute, and whole again on request.
 
     build_model(model, worker)          # `workers.training.build`
-    with model.running():               # passes belong inside
+    with model.running():               # run passes inside
         ...
     for name, tensor in model.named_full_tensors(): ...
 
 The strategies and the mesh are in `workers.parallel.fsdp`. On one rank, and under strategy ddp
-without tensor parallelism, the module is a plain one, so that a rollout engine in the same process
-can read it by reference.
+without tensor parallelism, the module is plain, so a rollout engine in the same process can read it
+by reference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PartT = TypeVar("PartT", bound="Part")
 Named = Iterator[tuple[str, Tensor]]
 Arrange = Callable[[Iterable[tuple[str, Tensor]]], Named]
-"""Whole tensors by the module's names -> tensors that leave the engine, by their names."""
+"""Whole tensors by the module's names -> tensors under their exported names."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class ModelSettings:
     trains: bool
     quantization: str | None = None
     replays_routing: bool = False
-    """Whether rows say which experts their tokens go to."""
+    """True if rows name the experts of their tokens."""
     router_aux_loss_coef: float = 0.0
 
 
 class Part:
-    """An option of a model, which installs itself; each method does nothing by default.
+    """An option of a model that installs itself; each method does nothing by default.
 
     for part in parts: part.check(model)        # before there is a module
     for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
@@ -72,23 +72,23 @@ class Part:
     """
 
     def check(self, model: Model) -> None:
-        """Reject what cannot be, before there is a module."""
+        """Reject unsupported settings, before there is a module."""
 
     def change(self, model: Model) -> None:
         """Change the module while it has no weights."""
 
     def finish(self, model: Model) -> None:
-        """Take note of the module, which has its weights."""
+        """Finish the setup; the module has its weights."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within, passes are run."""
+        """Context in which passes run."""
         return nullcontext()
 
     def fed(self, feed: Feed) -> None:
-        """See the arguments of a forward pass that begins."""
+        """See the arguments of a forward pass before it runs."""
 
     def sum_gradients(self) -> None:
-        """Add up the gradients that ranks have parts of; once before an optimizer step."""
+        """Sum gradients over the ranks that have partial ones; called before an optimizer step."""
 
 
 class Model:
@@ -100,12 +100,12 @@ class Model:
     precision: Precision
     module: Any
     whole_module: Any
-    """The module with all layers; those of other ranks have no memory."""
+    """The module with all layers; layers of other ranks have no memory."""
     support: Support
     """How models of its class may run."""
     is_sharded: bool
     is_one_unit = False
-    """Whether FSDP2 gathers the whole module at once."""
+    """True if FSDP2 gathers the whole module at once."""
     cast: torch.dtype | None = None
     """The type that a pass casts the weights to; None if FSDP casts them or nothing does."""
     kernel: VarlenKernel | None = None
@@ -125,25 +125,26 @@ class Model:
         self.is_compiled = False
 
     def part(self, kind: type[PartT]) -> PartT | None:
-        """Return the part of this kind, if the model has it."""
+        """Return the part of this class, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds every weight, as a plain tensor."""
+        """True if this rank holds every weight as a plain tensor."""
         return self.groups.tp is None and not self.is_sharded and self.groups.pp is None
 
     @property
     def packs(self) -> bool:
-        """Whether rows run end to end, without padding."""
+        """True if rows are concatenated without padding."""
         return self.row_passes.kind == "packed"
 
     @contextmanager
     def running(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within, the module (and the optimizer's state) is ready to compute on the device.
+        """Context in which the module (and the optimizer's state) is ready to compute on the
+        device.
 
-        Packed rows attend row by row, and on a CPU linear layers go through oneDNN. What forward
-        passes left whole of a sharded module is a shard again in the end.
+        Packed rows attend row by row, and on a CPU linear layers use oneDNN. A sharded module is
+        resharded at the end.
         """
         with ExitStack() as stack:
             stack.enter_context(self.resident(optimizer))
@@ -160,7 +161,7 @@ class Model:
     def resident(
         self, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Within, offloaded weights and moments are on the device."""
+        """Context in which offloaded weights and moments are on the device."""
         return resident(self.module, optimizer, self.sharding, self.device, self.host_blocks)
 
     def feed(self, columns: RowColumns, reads: Ragged) -> Feed:
@@ -171,38 +172,39 @@ class Model:
         return feed
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return this rank's shards of what is trained, as the optimizer sees them."""
+        """Return this rank's shards of the trained parameters, as the optimizer sees them."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def named_full_tensors(
         self, on_all_ranks: bool = True, dtype: torch.dtype | None = None, merged: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight by its Hugging Face name, whole, on the device; collective.
+        """Yield every weight whole, by its Hugging Face name, on the device; collective.
 
-        Parameters, in `dtype` or their own, then persistent buffers, always in their own: passes
-        read them so. LoRA is `merged` into the weights that it stands beside, or base and factors
-        come apart, in their own types. Every rank must run this to its end; unless `on_all_ranks`,
-        it is empty on all but rank 0. On one rank these are the live weights: do not write.
+        Parameters come first, in `dtype` or their own type, then persistent buffers, always in
+        their own type, because passes read them so. LoRA is `merged` into its base weights;
+        otherwise base and factors come separately, in their own types. Every rank must exhaust the
+        iterator; unless `on_all_ranks`, it is empty on all ranks except rank 0. On one rank these
+        are the live weights: do not write.
         """
-        kept = {name for name, _ in persistent_buffers(self.module)}
+        fixed_dtype = {name for name, _ in persistent_buffers(self.module)}
         if not merged:
-            kept |= adapter_parts(self.module)
+            fixed_dtype |= adapter_parts(self.module)
         arranged = merged_tensors if merged else split_tensors
 
         def arrange(named: Iterable[tuple[str, Tensor]]) -> Named:
             for name, tensor in arranged(self.module, named):
-                keeps = dtype is None or name in kept or not tensor.is_floating_point()
+                keeps = dtype is None or name in fixed_dtype or not tensor.is_floating_point()
                 yield name, tensor if keeps else tensor.to(dtype)
 
         return whole_tensors(self, named_state(self.module), arrange, on_all_ranks)
 
     def full_trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is trained, by the names of this module, whole; collective."""
+        """Yield the trained weights, by the names of this module, whole; collective."""
         named = self.module.named_parameters()
         return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
 
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
-        """Return a hash of the full weights in `dtype`; equal at every sharding; collective."""
+        """Return a hash of the full weights in `dtype`; equal for every sharding; collective."""
         return checksum_of(self.named_full_tensors(dtype=dtype))
 
 
@@ -214,11 +216,11 @@ def whole_tensors(
 ) -> Named:
     """Yield these weights of all stages when they are whole, arranged; collective."""
     copies, is_first = model.layers.copies, model.groups.is_first_of_stage
-    own = [(name, weight) for name, weight in named if name not in copies]
+    mine = [(name, weight) for name, weight in named if name not in copies]
     with model.resident():
-        each = (
-            (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, is_first)) for n, w in own
+        gathered = (
+            (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, is_first)) for n, w in mine
         )
-        whole = arrange((name, tensor) for name, tensor in each if tensor is not None)
-        shapes = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in own)
+        whole = arrange((name, tensor) for name, tensor in gathered if tensor is not None)
+        shapes = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in mine)
         yield from model.layers.of_all_ranks(whole, arrange(shapes), on_all_ranks)

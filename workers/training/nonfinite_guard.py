@@ -1,4 +1,4 @@
-"""What happens after a step with a non-finite gradient, which `guarded_step` skipped."""
+"""Count and report steps with a non-finite gradient, which `guarded_step` skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class NonfiniteGuard:
     """Counts skipped steps, names their samples, and ends the run if too many come in a row.
 
-    Both counts are kept in checkpoints.
+    Both counts are stored in checkpoints.
     """
 
     def __init__(self, limit: int, groups: Groups) -> None:
@@ -26,7 +26,7 @@ class NonfiniteGuard:
         self.in_a_row = 0
 
     def note(self, grad_norm: float, names: list[str]) -> None:
-        """Take in the norm of a step over the samples `names` of this rank.
+        """Record the norm of a step over the samples `names` of this rank.
 
         Every rank calls it with the same norm.
         """
@@ -40,17 +40,17 @@ class NonfiniteGuard:
         if (group := self.groups.data) is not None:
             names_by_rank = [[] for _ in range(group.size())]
             dist.all_gather_object(names_by_rank, names, group=group)
-        samples = ", ".join(sorted(name for own in names_by_rank for name in own))
+        samples = ", ".join(sorted(name for names_here in names_by_rank for name in names_here))
 
-        what = (
+        fact = (
             f"the gradient's norm is {grad_norm}: step skipped. Samples of the mini-batch: "
             f"{samples}."
         )
         if self.in_a_row > self.limit:
             raise WorkerError(
                 f"{self.in_a_row} steps in a row had a non-finite gradient "
-                f"(optim.max_skipped_steps={self.limit}); the last: {what} Look at those samples' "
+                f"(optim.max_skipped_steps={self.limit}); the last: {fact} Look at those samples' "
                 "rewards and log-probs, lower optim.lr, or go on from an earlier checkpoint."
             )
         if self.groups.is_first:
-            logger.warning("%s %d in a row, %d in all.", what, self.in_a_row, self.total)
+            logger.warning("%s %d in a row, %d in all.", fact, self.in_a_row, self.total)

@@ -1,4 +1,4 @@
-"""What a training engine does on a CPU alone: only there are its kernels imported."""
+"""CPU-only setup of a training engine: its kernels are imported only on a CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from verl_like.process.environment import OWN_PROCESS
 
 
 def prepare_cpu_process() -> None:
-    """Settings of a process that trains on the CPU, before it computes anything.
+    """Prepare a process that trains on the CPU, before it computes anything.
 
-    The allocator of a process that is not ours, such as a notebook's, stays as it is.
+    The allocator of a process that is not ours, such as a notebook, stays unchanged.
     """
     from workers.cpu.allocator import keep_freed_memory
     from workers.cpu.onednn import limit_kernel_caches
@@ -24,7 +24,7 @@ def prepare_cpu_process() -> None:
 
 
 def cpu_kernels(module: nn.Module) -> AbstractContextManager[None]:
-    """Within, linear layers of the module go through oneDNN."""
+    """Context in which linear layers of the module use oneDNN."""
     from workers.cpu.linear import onednn_linears
 
     return onednn_linears(module)

@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule, one guarded optimizer step."""
+"""The optimizer, its learning-rate schedule, and one guarded optimizer step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTINGS = ("lr", "eps", "weight_decay", "betas")
-"""Keys of the section `optim` that a constructor gets, if it has parameters of these names."""
+"""Keys of the section `optim` that are passed to a constructor with parameters of these names."""
 
 
 def _check(cls: Any, subject: str) -> None:
-    """Refuse a constructor that needs more than parameters and settings."""
+    """Reject a constructor that needs more than parameters and settings."""
     check_call(cls, subject, Call("params", by_name=_settings_taken(cls)))
 
 
@@ -43,10 +43,10 @@ OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 
 @OPTIMIZERS.register("AdamWMatrixDecay")
 class MatrixDecayAdamW(torch.optim.AdamW):
-    """AdamW whose weight decay leaves norms, biases and other vectors as they are."""
+    """AdamW without weight decay on norms, biases and other vectors."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One group of the matrices, and one of the vectors."""
+        """Add one group of the matrices and one of the vectors."""
         matrices, vectors = [], []
         for parameter in param_group["params"]:
             (matrices if parameter.dim() >= 2 else vectors).append(parameter)
@@ -67,7 +67,7 @@ BFLOAT16_WEIGHTS = (
 def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimConfig
 ) -> torch.optim.Optimizer:
-    """The optimizer over all parameters, with what its constructor takes of the config."""
+    """Return the optimizer over all parameters, with the settings that its constructor takes."""
     parameters = list(parameters)
     if any(parameter.dtype == torch.bfloat16 for parameter in parameters):
         logger.warning(BFLOAT16_WEIGHTS)
@@ -76,8 +76,8 @@ def build_optimizer(
     if "betas" in settings:
         settings["betas"] = (config.betas[0], config.betas[1])
     if isinstance(cls, type) and issubclass(cls, torch.optim.Adam):
-        # One pass over memory, and the same bits wherever a shard begins. Fused steps of other
-        # optimizers know no sharded weights.
+        # One pass over memory, with the same bits for every sharding. Fused steps of other
+        # optimizers do not support sharded weights.
         settings["fused"] = True
     optimizer: torch.optim.Optimizer = cls(parameters, **settings)
     return optimizer
@@ -85,20 +85,20 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What one optimizer step does otherwise than configured; None leaves a setting as it is."""
+    """Settings of one optimizer step that differ from the configuration; None keeps a setting."""
 
     lr: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
     grad_clip: float | None = None
-    """The largest norm of the gradients."""
+    """The largest gradient norm."""
     ends_update: bool = True
-    """Whether the learning rate's schedule moves on after the step."""
+    """True if the learning-rate schedule advances after the step."""
 
     @contextmanager
     def applied_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within, the optimizer has these settings; they must be ones that it takes."""
+        """Context in which the optimizer has these settings; raise if it does not support one."""
         wanted = {name: getattr(self, name) for name in SETTINGS}
         changes = {name: value for name, value in wanted.items() if value is not None}
         for name in changes:
@@ -121,7 +121,7 @@ CONFIGURED = StepSettings()
 
 
 class Schedule:
-    """Sets the optimizer's rate for each of `total_steps` update calls, the first's at once."""
+    """Sets the learning rate of each of `total_steps` update calls; the first at construction."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
@@ -132,14 +132,14 @@ class Schedule:
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
-        """The rate of update call `step`, from 0."""
+        """Set the rate of update call `step`, counted from 0."""
         self.num_steps = step
         self.lr = self.config.lr * lr_factor(step, self.total_steps, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
 
     def step(self) -> None:
-        """The rate of the next update call."""
+        """Set the rate of the next update call."""
         self.set_step(self.num_steps + 1)
 
 
@@ -150,25 +150,25 @@ def guarded_step(
     groups: Groups | None = None,
     copies: Sequence[nn.Parameter] = (),
 ) -> float:
-    """Clip by the global norm, step, clear the gradients; a non-finite norm clears without a step.
+    """Clip by the global norm, step, and clear the gradients; return the norm.
 
-    Returns the norm. `groups` are the ranks that the module lies over, None this one alone;
-    `copies` are counted by other ranks.
+    A non-finite norm clears the gradients without a step. `groups` are the ranks of the module;
+    None means only this rank. Other ranks count the gradients of `copies`.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     clip: Callable[[], None]
     if groups is None or (groups.model is None and groups.dims.ep == 1):
-        # all on one mesh, or plain
+        # all on one mesh, or plain tensors
         norm: Tensor = nn.utils.get_total_norm(gradients)
-        if hasattr(norm, "full_tensor"):  # a DTensor, for which the driver need not import it
+        if hasattr(norm, "full_tensor"):  # a DTensor, without importing it into the driver
             norm = norm.full_tensor()
         clip = partial(nn.utils.clip_grads_with_norm_, parameters, grad_clip, norm)
     else:
         from workers.training.grad_norm import norm_by_shares, scale_to
 
         copied = {id(weight) for weight in copies}
-        own = [p.grad for p in parameters if p.grad is not None and id(p) not in copied]
-        norm = norm_by_shares(own, groups)
+        counted = [p.grad for p in parameters if p.grad is not None and id(p) not in copied]
+        norm = norm_by_shares(counted, groups)
         clip = partial(scale_to, gradients, grad_clip, norm)
 
     if torch.isfinite(norm):

@@ -1,6 +1,6 @@
 """Arguments and outputs of a forward pass over rows without their padding.
 
-    feed = packed_feed(columns, reads, device)      # one row of all tokens end to end, its layout
+    feed = packed_feed(columns, reads, device)      # one row of all tokens, with its layout
     feed = padded_feed(columns, reads, device)      # a rectangle, for models that cannot be packed
     numbers = read(module, feed)                    # [positions read, vocabulary or 1]
 
@@ -32,10 +32,10 @@ from workers.training.microbatch import Columns, RowColumns
 
 
 def response_reads(columns: RowColumns) -> Ragged:
-    """Return whether the next token is a response token inside the mask, for every token."""
+    """Mark the tokens whose next token is a response token inside the mask."""
     ids, mask = columns["input_ids"], columns["response_mask"]
     ends = ids.lengths.flatten().cumsum(0)
-    shifts = ends - mask.lengths.flatten().cumsum(0) - 1  # responses are the end of their rows
+    shifts = ends - mask.lengths.flatten().cumsum(0) - 1  # responses are at the end of their rows
     places = torch.arange(len(mask.values)) + shifts.repeat_interleave(mask.lengths.flatten())
     inside = mask.values != 0
     first = (ids.lengths <= mask.lengths).flatten().nonzero().squeeze(1)
@@ -43,8 +43,8 @@ def response_reads(columns: RowColumns) -> Ragged:
         _check_first_tokens(mask, inside, first)
     reads = torch.zeros(len(ids.values), dtype=torch.bool)
     reads[places[inside]] = True
-    found: Ragged = ids.with_values(reads)
-    return found
+    result: Ragged = ids.with_values(reads)
+    return result
 
 
 def _check_first_tokens(mask: Ragged, inside: Tensor, rows: Tensor) -> None:
@@ -60,7 +60,7 @@ def _check_first_tokens(mask: Ragged, inside: Tensor, rows: Tensor) -> None:
 
 
 def last_token_reads(columns: RowColumns) -> Ragged:
-    """Return whether a token is the last one of its row, for every token."""
+    """Mark the last token of every row."""
     ids: Ragged = columns["input_ids"]
     reads = torch.zeros(len(ids.values), dtype=torch.bool)
     lengths = ids.lengths.flatten()
@@ -69,7 +69,7 @@ def last_token_reads(columns: RowColumns) -> Ragged:
 
 
 def by_segment(columns: RowColumns, reads: Ragged) -> Ragged:
-    """Return the reads with a row for each segment, which begins where positions restart at 0.
+    """Return the reads with one row per segment; a segment begins where positions restart at 0.
 
     A trajectory has several segments if the chat template rewrote its history.
     """
@@ -85,7 +85,7 @@ def by_segment(columns: RowColumns, reads: Ragged) -> Ragged:
 
 
 def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
-    """Return each row's number of tokens up to the last that is read, 0 without reads.
+    """Return the number of tokens of each row up to the last one that is read, 0 without reads.
 
     `whole` rows keep the tokens after it.
     """
@@ -104,30 +104,30 @@ def _places_in_rows(column: Ragged) -> Tensor:
 
 @dataclass(frozen=True)
 class Feed:
-    """Keyword arguments of one forward pass, and where its output is read."""
+    """Keyword arguments of one forward pass, and the positions at which its output is read."""
 
     inputs: dict[str, Any]
     reads: Tensor
-    """Packed: places in the one row. Padded: [rows, width] mask."""
+    """Packed: positions in the one row. Padded: [rows, width] mask."""
     first: int = 0
     """Padded: the first column that any row reads."""
     packed: bool = True
     split: Split | None = None
-    """Packed: which part of the row this is, where ranks share it."""
+    """Packed: this rank's part of the row, if ranks share it."""
     is_real: Tensor | None = None
-    """Whether a token is no padding, for every token; None if all are real."""
+    """True for tokens that are not padding; None if all are real."""
     routed: Tensor | None = None
-    """[tokens, layers, choices]: the experts that each token goes to.
+    """[tokens, layers, choices]: the experts of each token.
 
-    None, and -1 for padding: as routers choose.
+    None, and -1 for padding, mean that the routers choose.
     """
 
     def own(self, column: Tensor) -> Tensor:
-        """Return this feed's part of a column that has a number per position read by all ranks."""
+        """Return this rank's part of a column with one number per position that all ranks read."""
         return column if self.split is None else self.split.own(column)
 
     def gathered(self, columns: Columns) -> Columns:
-        """Gather columns of this feed's reads to columns of the reads of all ranks of the row."""
+        """Gather columns of this feed's reads into columns of the reads of all ranks of the row."""
         if self.split is None:
             return columns
         together = self.split.gather(torch.stack(list(columns.values()), dim=-1))
@@ -142,9 +142,10 @@ def packed_feed(
     whole: bool = False,
     ranks: SequenceRanks | None = None,
 ) -> Feed:
-    """Return a feed of all needed tokens end to end, in the order of the rows.
+    """Return a feed of all needed tokens, concatenated in the order of the rows.
 
-    If `ranks` share the tokens, it has this rank's part; a row of padding makes the parts equal.
+    If `ranks` share the tokens, it contains this rank's part; a row of padding makes the parts
+    equal.
     """
     tokens, lengths = _needed(columns, reads, whole)
     rows = [length for length in lengths.tolist() if length]
@@ -161,15 +162,15 @@ def packed_feed(
     padding = ranks.padded(num_real) - num_real
     tokens = {name: _lengthened(values, padding) for name, values in tokens.items()}
     split = ranks.split(tokens["reads"])
-    own = {name: values[split.places] for name, values in tokens.items()}
-    inputs = _given(own, device)
+    mine = {name: values[split.places] for name, values in tokens.items()}
+    inputs = _given(mine, device)
     layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
     return Feed(
         {**inputs, "row_layout": layout},
         to_device(split.reads, device),
         split=split,
         is_real=to_device(split.places < num_real, device),
-        routed=_choices(own.get(ROUTED), device),
+        routed=_choices(mine.get(ROUTED), device),
     )
 
 
@@ -182,14 +183,14 @@ def _lengthened(values: Tensor, padding: int) -> Tensor:
 
 
 def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return numbers of experts from 0, as models count, of those from 1 in `_needed`."""
+    """Convert expert numbers that count from 1 (see `_needed`) to numbers that count from 0."""
     return None if counted is None else to_device(counted, device) - 1
 
 
 def padded_feed(
     columns: RowColumns, reads: Ragged, device: torch.device, *, whole: bool = False
 ) -> Feed:
-    """Return a feed of the needed tokens of each row, from the first column on, then zeros."""
+    """Return a feed of the needed tokens of each row, starting at the first column, then zeros."""
     tokens, lengths = _needed(columns, reads, whole)
     width = int(lengths.max())
     padded = {name: Ragged(values, lengths, width).padded() for name, values in tokens.items()}
@@ -210,17 +211,17 @@ def padded_feed(
 
 
 def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Return columns of the needed tokens of all rows, and how many tokens each row has.
+    """Return columns of the needed tokens of all rows, and the number of tokens of each row.
 
-    Segments are rows of their own. If no row is read, there is one dummy token, which is not read.
+    Each segment is a separate row. If no row is read, there is one dummy token, which is not read.
     """
     reads = by_segment(columns, reads)
     lengths = needed_lengths(reads, whole=whole)
-    kept = _places_in_rows(reads) < lengths[reads.row_of_values()]
-    tokens = {name: columns[name].values[kept] for name in ("input_ids", "position_ids")}
-    tokens["reads"] = reads.values[kept]
-    if ROUTED in columns:  # from 1 on, so that the zeros of padding are none
-        tokens[ROUTED] = columns[ROUTED].values[kept].short() + 1
+    needed = _places_in_rows(reads) < lengths[reads.row_of_values()]
+    tokens = {name: columns[name].values[needed] for name in ("input_ids", "position_ids")}
+    tokens["reads"] = reads.values[needed]
+    if ROUTED in columns:  # counted from 1, so that 0 marks padding
+        tokens[ROUTED] = columns[ROUTED].values[needed].short() + 1
     if not lengths.any():
         tokens = {name: values.new_zeros(1, *values.shape[1:]) for name, values in tokens.items()}
         lengths = torch.ones(1, dtype=torch.int64)
@@ -228,12 +229,12 @@ def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, 
 
 
 def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
-    """Return those arguments of the feed that this module's `forward` takes."""
+    """Return those arguments of the feed that this module's `forward` accepts."""
     body = body_of(module)
     inputs = {**feed.inputs, "use_cache": False}
     attention = body.config.get_text_config()._attn_implementation
     if feed.packed and attention in ("eager", "flash_attention_2"):
-        del inputs["row_layout"]  # they read the rows' bounds from the position ids
+        del inputs["row_layout"]  # they read the row boundaries from the position ids
     for name in {"position_ids", "attention_mask"} - inspect.signature(
         body.forward
     ).parameters.keys():
@@ -249,14 +250,14 @@ def read(module: Any, feed: Feed) -> Tensor:
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         return picked(module(**inputs).logits, feed)
 
-    kept: Tensor
+    output: Tensor
     if feed.packed:
-        # an index would copy the gradient, which may have been written over the logits
-        kept = module(**inputs, logits_to_keep=feed.reads).logits.squeeze(0)
+        # indexing would copy the gradient, which may be stored in the memory of the logits
+        output = module(**inputs, logits_to_keep=feed.reads).logits.squeeze(0)
     else:
         width = feed.reads.shape[1] - feed.first
-        kept = module(**inputs, logits_to_keep=width).logits[feed.reads[:, feed.first :]]
-    return kept
+        output = module(**inputs, logits_to_keep=width).logits[feed.reads[:, feed.first :]]
+    return output
 
 
 def picked(output: Tensor, feed: Feed) -> Tensor:

@@ -1,7 +1,7 @@
 """Forward and backward passes of a model over the micro-batches of a batch.
 
 passes = Passes(model, reading)
-columns = passes.forward(rows, budget, wanted)      # within `model.running()`
+columns = passes.forward(rows, budget, wanted)      # inside `model.running()`
 shares = passes.train(mini_batch, budget, loss)     # gradients add up
 """
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 Cuts = list[list[int]]
 """The rows of every micro-batch."""
 Pieces = dict[str, list[Column]]
-"""Name -> a column of outputs for each micro-batch."""
+"""Name -> one column of outputs per micro-batch."""
 
 
 class Passes:
-    """Cuts rows into micro-batches and runs them through the model."""
+    """Splits rows into micro-batches and runs them through the model."""
 
     def __init__(self, model: Model, reading: Reading) -> None:
         self.model, self.reading = model, reading
@@ -120,7 +120,7 @@ class Passes:
     def cut(self, columns: RowColumns, budget: Budget) -> Cuts:
         """Return the rows of every micro-batch."""
         cuts, lengths = self.reading.cut(self.model, columns, budget)
-        # by tokens, as many micro-batches as there are stages to work on them at the same time
+        # by tokens, at least as many micro-batches as stages, so that all stages have work
         return cuts if budget.tokens is None else spread(cuts, lengths, self.model.dims.pp)
 
     def feeds(self, columns: RowColumns) -> list[Feed]:
@@ -128,9 +128,9 @@ class Passes:
         return self.reading.feeds(self.model, columns)
 
     def begin_backward(self, is_last: bool, waits: bool = False) -> None:
-        """Prepare a backward pass, the last of a mini-batch or one before it.
+        """Prepare a backward pass; `is_last` marks the last one of a mini-batch.
 
-        `waits` says that other forward passes wait for their backward passes.
+        `waits` is True if other forward passes wait for their backward passes.
         """
         model = self.model
         if model.is_sharded:
@@ -144,7 +144,7 @@ class Passes:
 
     def _for_loss(self, column: Column) -> Tensor:
         values = to_device(rectangle_of(column), self.model.device)
-        # what is infinite is NaN to every formula, also to one that clamps it: the step is skipped
+        # infinity becomes NaN, which formulas do not clamp: the step is skipped
         if values.is_floating_point():
             values = values.masked_fill(values.isinf(), torch.nan)
         return values

@@ -1,6 +1,6 @@
-"""Readings of a model's passes: a number for every response token, or one for a row.
+"""Define what is read from a model's passes: a number per response token, or one per row.
 
-reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes are run here
+reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes run here
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class Reading:
     inputs: Sequence[str] = INPUTS
     """Columns that a forward pass reads."""
     folder_settings: Mapping[str, Any] = {}
-    """Fields that `config.json` of an exported folder has in addition to the model's own."""
+    """Fields that `config.json` of an exported folder has in addition to the model's fields."""
 
     def begin(self, model: Model) -> None:
-        """Take note of the model, once it is loaded."""
+        """Use the model, once it is loaded."""
 
     def reads(self, columns: RowColumns) -> Ragged:
-        """Return whether the head is computed, for every token."""
+        """Mark the tokens at which the head is computed."""
         return response_reads(columns)
 
     def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
-        """Return the arguments of every forward pass over a micro-batch: one."""
+        """Return the arguments of the forward passes over a micro-batch: one pass."""
         return [model.feed(columns, self.reads(columns))]
 
     def cut(
         self, model: Model, columns: RowColumns, budget: Budget
     ) -> tuple[list[list[int]], list[int]]:
-        """Return the rows of every micro-batch, and the tokens that each row takes."""
+        """Return the rows of every micro-batch, and the number of tokens per row."""
         reads = self.reads(columns)
         return model.row_passes.cut(reads, budget), model.row_passes.lengths(reads)
 
     def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
-        """Run a forward pass; return [rows, R] columns, zero where the response mask is."""
+        """Run a forward pass; return [rows, R] columns, zero outside the response mask."""
         device = model.device
         mask = columns["response_mask"]
         inside = mask.values != 0
@@ -81,18 +81,20 @@ class Reading:
 
 
 class RowScores(Reading):
-    """Reads a row's score from the scalar head; padding is never looked at."""
+    """Reads a row's score from the scalar head; padding is never read."""
 
     inputs = TOKENS
 
     def __init__(self, score_at: str | None = None) -> None:
-        """`score_at` is last_token, the head's number at a row's last real token, or legacy_mean,
-        its mean over all of them; None takes what the folder says.
+        """Set the position of the score.
+
+        `score_at` is last_token (the head's number at the last real token of a row), legacy_mean
+        (its mean over all of them), or None for the setting in the model's folder.
         """
         self.score_at = score_at
 
     def begin(self, model: Model) -> None:
-        """Look up where the model's folder reads scores."""
+        """Look up the position of the score in the model's folder."""
         if self.score_at is None:
             self.score_at = getattr(model.module.config, "score_at", "last_token")
         if self.score_at not in SCORE_AT:
@@ -103,7 +105,7 @@ class RowScores(Reading):
         self.folder_settings = {"score_at": self.score_at}
 
     def reads(self, columns: RowColumns) -> Ragged:
-        """Return whether the score is read, for every token."""
+        """Mark the tokens at which the score is read."""
         if self.score_at == "legacy_mean":
             ids = columns["input_ids"]
             every: Ragged = ids.with_values(torch.ones(len(ids.values), dtype=torch.bool))
@@ -128,7 +130,7 @@ SIDES = ("chosen", "rejected")
 class Pairs(Reading):
     """Reads both rows of pairs, which a loss compares.
 
-    A pair is one row of the batch, so that neither the dispatch nor a pass can part the two. Its
+    A pair is one row of the batch, so neither the dispatch nor a pass can separate the two. Its
     columns are [pairs, 2, T]; passes run [2 * pairs, T], and the outputs are [pairs, 2, ...].
     """
 
@@ -137,12 +139,12 @@ class Pairs(Reading):
         self.inputs = of_rows.inputs
 
     def begin(self, model: Model) -> None:
-        """Take note of the model."""
+        """Use the model, once it is loaded."""
         self.of_rows.begin(model)
         self.folder_settings = self.of_rows.folder_settings
 
     def reads(self, columns: RowColumns) -> Ragged:
-        """Return whether the head is computed, for every token of both sides."""
+        """Mark the tokens of both sides at which the head is computed."""
         return self.of_rows.reads(rows_of_pairs(columns))
 
     def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
@@ -153,11 +155,11 @@ class Pairs(Reading):
     def cut(
         self, model: Model, columns: RowColumns, budget: Budget
     ) -> tuple[list[list[int]], list[int]]:
-        """Return the pairs of every micro-batch, and the tokens that each pair takes."""
+        """Return the pairs of every micro-batch, and the number of tokens per pair."""
         rows = model.row_passes
         of_pairs = torch.tensor(rows.lengths(self.reads(columns))).view(-1, 2)
         are_padded = rows.kind == "padded"
-        # padded, a pair takes as much as two of its longer side
+        # with padding, a pair costs twice its longer side
         tokens = 2 * of_pairs.amax(dim=1) if are_padded else of_pairs.sum(dim=1)
         lengths = tokens.tolist()
         budget = rows.of_all_ranks(budget)
@@ -174,12 +176,12 @@ class Pairs(Reading):
 
 
 def rows_of_pairs(columns: RowColumns) -> RowColumns:
-    """[pairs, 2, T] columns as [2 * pairs, T], chosen and rejected in turn; others are left out."""
+    """Return the [pairs, 2, T] columns as [2 * pairs, T]: chosen and rejected alternate."""
     return {name: c.flatten() for name, c in columns.items() if isinstance(c, Ragged)}
 
 
 def _passes_of_pairs(model: Model, columns: RowColumns) -> list[RowColumns]:
-    """Return the rows of both sides, or of each side alone if rows may not share a pass."""
+    """Return the rows of both sides, or of each side separately if rows may not share a pass."""
     sides = rows_of_pairs(columns)
     if not model.row_passes.apart:
         return [sides]
@@ -188,7 +190,7 @@ def _passes_of_pairs(model: Model, columns: RowColumns) -> list[RowColumns]:
 
 
 def _paired(chosen: Column, rejected: Column) -> Column:
-    """[pairs, ...] columns as one [pairs, 2, ...]."""
+    """Combine two [pairs, ...] columns into [pairs, 2, ...]."""
     if isinstance(chosen, Tensor) and isinstance(rejected, Tensor):
         return torch.stack([chosen, rejected], dim=1)
     assert isinstance(chosen, Ragged), "both sides give one kind of column"

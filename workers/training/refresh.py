@@ -1,8 +1,8 @@
-"""A frozen model whose weights follow another's: the reference under `ref.update_every`, a copy of
-the critic.
+"""A frozen model whose weights follow another model: the reference with `ref.update_every`, or a
+copy of the critic.
 
-Weights arrive whole and by name, as a rollout engine gets them (`workers.weights.sync`), whatever
-the sharding on either side; each rank keeps its rows of them.
+Weights arrive whole and by name, as for a rollout engine (`workers.weights.sync`), whatever the
+sharding on either side. Each rank stores its rows of them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from workers.weights.module_writer import refuse_problems
 
 
 class FollowingEngine(TrainEngine):
-    """A frozen engine whose weights move to `decay` x their own + (1 - `decay`) x the policy's.
+    """A frozen engine whose weights move to `decay` x itself + (1 - `decay`) x the policy.
 
-    Weights narrower than float32 would round a small step to nothing, so what is averaged stands
-    beside them in float32. Buffers are the policy's.
+    Weights narrower than float32 would round a small step to nothing, so float32 averages are
+    stored next to them. Buffers are copied from the policy.
     """
 
     def __init__(self, *args: Any, decay: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.decay = decay
         self.version: int | None = None
-        """The weights' version; None until every rank has agreed to them."""
+        """Version of the weights; None until every rank has confirmed them."""
         self.averages: dict[str, Tensor] = {}
-        """Name -> what is averaged, where it is not the weight itself."""
+        """Name -> float32 average of a narrower weight."""
 
     def build(self, worker: Any, total_steps: int = 0) -> None:
-        """Build the model, and copy in float32 what is averaged."""
+        """Build the model, and copy narrower weights to float32 averages."""
         super().build(worker, total_steps)
         for name, parameter in self.module.named_parameters():
             if self.decay > 0 and parameter.dtype != torch.float32:
@@ -75,7 +75,7 @@ class FollowingEngine(TrainEngine):
         )
 
     def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
-        """One parameter's own rows."""
+        """Move this rank's rows of one parameter."""
         average = own_part(self.averages.get(name, weight))
         new = own_rows(weight, whole).to(average.device, average.dtype)
         if self.decay == 0:
@@ -97,7 +97,7 @@ class FollowingEngine(TrainEngine):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take over the weights that any number of ranks wrote into `folder`; collective."""
+        """Load the weights that any number of ranks wrote into `folder`; collective."""
         ranks = Ranks(self.groups.world, f"the reference's weights were not loaded from {folder}")
         ranks.all_do(lambda: read_shards(self._saved(), folder))
         weights = dict(self.module.named_parameters())

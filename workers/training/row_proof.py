@@ -1,15 +1,15 @@
-"""How a model's rows go through it: packed if that is right, else padded.
+"""Choose how rows go through a model: packed if that is correct, otherwise padded.
 
     row_passes = prove_rows(module, support, may_pack=True)     # a ConfigError if neither is right
     for rows in row_passes.cut(reads, budget): ...
     feed = row_passes.feed(columns, reads, device)
 
-Packed rows are faster, and wrong for a model that counts places, carries a state from token to
-token or looks at its neighbours. So each layout is tried on a small model of the class, with rows
-longer than its windows, chunks and original length, against transformers' own pass over each row by
-itself.
+Packed rows are faster, but wrong for a model that counts positions, carries a state from token to
+token or looks at neighbouring tokens. So each layout is tested on a small model of the class, with
+rows longer than its windows, chunks and original length, against transformers' pass over each row
+separately.
 
-Ranks that share a packed row's tokens need more: that nothing but attention looks beyond a token.
+Ranks can share a packed row's tokens only if nothing but attention looks beyond a token.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["packed", "padded"]
 LARGEST_ERROR = 3e-4
-"""Relative error up to which two passes over a row agree; what is wrong is off by 2e-3 and more.
+"""Largest relative error between two correct passes over a row; wrong layouts are off by 2e-3 or
+more.
 
-Rounding in float32 makes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
+Rounding in float32 causes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
 """
 SPLITS = (
     "environment.history=as_template: rows of this model may not share a pass (longrope, or it "
@@ -54,32 +55,32 @@ SPLITS = (
     "environment.history=as_drawn."
 )
 LARGEST_SQUARE = 2048
-"""Tokens of a pass whose attention grows with their square, unless a row alone has more."""
+"""Largest pass, in tokens, if attention grows with their square; a longer single row is allowed."""
 NOT_ASKED = "model.use_remove_padding=False"
-"""The reason for padded rows that the user gave."""
+"""Reason for padded rows when the user chose them."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
-"""Tokens of the rows that prove: together more than a stand-in has positions."""
+"""Lengths of the test rows: together more than the positions of a stand-in model."""
 
 
 @dataclass(frozen=True)
 class RowPasses:
-    """The layout of rows: cuts them into passes and feeds them."""
+    """The layout of rows: splits them into passes and feeds them."""
 
     kind: Kind = "padded"
     border: int | None = None
-    """Longer rows have rotary factors of their own, which a pass has one set of (longrope)."""
+    """Longer rows have different rotary factors, and a pass has one set of factors (longrope)."""
     is_square: bool = False
-    """Packed rows attend by one mask over all tokens of a pass, which grows with their square."""
+    """True if packed rows use one mask over all tokens of a pass, which grows with their square."""
     ranks: SequenceRanks | None = None
     """The ranks that share the tokens of every pass."""
 
     @property
     def apart(self) -> bool:
-        """Whether rows may share no pass, since they may have unlike rotary factors."""
+        """True if rows may not share a pass because their rotary factors may differ."""
         return self.border is not None
 
     def lengths(self, reads: Ragged) -> list[int]:
-        """Return how many tokens of every row its pass computes."""
+        """Return the number of tokens per row that a pass computes."""
         lengths: list[int] = needed_lengths(reads, whole=self.border is not None).tolist()
         return lengths
 
@@ -92,13 +93,13 @@ class RowPasses:
         return cut(lengths, budget, rectangles=self.kind == "padded", border=self.border)
 
     def of_all_ranks(self, budget: Budget) -> Budget:
-        """Return a rank's budget of tokens times the ranks that share a pass."""
+        """Return the token budget of a rank times the number of ranks that share a pass."""
         if self.ranks is None or budget.tokens is None:
             return budget
         return Budget(tokens=budget.tokens * self.ranks.size)
 
     def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
-        """Return the arguments of a pass over these rows; segments are rows of the pass."""
+        """Return the arguments of a pass over these rows, with each segment as a separate row."""
         if self.apart and by_segment(columns, reads) is not reads:
             raise ConfigError(SPLITS)
         whole = self.border is not None
@@ -110,9 +111,9 @@ class RowPasses:
 def prove_rows(
     module: Any, support: Support, *, may_pack: bool, group: dist.ProcessGroup | None = None
 ) -> RowPasses:
-    """Return how this model's rows run; a warning says why they are not packed.
+    """Return how this model's rows run; log a warning if they are not packed.
 
-    If the ranks of a `group` share a pass, only packed rows will do.
+    If the ranks of a `group` share a pass, rows must be packed.
     """
     kind, reason = row_kind(support, may_pack)
     ranks = None
@@ -132,9 +133,9 @@ def prove_rows(
 
 
 def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
-    """Return the layout that is right for a class of models, and why it is not packed.
+    """Return the correct layout for a class of models, and why it is not packed.
 
-    A ConfigError says so if none is right.
+    Raise a ConfigError if no layout is correct.
     """
     reason = support.why_not(rows_packed) if may_pack else NOT_ASKED
     if not reason:
@@ -161,9 +162,10 @@ def refuse_split(
 ) -> None:
     """Raise a ConfigError if ranks cannot share the tokens of this model's packed rows.
 
-    `section` is the key of its `parallel`.
+    `section` is the key of its `parallel` section.
     """
-    num_heads = getattr(support.config, "num_attention_heads", num_ranks)  # a state space model
+    # state space models have no heads
+    num_heads = getattr(support.config, "num_attention_heads", num_ranks)
     if num_ranks <= num_heads and num_heads % num_ranks:
         valid = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
         below = max(size for size in valid if size < num_ranks)
@@ -205,11 +207,11 @@ def _what_is_wrong(kind: Kind, model: Any) -> str:
 
 
 SLICES = (slice(0, 12), slice(12, 140), slice(140, None))
-"""Parts of the probing rows that ranks could have: short of every limit, across rows, the rest."""
+"""Test parts of a packed row: before every limit, across rows, and the rest."""
 
 
 class _OneOfRanks:
-    """Stands for ranks: records inputs and outputs of attention, then returns parts of them."""
+    """Stands in for ranks: records inputs and outputs of attention, then returns parts of them."""
 
     def __init__(self) -> None:
         self.noted: list[list[Tensor]] = []
@@ -225,8 +227,8 @@ class _OneOfRanks:
             return self.noted[-1][3]
         *whole, output = self.noted[self.num_calls]
         self.num_calls += 1
-        for own, expected in zip(states, whole, strict=True):
-            self.error = max(self.error, relative_error(own, expected[self.part]))
+        for actual, expected in zip(states, whole, strict=True):
+            self.error = max(self.error, relative_error(actual, expected[self.part]))
         return output[self.part]
 
     def look_at(self, part: slice) -> None:
@@ -235,7 +237,7 @@ class _OneOfRanks:
 
 @Proof
 def rows_over_ranks(model: Any) -> str:
-    """Return what is wrong if a pass computes a part of a packed row, given its attention."""
+    """Return what is wrong if a pass computes a part of a packed row, with recorded attention."""
     columns, reads = probe_rows()
     feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
     ranks = _OneOfRanks()
@@ -247,16 +249,16 @@ def rows_over_ranks(model: Any) -> str:
             return "it attends by a function of its own"
         for part in SLICES:
             ranks.look_at(part)
-            own = {name: inputs[name][:, part] for name in ("input_ids", "position_ids")}
-            found = model(**{**inputs, **own}).logits[0]
-            error = max(ranks.error, relative_error(found, whole[part]))
+            inputs_here = {name: inputs[name][:, part] for name in ("input_ids", "position_ids")}
+            logits = model(**{**inputs, **inputs_here}).logits[0]
+            error = max(ranks.error, relative_error(logits, whole[part]))
             if error > LARGEST_ERROR:
                 return f"a part of a row in a small model of its class is off by {error:.0e}"
     return ""
 
 
 def probe_rows() -> tuple[RowColumns, Ragged]:
-    """Return some rows, and where they are read: not at their last tokens."""
+    """Return some rows, and marks where they are read, which excludes their last tokens."""
     rows = [torch.arange(length) for length in LENGTHS]
     positions = Ragged.of_rows(rows, POSITIONS)
     tokens = 3 + torch.arange(len(positions.values)) * 7 % (VOCABULARY - 3)
@@ -267,7 +269,7 @@ def probe_rows() -> tuple[RowColumns, Ragged]:
 
 @torch.no_grad()
 def _rows_alone(model: Any) -> list[Tensor]:
-    """Return transformers' logits of each row by itself."""
+    """Return transformers' logits of each row separately."""
     columns, reads = probe_rows()
     rows = zip(columns["input_ids"].rows(), reads.rows(), strict=True)
     numbers = [model(tokens[None], use_cache=False).logits[0, inside] for tokens, inside in rows]
@@ -278,7 +280,7 @@ def _rows_alone(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
-    """Return what is wrong with rows in this layout; an empty text if nothing is."""
+    """Return what is wrong with rows in this layout; "" if nothing is."""
     columns, reads = probe_rows()
     cpu = torch.device("cpu")
     with packed_rows(model) if way.kind == "packed" else torch.no_grad():
@@ -286,11 +288,13 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
             index = torch.tensor(rows)
             picked = {name: column.index_select(0, index) for name, column in columns.items()}
             try:
-                found = read(model, way.feed(picked, reads.index_select(0, index), cpu))
+                numbers = read(model, way.feed(picked, reads.index_select(0, index), cpu))
             except MODEL_ERRORS as error:
                 return f"it refuses them: {type(error).__name__}: {error}"
-            for row, own in zip(rows, found.split([len(expected[r]) for r in rows]), strict=True):
-                error = relative_error(own, expected[row])
+            for row, actual in zip(
+                rows, numbers.split([len(expected[r]) for r in rows]), strict=True
+            ):
+                error = relative_error(actual, expected[row])
                 if error > LARGEST_ERROR:
                     return (
                         f"a row of {LENGTHS[row]} tokens in a small model of its class is off by "

@@ -1,10 +1,10 @@
-"""Learning-rate schedules by name, and the warm-up that comes before every one of them.
+"""Learning-rate schedules by name, and the warm-up that precedes all of them.
 
     @LR_SCHEDULES.register("mine")
     def mine(progress: float, min_lr_ratio: float) -> float: ...
 
-A schedule gets how far the run is after its warm-up, from 0 to 1, and gives the share of the peak
-rate. Its other parameters are filled by name from the section `optim`.
+A schedule gets the progress after the warm-up, from 0 to 1, and returns a factor for the peak rate.
+Its other parameters are filled by name from the section `optim`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LRSchedule = Callable[..., float]
 
 
 def _check(schedule: Any, subject: str) -> None:
-    """Refuse what does not take the progress; its other parameters are the section's keys."""
+    """Reject a schedule whose first parameter cannot be the progress."""
     signature = signature_of(schedule) if callable(schedule) else None
     names = list(signature.parameters) if signature else []
     check_call(schedule, subject, Call("progress", by_name=names[1:]))
@@ -36,7 +36,7 @@ LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule", _check)
 
 @LR_SCHEDULES.register("constant")
 def constant(progress: float) -> float:
-    """The peak to the end.
+    """The peak rate until the end.
 
     Source: verl's `constant`
     """
@@ -64,7 +64,8 @@ def linear(progress: float, min_lr_ratio: float) -> float:
 
 @LR_SCHEDULES.register("wsd")
 def warmup_stable_decay(progress: float, min_lr_ratio: float, wsd_decay_ratio: float) -> float:
-    """The peak, and in the last `wsd_decay_ratio` of the calls a straight line to `min_lr_ratio`.
+    """The peak; in the last `wsd_decay_ratio` of the calls, a straight line to `min_lr_ratio` of
+    it.
 
     Source: MiniCPM (WSD), arXiv 2404.06395; the straight line: arXiv 2405.18392
     """
@@ -73,14 +74,15 @@ def warmup_stable_decay(progress: float, min_lr_ratio: float, wsd_decay_ratio: f
 
 
 def num_warmup_steps(config: OptimConfig, total_steps: int) -> int:
-    """Update calls of warm-up: `lr_warmup_steps`, or a share of all calls where that is -1."""
+    """Return the number of warm-up calls: `lr_warmup_steps`, or a fraction of all if it is -1."""
     if config.lr_warmup_steps >= 0:
         return config.lr_warmup_steps
     return int(config.lr_warmup_steps_ratio * total_steps)
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Share of the peak rate in update call `step` (from 0): a linear warm-up, then the schedule.
+    """Return the factor of the peak rate in update call `step` (from 0): warm-up, then the
+    schedule.
 
     The warm-up is above 0 from the first call on.
     """
@@ -94,7 +96,7 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
 
 def check_optim(config: OptimConfig, section: str) -> None:
-    """Refuse what are no two decay rates, and a schedule that asks for what the config lacks."""
+    """Reject invalid betas, and a schedule with a parameter that the config does not have."""
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(
             f"{section}.betas={list(config.betas)}: it must be two numbers, each from 0 to below 1."
@@ -103,7 +105,7 @@ def check_optim(config: OptimConfig, section: str) -> None:
 
 
 def _settings_of(schedule: LRSchedule, config: OptimConfig) -> dict[str, Any]:
-    """What a schedule's parameters after the first ask for, of the section `optim`."""
+    """Return the values of a schedule's parameters after the first, from the section `optim`."""
     _, *names = inspect.signature(schedule).parameters
     for name in names:
         if not hasattr(config, name):

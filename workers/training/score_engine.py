@@ -1,10 +1,10 @@
-"""A training engine whose model gives one number for a row: reward models, frozen or in training.
+"""A training engine whose model gives one number per row: reward models, frozen or trained.
 
     engine = ScoreEngine(model_config, fsdp_config, head="score")
     engine.build(worker)
     scores = engine.score_rows(data, Budget(rows=8))        # [rows]
 
-Where the score is read stands in `config.json` of the model's folder, as `score_at`.
+`score_at` in `config.json` of the model's folder sets the position of the score.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class ScoreEngine(TrainEngine):
-    """Reads a row's score from the scalar head; padding is never looked at."""
+    """Reads a row's score from the scalar head; padding is never read."""
 
     def __init__(self, *args: Any, score_at: str | None = None, **settings: Any) -> None:
         super().__init__(*args, reading=RowScores(score_at), **settings)
 
     def score_rows(self, data: DataProto, budget: Budget) -> Tensor:
-        """Return [rows]; zero for a row without tokens."""
+        """Return scores [rows]; zero for a row without tokens."""
         scores: Tensor = self.forward_rows(data, budget)["scores"]
         return scores

@@ -1,15 +1,14 @@
 """Tensors of all ranks in one folder: torch's distributed checkpoint in safetensors.
 
-    <folder>/<rank>.safetensors      pieces by name; the header says where each belongs
-    <folder>/<rank>-1.safetensors    second pieces, of packed weights that tensor parallelism cut
+    <folder>/<rank>.safetensors      shards by name; the header has the offset of each
+    <folder>/<rank>-1.safetensors    second shards, of packed weights under tensor parallelism
 
-A piece is what a rank holds of a sharded tensor. One that several ranks hold is written by one of
-them. Any number of ranks, and `torch.distributed.checkpoint.HuggingFaceStorageReader` anywhere,
-reads what any other number wrote. Nothing is pickled: whoever reads the folder runs no code of who
-wrote it.
+If several ranks have the same shard of a tensor, one of them writes it. Any number of ranks, and
+`torch.distributed.checkpoint.HuggingFaceStorageReader` anywhere, can read a folder that any other
+number wrote. Nothing is pickled, so reading the folder never runs code.
 
-torch's own writer is not used: it holds a rank's file twice in host memory (its background save
-three times), takes five times the processor time, and has no priority below the steps'.
+torch's writer is not used: it needs a rank's file twice in host memory (three times in the
+background), five times the processor time, and has no lower priority than the steps.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from workers.parallel.placements import Piece, is_first_replica, pieces_of
 
 FACTS = {"format": "pt", "DCP_VERSION": "1.0"}
 PLACES = "DCP_SHARDING_INFO"
-"""What torch calls them in a file's header."""
+"""torch's key for the offsets in a file's header."""
 
 
 def write_shards(
@@ -51,15 +50,15 @@ def write_shards(
         places = {name: {"saved_offsets": of_piece} for name, of_piece in offsets.items()}
         header = FACTS | {PLACES: json.dumps(places)}
         path = folder / f"{rank}{f'-{number}' if number else ''}.safetensors"
-        write_tensors({name: own for name, (_, own) in pieces.items()}, path, header, writer)
+        write_tensors({name: shard for name, (_, shard) in pieces.items()}, path, header, writer)
 
 
 Pieces = dict[str, tuple[tuple[range, ...], Tensor]]
-"""Name -> where in the whole a piece lies, and the piece."""
+"""Name -> (position of a shard in the whole tensor, the shard)."""
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> list[Pieces]:
-    """What this rank writes, by files; together the ranks write every element once."""
+    """Return what this rank writes, by file; together the ranks write every element once."""
     bytes_of = [0] * num_ranks
     files: list[Pieces] = [{}]
     for name, tensor in tensors.items():
@@ -71,10 +70,10 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) ->
             is_mine = writer == rank % num_ranks
         if not is_mine or not tensor.numel():
             continue
-        own = own_part(tensor)
+        local = own_part(tensor)
         for number, piece in enumerate(pieces_of(tensor)):
             files += [{}] if number == len(files) else []
-            files[number][name] = piece.place, own[piece.local]
+            files[number][name] = piece.place, local[piece.local]
     return files
 
 
@@ -82,11 +81,11 @@ DAMAGE = (
     *(SafetensorError, LookupError, TypeError, ValueError, AttributeError),
     *(RuntimeError, RecursionError),
 )
-"""What torch's reader raises where a file, or the JSON in its header, is not as it was written."""
+"""Errors of torch's reader for a file, or a JSON header, that was changed after it was written."""
 
 
 def stored_tensors(folder: Path) -> dict[str, Any]:
-    """Name -> `size`, `properties.dtype` and `chunks` of every tensor in a folder of shards."""
+    """Return `size`, `properties.dtype` and `chunks` of every tensor in a folder of shards."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     files = sorted(folder.glob("*.safetensors"))
@@ -104,12 +103,12 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
                 f"{path} is no shard of a checkpoint: its header is {facts!r:.80}"
             )
     try:
-        found = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
-        broken = [name for name, each in found.items() if not _is_covered(each.size, each)]
+        tensors = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+        broken = [name for name, tensor in tensors.items() if not _is_covered(tensor.size, tensor)]
     except DAMAGE as error:
         raise _damaged(folder, error) from error
     _refuse_broken(folder, broken)
-    return found
+    return tensors
 
 
 def _damaged(folder: Path, error: BaseException) -> DamagedCheckpointError:
@@ -117,7 +116,7 @@ def _damaged(folder: Path, error: BaseException) -> DamagedCheckpointError:
 
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill this rank's part of every tensor; other tensors of the folder stay unread."""
+    """Fill this rank's part of every tensor; other tensors in the folder are not read."""
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     stored = stored_tensors(folder)
     missing = [name for name in wanted if not _is_covered(wanted[name].shape, stored.get(name))]
@@ -130,7 +129,7 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """What a file has of this rank's parts; nothing else of it is read."""
+    """Read this rank's parts from a file, and nothing else."""
     with safe_open(path, framework="pt") as opened:
         places = json.loads(opened.metadata()[PLACES])
         for name in tensors.keys() & {*opened.keys()}:
@@ -141,8 +140,8 @@ def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
             there = Piece.at(places[name]["saved_offsets"], stored.get_shape())
             for piece in pieces_of(tensor):
                 if shared := piece.shared_with(there):
-                    own, of_file = shared
-                    own_part(tensor)[own].copy_(stored[of_file])
+                    here, of_file = shared
+                    own_part(tensor)[here].copy_(stored[of_file])
 
 
 def _refuse_broken(folder: Path, names: Sequence[str]) -> None:
@@ -154,7 +153,7 @@ def _refuse_broken(folder: Path, names: Sequence[str]) -> None:
 
 
 def _is_covered(shape: tuple[int, ...], stored: Any) -> bool:
-    """Whether the stored pieces are within a tensor of this shape, and have all its elements."""
+    """True if the stored shards are inside a tensor of this shape and cover all its elements."""
     if stored is None or tuple(stored.size) != tuple(shape):
         return False
     if any(offset < 0 for chunk in stored.chunks for offset in chunk.offsets):

@@ -1,9 +1,9 @@
-"""Mini-batches of other samples in every epoch of an update: `actor.shuffle`.
+"""Mini-batches with other samples in every epoch of an update: `actor.shuffle`.
 
-The place of a sample in the batch depends on the number of ranks, since ranks are balanced by
-tokens. So the driver numbers the samples before that (`sample_number`), and an order is a
-permutation of these numbers: the mini-batches are the same samples at every number of ranks. The
-order follows from the seed, the update call and the epoch, so no state has to be saved.
+The position of a sample in the batch depends on the number of ranks, since ranks are balanced by
+tokens. So the driver numbers the samples before balancing (`sample_number`), and an order is a
+permutation of these numbers: the mini-batches contain the same samples at every number of ranks.
+The order follows from the seed, the update call and the epoch, so no state has to be saved.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SAMPLE_NUMBER = "sample_number"
 
 
 def passes_over(rows: Rows, epochs: int, seed: int | None, update_call: int) -> list[Rows]:
-    """Return the rows of each epoch of an update; without a seed they are the same in all.
+    """Return the rows of each epoch of an update; without a seed all epochs are the same.
 
-    Mini-batch k of K has the samples whose place is k mod K.
+    Mini-batch k of K contains the samples whose position is k mod K.
     """
     if seed is None:
         return [rows] * epochs

@@ -1,4 +1,4 @@
-"""One update of a model: epochs over mini-batches, composed of `forward_backward` and `optim_step`.
+"""One update of a model: epochs over mini-batches, from `forward_backward` and `optim_step`.
 
 metrics = update(engine, data, loss, mini_batch_size=64, budget=Budget(rows=8), epochs=2)
 """
@@ -31,15 +31,15 @@ def update(
     shuffle_seed: int | None = None,
     beside: Sequence[tuple[DataProto, Loss]] = (),
 ) -> Metrics:
-    """Take one optimizer step per mini-batch and epoch, then move the learning rate's schedule.
+    """Take one optimizer step per mini-batch and epoch, then advance the learning-rate schedule.
 
     With a seed the samples are reshuffled for every epoch. Each step also adds the gradient of its
-    share of the batches `beside`, which have losses of their own. The metrics are means over the
-    steps that were not skipped.
+    share of the batches `beside`, each with its own loss. The metrics are means over the steps that
+    were not skipped.
     """
     columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
     rows = engine.take(data, columns)
-    others = [(engine.take(more, own.columns), own) for more, own in beside]
+    others = [(engine.take(extra, of.columns), of) for extra, of in beside]
 
     count = count_mini_batches(rows.total, mini_batch_size)
     orders = passes_over(rows, epochs, shuffle_seed, engine.scheduler.num_steps)
@@ -50,9 +50,9 @@ def update(
         for number, (order, index) in enumerate(places):
             batch = mini_batch(order, index, count, group, device)
             metrics = engine.forward_backward(batch, budget, loss)
-            for other, own in others:
+            for other, other_loss in others:
                 share = mini_batch(other, number, len(places), group, device)
-                metrics |= engine.forward_backward(share, budget, own)
+                metrics |= engine.forward_backward(share, budget, other_loss)
             steps.append(metrics | engine.optim_step(StepSettings(ends_update=False)))
 
     taken = [step for step in steps if not step["skipped_steps"]]

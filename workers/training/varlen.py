@@ -1,14 +1,14 @@
-"""FlashAttention over packed rows: kernels that take the rows' bounds, and so compute no padding.
+"""FlashAttention over packed rows: kernels that take row boundaries and compute no padding.
 
-`find_kernel` chooses the first that runs here, once per engine, and every layer calls the kernel.
-Where there is none, `workers.training.attention` lays rows in rectangles.
+`find_kernel` chooses the first kernel that runs here, once per engine, and every layer calls it.
+Without one, `workers.training.attention` arranges rows in rectangles.
 
     flash-attn-4    flash_attn.cute: Hopper and Blackwell
     flash-attn-3    flash_attn_interface: Hopper
     flash-attn      flash_attn: Ampere and newer
     torch           torch.nn.attention.varlen.varlen_attn
 
-All have windows and grouped heads; soft-capping all but torch's.
+All support windows and grouped heads; all except torch's support soft-capping.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.models.attention import INSTALL_FLASH, warn_once, why_no_kernel
 from workers.training.attention import Attend, RowLayout, VarlenKernel, packed_attention
 
 LARGEST_ERROR = 0.05
-"""How far outputs and gradients in 16 bits may be off, over the largest of them."""
+"""Largest allowed error of 16-bit outputs and gradients, relative to the largest of them."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Library:
     package: str
     module: str
     cards: tuple[tuple[int, int], tuple[int, int]]
-    """Compute capabilities of the first that it runs on, and of the first that it does not."""
+    """Compute capabilities: the first that it supports, and the first that it does not."""
     install: str
     unbounded: int | None = -1
-    """How it is said that a token sees all before it."""
+    """Value of a window without a left limit."""
 
     def load(self, dtype: torch.dtype) -> VarlenKernel:
-        """Its kernel, if the module is there."""
+        """Load the kernel of the package; raise if it is not installed."""
         function = importlib.import_module(self.module).flash_attn_varlen_func
         try:
             name = f"{self.package} {importlib.metadata.version(self.package)}"
@@ -69,7 +69,7 @@ LIBRARIES = {
 
 
 def through_flash_attn(function: Callable[..., Any], unbounded: int | None = -1) -> Attend:
-    """Attention by a `flash_attn_varlen_func`, of any version."""
+    """Return attention by a `flash_attn_varlen_func` of any version."""
 
     def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:
         query, key, value, bounds, _, longest, _ = rows
@@ -86,16 +86,16 @@ def through_flash_attn(function: Callable[..., Any], unbounded: int | None = -1)
             window_size=(unbounded, 0) if left < 0 else (left, 0),
             **({"softcap": cap} if cap else {}),
         )
-        states: Tensor = output[0] if isinstance(output, tuple) else output  # beside norms
+        states: Tensor = output[0] if isinstance(output, tuple) else output  # with norms
         return states
 
     return attend
 
 
 def through_torch(function: Callable[..., Any]) -> Attend:
-    """Attention by torch's `varlen_attn`.
+    """Return attention by torch's `varlen_attn`.
 
-    Its first versions take as many heads of keys as of queries.
+    Its first versions need as many key heads as query heads.
     """
     is_grouped = "enable_gqa" in inspect.signature(function).parameters
 
@@ -115,7 +115,7 @@ def through_torch(function: Callable[..., Any]) -> Attend:
 def find_kernel(
     wanted: str, device: torch.device, dtype: torch.dtype, head_size: int = 64
 ) -> tuple[VarlenKernel | None, str]:
-    """The kernel for `model.attn_implementation`, if any runs here, and why no better one does."""
+    """Return the kernel for `model.attn_implementation`, or None, and why no better one runs."""
     if wanted != "auto" and wanted not in LIBRARIES:
         return None, f"model.attn_implementation={wanted}"
     reason = why_no_kernel(device, dtype)
@@ -156,12 +156,12 @@ def _checked(
     dtype: torch.dtype,
     head_size: int,
 ) -> tuple[VarlenKernel | None, str]:
-    """The kernel if it loads and is right on a few rows, or why not."""
+    """Return the kernel if it loads and is correct on a few rows; otherwise the reason."""
     name = "torch.nn.attention.varlen" if library is None else library.package
     try:
         kernel = load(dtype)
         error = largest_error(kernel, device, head_size)
-    except Exception as problem:  # noqa: BLE001 - of a build for another machine, or of a compiler
+    except Exception as problem:  # noqa: BLE001 - built for another machine, or a compiler error
         missing = getattr(problem, "name", None) if isinstance(problem, ImportError) else None
         if library is not None and missing and f"{library.module}.".startswith(f"{missing}."):
             return None, f"{name} is not installed ({library.install})"
@@ -182,7 +182,7 @@ def _caps(kernel: VarlenKernel, device: torch.device, head_size: int) -> bool:
 def largest_error(
     kernel: VarlenKernel, device: torch.device, head_size: int = 64, softcap: float | None = None
 ) -> float:
-    """How far outputs and gradients of short rows are off those by rectangles, at every window."""
+    """Return the largest error of outputs and gradients of short rows, compared with rectangles."""
     layout, heads = RowLayout([3, 1, 40], device), (4, 2, 2)
     generator = torch.Generator().manual_seed(0)
     states = [
@@ -191,13 +191,13 @@ def largest_error(
     ]
     errors = []
     for window in (None, 7):
-        found = []
+        results = []
         settings: Any = {"row_layout": layout, "sliding_window": window, "softcap": softcap}
-        for own in (kernel, None):
+        for kernel_or_none in (kernel, None):
             q, k, v = leaves = [part.clone().requires_grad_() for part in states]
-            output, _ = packed_attention(None, q, k, v, None, kernel=own, **settings)
+            output, _ = packed_attention(None, q, k, v, None, kernel=kernel_or_none, **settings)
             gradients = torch.autograd.grad(output.float().square().sum(), leaves)
-            found.append([output.detach(), *gradients])
-        for ours, theirs in zip(*found, strict=True):
+            results.append([output.detach(), *gradients])
+        for ours, theirs in zip(*results, strict=True):
             errors.append((ours - theirs).float().abs().max() / theirs.float().abs().max())
     return float(torch.stack(errors).max())

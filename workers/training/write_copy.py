@@ -1,11 +1,11 @@
-"""Writes bytes in shared memory into a file, block after block, with their crc32.
+"""Writes bytes in shared memory into a file, block by block, and computes their crc32.
 
-This file is a program of its own, without torch:
+This file is a program without torch:
 
-    python -I -S write_copy.py <descriptor of the memory> <its bytes> <file>
+    python -I -S write_copy.py <descriptor of the memory> <number of bytes> <file>
 
-It prints the fingerprint as JSON when all is on the disk, or `{"error": ...}`. It ends before where
-its standard input is closed: the worker that wanted the file is gone.
+It prints the fingerprint as JSON when everything is on disk, or `{"error": ...}`. It exits early if
+its standard input closes, because then the worker that wanted the file is gone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 BLOCK_BYTES = 16 * 2**20
-"""Each is forced to the disk by whoever writes it: else the kernel's threads do that later, at no
-low priority."""
+"""Each block is flushed here: otherwise kernel threads flush it later, at normal priority."""
 REST = 4.0
-"""Seconds without work for each second of work: caches and memory are shared with the steps."""
+"""Seconds of rest per second of work: the training steps share caches and memory."""
 LONGEST_REST_S = 0.25
 
 
@@ -34,7 +33,7 @@ def write_file(
     start: int = 0,
     after_block: Callable[[float], object] = lambda seconds: None,
 ) -> dict[str, int]:
-    """Write what comes after the first `start` bytes, which are there; gives size and crc32.
+    """Write the bytes after the first `start`, which are on disk; return the size and crc32 of all.
 
     `after_block` gets the seconds that each block took.
     """
@@ -54,20 +53,20 @@ def write_file(
 
 
 def rest(seconds: float) -> None:
-    """Let others compute after so much work; ends the program where nobody wants the file."""
+    """Sleep to let others compute after `seconds` of work; exit if nobody wants the file."""
     if select.select([sys.stdin], [], [], min(REST * seconds, LONGEST_REST_S))[0]:
         os._exit(1)
 
 
 def main(memory: str, num_bytes: str, path: str) -> None:
-    """Write the bytes of the memory into the file; prints its fingerprint, or the error."""
+    """Write the bytes of the memory into the file; print its fingerprint, or the error."""
     with mmap.mmap(int(memory), int(num_bytes), prot=mmap.PROT_READ) as contents:
         with memoryview(contents) as view:
             try:
-                said: object = write_file(Path(path), view, after_block=rest)
+                result: object = write_file(Path(path), view, after_block=rest)
             except OSError as error:
-                said = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(said))
+                result = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def parts_of(model: Model) -> list[Part]:
     if dims.pp > 1:
         from workers.training.parts.pipeline import StagePlan
 
-        parts.append(StagePlan())  # from weights that are not cut yet
+        parts.append(StagePlan())  # from whole weights
     if dims.tp > 1:
         from workers.training.parts.tensor import CutMatrices
 
@@ -39,7 +39,7 @@ def parts_of(model: Model) -> list[Part]:
     if settings.replays_routing:
         from workers.training.parts.router_replay import RouterReplay
 
-        parts.append(RouterReplay())  # of all stages: rows say it of every layer
+        parts.append(RouterReplay())  # rows name experts of all stages
     if config.fp8_linear and not settings.quantization:
         from workers.training.parts.float8 import Float8
 

@@ -1,13 +1,14 @@
 """Layers compiled by torch.compile: `model.compile`.
 
-    layers = CompiledLayers(module, device)     # before FSDP gives layers classes of its own
-    with layers.computing():                    # passes go through them; a backward pass, too
+    layers = CompiledLayers(module, device)     # before FSDP replaces the classes of layers
+    with layers.computing():                    # forward and backward passes run inside
 
 They are used if a short pass runs through them on every rank.
 
-Each layer is a graph by itself, cut at attention. So collectives stay outside: FSDP's are hooks
-around a layer, those of sequence parallelism are in attention. Checkpointing runs a compiled layer
-again. Layers of one class share what was compiled; lengths of rows make no new graphs.
+Each layer is a separate graph, split at attention. Collectives therefore stay outside: FSDP's are
+hooks around a layer, and those of sequence parallelism are in attention. Checkpointing runs a
+compiled layer again. Layers of one class share the compiled code; other row lengths do not cause
+new graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from workers.training.model import Model, Part
 from workers.training.packing import read
 
 MOST_GRAPHS = 64
-"""Of one layer's code: roles of a process share it, with and without gradients."""
+"""Maximum graphs per layer class: roles of a process share it, with and without gradients."""
 
 
 class CompiledLayers:
@@ -44,7 +45,7 @@ class CompiledLayers:
         self._compiled: list[Callable[..., Any]] = []
 
     def compile(self) -> None:
-        """Prepare the graphs; compile a small function first, which fails without a compiler."""
+        """Prepare the graphs; first compile a small function, which fails without a compiler."""
         import torch._dynamo.config
 
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
@@ -53,7 +54,7 @@ class CompiledLayers:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within, layers compute by their graphs."""
+        """Context in which layers run their graphs."""
         with ExitStack() as stack:
             for layer, compiled in zip(self.layers, self._compiled, strict=False):
                 stack.enter_context(replaced_forward(layer, compiled))
@@ -61,13 +62,13 @@ class CompiledLayers:
 
 
 class Compile(Part):
-    """Has passes go through compiled layers, if these run on every rank."""
+    """Runs passes through compiled layers, if these work on every rank."""
 
     layers: CompiledLayers
     is_on = False
 
     def change(self, model: Model) -> None:
-        """Note the layers."""
+        """Find the layers."""
         self.layers = CompiledLayers(model.module, model.device)
 
     def finish(self, model: Model) -> None:
@@ -83,14 +84,14 @@ class Compile(Part):
             self._switch(model, is_on=True)
 
     def _failure(self, model: Model) -> str:
-        """Return why the compiled layers cannot be used; an empty text if a short pass runs."""
+        """Return why the compiled layers cannot be used; "" if a short pass runs."""
         if model.settings.replays_routing:
             return "replayed routing changes layers from pass to pass"
         try:
             self.layers.compile()
             self._switch(model, is_on=True)
             run_short_pass(model)
-        except Exception as error:  # noqa: BLE001 - compilers raise types of their own
+        except Exception as error:  # noqa: BLE001 - compilers raise various types
             return " ".join(str(error).split())[:200]
         finally:
             self._switch(model, is_on=False)
@@ -100,7 +101,7 @@ class Compile(Part):
         self.is_on = model.is_compiled = is_on
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within, passes go through the compiled layers."""
+        """Context in which passes go through the compiled layers."""
         return self.layers.computing() if self.is_on else nullcontext()
 
 
@@ -118,7 +119,7 @@ def run_short_pass(model: Model) -> None:
 
 
 def why_not_over(dims: ParallelDims) -> str:
-    """Return which axis prevents compiled layers; an empty text if none does."""
+    """Return the axis that prevents compiled layers; "" if none does."""
     axes = {"tp": "inside layers", "ep": "inside layers", "pp": "between stages of layers"}
     for axis, where in axes.items():
         if (size := getattr(dims, axis)) > 1:

@@ -1,4 +1,4 @@
-"""Expert parallelism (`parallel.ep`): ranks keep some experts each, and tokens travel to them."""
+"""Expert parallelism (`parallel.ep`): each rank has some experts, and tokens are sent to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from workers.training.model import Model, Part
 
 
 class SpreadExperts(Part):
-    """Keeps this rank's experts of every layer."""
+    """Keeps only this rank's experts of every layer."""
 
     def change(self, model: Model) -> None:
         """Spread the experts over the ranks."""

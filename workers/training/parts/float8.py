@@ -1,12 +1,12 @@
-"""Linear layers in training that multiply in float8, two products of three: `model.fp8_linear`.
+"""Linear layers that multiply in float8 in training, two of three products: `model.fp8_linear`.
 
-Outputs and the gradient of inputs are products of numbers in e4m3, rounded with a scale for every
-row of either factor, so that a token's result does not depend on its neighbours. The gradient of a
-weight is a product in the compute type, and weights and moments keep theirs. Micikevicius et al.,
-"FP8 Formats for Deep Learning" (arXiv 2209.05433).
+Outputs and input gradients are products of e4m3 numbers, with one scale for every row of either
+factor, so the result of a token does not depend on its neighbours. The weight gradient is a product
+in the compute type, and weights and moments keep their types. Micikevicius et al., "FP8 Formats for
+Deep Learning" (arXiv 2209.05433).
 
-Rollout engines round nothing, so the trainer's policy is a little other than theirs:
-`training/rollout_probs_diff_mean` says by how much.
+Rollout engines do not round, so the trainer's policy differs slightly from theirs:
+`training/rollout_probs_diff_mean` measures by how much.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from workers.training.model import Model, Part
 KIND = torch.float8_e4m3fn
 LARGEST = torch.finfo(KIND).max
 STEP = 16
-"""What the numbers of a layer's inputs and outputs are multiples of, for the kernels."""
+"""The kernels need input and output sizes that are multiples of this."""
 FIRST_CARD = (8, 9)
 LARGEST_ERROR = 0.1
-"""Relative error of products of random numbers; rounding makes 0.04."""
+"""Largest relative error of products of random numbers; rounding causes 0.04."""
 
 
 class _Linear(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.t(), of numbers that are rounded row by row."""
+    """Return left @ right.t(), of numbers that are rounded row by row."""
     (a, of_a), (b, of_b) = _rounded(left), _rounded(right)
     result: Tensor = torch._scaled_mm(
         a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=left.dtype, use_fast_accum=left.is_cuda
@@ -72,7 +72,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, size] in float8, each row's largest as LARGEST, and what 1 stands for: [rows, 1]."""
+    """Return [rows, size] in float8, where the largest number of each row is LARGEST, and the
+    scales [rows, 1].
+    """
     scale = numbers.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
     rounded = (numbers / scale).clamp(-LARGEST, LARGEST).to(KIND)
     return rounded.contiguous(), scale
@@ -82,7 +84,7 @@ _linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
 
 
 def float8_layers(module: nn.Module) -> list[nn.Linear]:
-    """Linear layers but the head and routers, whose sizes the kernels take."""
+    """Return the linear layers whose sizes the kernels support, except the head and routers."""
     return [
         layer
         for _, layer in quantizable(module)
@@ -91,12 +93,12 @@ def float8_layers(module: nn.Module) -> list[nn.Linear]:
 
 
 class Float8(Part):
-    """Has linear layers multiply in float8 while passes are run."""
+    """Makes linear layers multiply in float8 during passes."""
 
     layers: Sequence[nn.Linear] = ()
 
     def check(self, model: Model) -> None:
-        """Reject a device or type without such products, and layers that are cut."""
+        """Reject a device or type without float8 products, and layers that are split over ranks."""
         check_float8(model.device, model.precision.compute, model.dims)
 
     def finish(self, model: Model) -> None:
@@ -104,27 +106,27 @@ class Float8(Part):
         self.layers = float8_layers(model.module)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within, the layers multiply in float8; a backward pass, too."""
+        """Context in which the layers multiply in float8; run the backward pass inside, too."""
         return float8_linears(self.layers)
 
 
 @contextmanager
 def float8_linears(layers: Sequence[nn.Linear]) -> Iterator[None]:
-    """Within, these layers multiply in float8; a backward pass, too."""
+    """Context in which these layers multiply in float8; run the backward pass inside, too."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(replaced_forward(layer, MethodType(_forward, layer)))
         yield
 
 
-def _forward(layer: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def _forward(layer: Any, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
     takes = input.dtype == layer.weight.dtype == torch.bfloat16
     compute = _linear if takes else functional.linear
     return compute(input, layer.weight, layer.bias)
 
 
 def check_float8(device: torch.device, compute: torch.dtype, dims: ParallelDims) -> None:
-    """Refuse a device or type without such products, and layers that are cut."""
+    """Reject a device or type without float8 products, and layers that are split over ranks."""
     reason = f"parallel.tp={dims.tp} cuts linear layers" if dims.tp > 1 else ""
     if reason := reason or _why_not(device, compute):
         raise ConfigError(f"model.fp8_linear: {reason}; leave it out.")
@@ -143,11 +145,11 @@ def _why_not(device: torch.device, compute: torch.dtype) -> str:
         for size in sizes
     )
     try:
-        found = []
+        results = []
         for compute_by in (_linear, functional.linear):
             output = compute_by(states, weight, None)
-            found.append([output.detach(), *torch.autograd.grad(output.sum(), [states, weight])])
+            results.append([output.detach(), *torch.autograd.grad(output.sum(), [states, weight])])
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return f"this torch does not multiply float8 on {device.type} ({str(error)[:200]})"
-    errors = [relative_error(ours, theirs) for ours, theirs in zip(*found, strict=True)]
+    errors = [relative_error(ours, theirs) for ours, theirs in zip(*results, strict=True)]
     return "" if max(errors) < LARGEST_ERROR else f"products are off by {max(errors):.0%}"

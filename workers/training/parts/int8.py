@@ -1,4 +1,4 @@
-"""Linear weights in int8 (`quantization=int8`), which no rank ever holds in float32."""
+"""Linear weights in int8 (`quantization=int8`), which no rank ever stores in float32."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from workers.training.model import Model, Part
 
 
 class Int8(Part):
-    """Quantises each weight as it is loaded."""
+    """Quantizes each weight as it is loaded."""
 
     def change(self, model: Model) -> None:
-        """Make room for int8 weights."""
+        """Allocate int8 weights."""
         quantize_linears(model.module, model.device)

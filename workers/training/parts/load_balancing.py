@@ -2,9 +2,9 @@
 
 For one layer with E experts it is E x the sum over experts of f x p: f is the share of tokens that
 chose the expert (no gradient), p the mean over tokens of the router's softmax. Layers are averaged.
-Both are means over the tokens of the whole mini-batch, of all ranks, so f is counted first, in a
-forward pass of its own without gradients; then every micro-batch adds its tokens' share of p, and
-neither the cut nor the number of ranks changes the loss.
+Both are means over the tokens of the whole mini-batch on all ranks. A separate forward pass without
+gradients therefore counts f first. Then every micro-batch adds its tokens' share of p, and neither
+the split nor the number of ranks changes the loss.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class LoadBalancing(Part):
     def __init__(self, coef: float) -> None:
         self.coef = coef
         self.router_logits: list[Tensor] = []
-        """[real tokens, experts] of every layer, of the pass that was run last."""
+        """Router logits of the last pass, [real tokens, experts] per layer."""
         self.feed: Feed | None = None
-        """What went into that pass."""
+        """The arguments of the last pass."""
 
     def check(self, model: Model) -> None:
-        """Reject stages whose routers are not heard."""
+        """Reject schedules in which transformers does not report the routers of all stages."""
         _refuse_interleaved(model.sharding.pp, model.sharding.pp_schedule)
 
     def finish(self, model: Model) -> None:
-        """Listen to the routers."""
+        """Hook the routers."""
         if not hasattr(model.module, "router_aux_loss_coef"):
             raise ConfigError(no_routers(model.module.config.model_type))
         self.num_chosen: int = model.module.num_experts_per_tok
@@ -54,22 +54,22 @@ class LoadBalancing(Part):
         body.register_forward_hook(self._note_routers)
 
     def _note_routers(self, _: nn.Module, __: Any, output: Any) -> None:
-        if output.router_logits is None:  # the head in chunks runs without the body
+        if output.router_logits is None:  # the chunked head runs without the body
             return
         self.router_logits = [logits.flatten(0, -2).float() for logits in output.router_logits]
         if self.feed is not None and self.feed.is_real is not None:
             self.router_logits = [logits[self.feed.is_real] for logits in self.router_logits]
 
     def fed(self, feed: Feed) -> None:
-        """Note the arguments of a pass."""
+        """Record the arguments of a pass."""
         self.feed, self.router_logits = feed, []
 
     def added_to(self, loss: Loss, passes: Passes, batch: MiniBatch, budget: Budget) -> Balanced:
-        """Count the choices of a mini-batch, and return its loss with this one added."""
+        """Count the expert choices of a mini-batch, and return its loss with this one added."""
         return Balanced(self, loss, self.count_choices(passes, batch, budget))
 
     def count_choices(self, passes: Passes, batch: MiniBatch, budget: Budget) -> Choices:
-        """Count what all ranks' tokens of the mini-batch chose.
+        """Count the choices of all ranks' tokens of the mini-batch.
 
         A token counts once for every expert that it chose.
         """
@@ -94,7 +94,7 @@ class LoadBalancing(Part):
         return Choices(shares, num_tokens, int(of_all))
 
     def _counts(self, logits: Tensor) -> Tensor:
-        """Tokens that chose each expert of a layer, then all of its tokens."""
+        """Count the tokens that chose each expert of a layer; the last number counts all tokens."""
         num_experts = logits.shape[-1]
         chosen = logits.topk(self.num_chosen, dim=-1).indices.flatten()
         counts = torch.bincount(chosen, minlength=num_experts + 1).double()
@@ -103,17 +103,17 @@ class LoadBalancing(Part):
 
 
 class Choices(NamedTuple):
-    """What the tokens of a mini-batch chose, in the layers of this rank."""
+    """Choices of the tokens of a mini-batch, in the layers of this rank."""
 
     shares: Tensor | None
-    """[layers, experts]: the part of the tokens that chose each expert; None without layers."""
+    """[layers, experts]: fraction of the tokens that chose each expert; None without layers."""
     num_tokens: int
     num_layers: int
-    """Of all ranks."""
+    """Number of layers of all ranks."""
 
 
 class Balanced:
-    """A loss, and the load-balancing loss of each pass that was just run."""
+    """A loss plus the load-balancing loss of the last pass."""
 
     def __init__(self, part: LoadBalancing, loss: Loss, choices: Choices) -> None:
         self.part, self.plain, self.choices = part, loss, choices
@@ -134,7 +134,7 @@ class Balanced:
         return self._of_pass(bool((columns["response_mask"].values != 0).any()))
 
     def _of_pass(self, is_real: bool) -> list[Tensor]:
-        """That of this rank's layers, none of a dummy's: its token is nobody's."""
+        """Return the loss of this rank's layers; none for a dummy pass, whose token is not real."""
         part, choices = self.part, self.choices
         if choices.shares is None or not is_real:
             return []
@@ -153,17 +153,19 @@ class Balanced:
 
 
 def _ask_routers(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Asked of the whole model, it would also compute a loss of its own, in gigabytes."""
+    """Request router logits from the body: the whole model would compute its own large loss,
+    too.
+    """
     return args, {**kwargs, "output_router_logits": True}
 
 
 def load_balancing_loss(
     logits: list[Tensor], shares: Tensor, num_tokens: int, num_layers: int
 ) -> Tensor:
-    """The share of these tokens in the loss of a mini-batch of `num_tokens`.
+    """Return the share of these tokens in the loss of a mini-batch of `num_tokens`.
 
-    `logits` are [tokens, experts] of some layers of the `num_layers`, `shares` [layers, experts]
-    the part of the mini-batch's tokens that chose each expert.
+    `logits` are [tokens, experts] for some of the `num_layers` layers. `shares` [layers, experts]
+    is the fraction of the tokens of the mini-batch that chose each expert.
 
     Source: Switch Transformer, arXiv 2101.03961, section 2.2, with every choice of a token counted
     """
@@ -175,7 +177,7 @@ def load_balancing_loss(
 
 
 def _refuse_interleaved(pp: int, schedule: str) -> None:
-    """transformers listens to the routers that are there in the first pass: to one stage's."""
+    """Reject two stages per rank: transformers hooks only the routers of the first pass."""
     if pp > 1 and schedule == "interleaved":
         raise ConfigError(
             "actor.router_aux_loss_coef is set, and the routers of two stages on a rank are not "
@@ -184,7 +186,7 @@ def _refuse_interleaved(pp: int, schedule: str) -> None:
 
 
 def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
-    """Refuse a model whose class knows no load-balancing loss, or whose routers are not heard."""
+    """Reject a model class without a load-balancing loss, or a schedule that hides routers."""
     if parallel is not None:
         _refuse_interleaved(parallel.pp, parallel.pp_schedule)
     config = read_hf_config(model_folder(path, weights=False))
@@ -193,7 +195,7 @@ def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
 
 
 def no_routers(model_type: str) -> str:
-    """Why a model has no such loss."""
+    """Return the message for a model type without such a loss."""
     return (
         "actor.router_aux_loss_coef is set, and transformers has no load-balancing loss for model "
         f"type {model_type!r}: it has no experts, or balances them otherwise. Leave it at 0."

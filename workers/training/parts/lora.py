@@ -1,4 +1,4 @@
-"""LoRA adapters (`model.lora_rank`): only they, and a scalar head, are trained."""
+"""LoRA adapters (`model.lora_rank`): only the adapters and a scalar head are trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from workers.training.model import Model, Part
 
 
 class Lora(Part):
-    """Adds adapters to linear layers, and freezes the rest."""
+    """Adds adapters to linear layers and freezes the other weights."""
 
     def change(self, model: Model) -> None:
         """Add the adapters."""

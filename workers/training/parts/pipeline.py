@@ -1,7 +1,7 @@
 """Pipeline parallelism (`parallel.pp`): a rank has the layers of some stages.
 
-`StagePlan` divides the layers while the module is whole, `KeepStages` leaves this rank's layers in
-it. From then on passes go through `PipelineLayers`, in the order of the schedule
+`StagePlan` divides the layers while the module is whole. `KeepStages` removes the layers of other
+ranks. After that, passes go through `PipelineLayers`, in the order of the schedule
 (`workers.parallel.pipeline`).
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StagePlan(Part):
-    """Divides the layers into stages, by their memory."""
+    """Divides the layers into stages of equal memory."""
 
     ranges: list[range]
 
@@ -55,15 +55,15 @@ class StagePlan(Part):
 
 
 class KeepStages(Part):
-    """Leaves the layers of this rank's stages in the module."""
+    """Keeps only the layers of this rank's stages in the module."""
 
     def change(self, model: Model) -> None:
-        """Take the other layers out; collective over all ranks."""
+        """Remove the other layers; collective over all ranks."""
         config, plan, cut = model.model_config, model.part(StagePlan), model.part(CutMatrices)
         assert plan is not None, "the stages are planned before"
         assert model.groups.pp is not None, "there are stages where ranks share layers"
-        own = config if model.settings.trains else replace(config, lora_rank=0)
-        model.whole_module = meta_model(own, model.head)
+        config_here = config if model.settings.trains else replace(config, lora_rank=0)
+        model.whole_module = meta_model(config_here, model.head)
         stages, schedule = Stages(model.module, plan.ranges), model.sharding.pp_schedule
         stages.keep(range(model.groups.pp.rank(), len(plan.ranges), model.dims.pp))
         if cut is not None:
@@ -79,29 +79,29 @@ class KeepStages(Part):
         model.layers = PipelineLayers(model, pipeline)
 
     def finish(self, model: Model) -> None:
-        """Have FSDP see the units of all stages of this rank."""
+        """Make FSDP aware of the units of all stages of this rank."""
         if model.is_sharded:
             note_all_units(model.module)
 
 
 class PipelineLayers:
-    """A rank with some of the layers; its methods are those of `AllLayers`."""
+    """A rank with some of the layers; it has the methods of `AllLayers`."""
 
     def __init__(self, model: Model, pipeline: Pipeline) -> None:
         self.model, self.pipeline = model, pipeline
         can_recompute = getattr(model.module, "supports_gradient_checkpointing", True)
         again = recomputes(model.model_config, model.device.type, can_recompute)
         self.runs_again = again and model.settings.replays_routing
-        """Whether a backward pass runs layers again, with experts that the rows choose."""
+        """True if a backward pass runs layers again with experts that the rows name."""
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the last layer."""
+        """True if this rank has the last layer."""
         return self.pipeline.has_last
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of the weights here that count on another rank: embeddings that are the head."""
+        """Names of weights here that belong to another rank: embeddings tied to the head."""
         tied = self.pipeline.stages.tied_to
         return frozenset() if tied is None or not self.has_last else frozenset((tied,))
 
@@ -112,7 +112,7 @@ class PipelineLayers:
         compute: Callable[[RowColumns, int], object],
         after: Callable[[int], None] | None = None,
     ) -> None:
-        """Run forward passes; the last stage computes, others send states on."""
+        """Run forward passes; the last stage computes outputs, other stages send states on."""
         for action in self.pipeline.actions(len(micro_batches), trains=False):
             columns, num_real = micro_batches[action.number]
             shapes = self._shapes(action, passes, columns)
@@ -151,13 +151,13 @@ class PipelineLayers:
                     results += self._states(passes, columns, loss)
 
     def _is_last(self, action: Action) -> bool:
-        """Whether the action gives the model's outputs."""
+        """True if the action produces the model's outputs."""
         return self.pipeline.stage_of(action) == self.pipeline.last
 
     def _states(
         self, passes: Passes, columns: RowColumns, loss: Loss | None = None
     ) -> list[Tensor]:
-        """Return states for the next stage, and what this stage adds to the loss."""
+        """Return the states for the next stage, and what this stage adds to the loss."""
         module = self.model.module
         states = [module(**model_inputs(module, feed)) for feed in passes.feeds(columns)]
         if loss is not None and loss.of_stage is not None:
@@ -165,7 +165,7 @@ class PipelineLayers:
         return states
 
     def _shapes(self, action: Action, passes: Passes, columns: RowColumns) -> list[tuple[int, ...]]:
-        """Return the shapes of the states that the stage before sends; the first gets none."""
+        """Return the shapes of the states from the previous stage; the first stage has none."""
         if self.pipeline.stage_of(action) == 0:
             return []
         width = self.model.module.config.get_text_config().hidden_size
@@ -177,15 +177,17 @@ class PipelineLayers:
         return self.pipeline.from_last(result)
 
     def sum_tied_gradients(self) -> None:
-        """Add up the gradient of a weight that is embeddings in one stage and head in another."""
+        """Sum the gradient of a weight that is the embedding of one stage and the head of
+        another.
+        """
         name, line = self.pipeline.stages.tied_to, self.pipeline.line
         if name is None or not (weight := self.model.module.get_parameter(name)).requires_grad:
             return
-        own = local_part(weight.grad)
-        own.copy_(exchanged_sum(own, line))
+        gradient = local_part(weight.grad)
+        gradient.copy_(exchanged_sum(gradient, line))
 
-    def of_all_ranks(self, own: Named, shapes: Named, on_all_ranks: bool) -> Named:
-        """Yield the tensors of all stages; `shapes` are those of the rank's own."""
+    def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
+        """Yield the tensors of all stages; `shapes` describes the tensors of this rank."""
         facts = [(name, tensor.shape, tensor.dtype) for name, tensor in shapes]
         is_first, line = self.model.groups.is_first_of_stage, self.pipeline.line
-        return stage_by_stage(line, facts, own, on_all_ranks, is_first, self.model.device)
+        return stage_by_stage(line, facts, tensors, on_all_ranks, is_first, self.model.device)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RouterReplay(Part):
-    """Has routers choose as the rows say."""
+    """Makes routers choose the experts that the rows name."""
 
     routers: Routers
 
@@ -22,9 +22,9 @@ class RouterReplay(Part):
         self.routers = Routers(model.module)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within, routers choose as the last feed says."""
+        """Context in which routers choose the experts of the last feed."""
         return self.routers.replaying()
 
     def fed(self, feed: Feed) -> None:
-        """Choose as this feed says from now on."""
+        """Use the experts of this feed from now on."""
         self.routers.replay(feed.routed)

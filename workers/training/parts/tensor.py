@@ -1,4 +1,4 @@
-"""Tensor parallelism (`parallel.tp`): matrices are cut over the ranks of an axis."""
+"""Tensor parallelism (`parallel.tp`): matrices are split over the ranks of an axis."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from workers.training.model import Model, Part
 
 
 class CutMatrices(Part):
-    """Cuts the module's matrices, and adds up what its ranks have parts of."""
+    """Splits the module's matrices, and sums their partial gradients."""
 
     cut: tensor_parallel.Cut
 
     def change(self, model: Model) -> None:
-        """Cut the matrices."""
+        """Split the matrices."""
         tensor_parallel.check(model.module, model.dims.tp, "parallel.tp")
         self.cut = tensor_parallel.apply(model.module, model.groups.mesh["tp"])
         model.words = self.cut.words
 
     def sum_gradients(self) -> None:
-        """Add up the gradients of weights that saw a part of the heads; once per step."""
+        """Sum the gradients of weights that saw only some of the heads; once per step."""
         self.cut.add_up_gradients()
