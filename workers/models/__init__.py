@@ -1,1 +1,1 @@
-"""Hugging Face models: where they are, how they are built, filled with weights and adapted."""
+"""Hugging Face models: locate, build, load and adapt them."""

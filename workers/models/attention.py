@@ -1,8 +1,8 @@
-"""Which attention implementation a model is built with: sdpa or eager, decided in one place.
+"""Choose the attention implementation that a model is built with: sdpa or eager.
 
-FlashAttention is not an implementation of the model's here but a kernel for its packed rows: an
-sdpa model runs on it where there is one (`workers.training.varlen`). So what pads its rows, and a
-rollout that decodes with the same module, attends by sdpa.
+FlashAttention is not an implementation here but a kernel for packed rows: a model with sdpa uses it
+where it is available (`workers.training.varlen`). A model with padded rows, and a rollout that
+decodes with the same module, use sdpa.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from verl_like.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INSTALL_FLASH = 'pip install torch, then pip install -e ".[flash-attn]" --no-build-isolation'
-"""From a checkout. flash-attn is built against the torch that is there, so not in isolation."""
+"""Run it in a checkout. flash-attn is built against the installed torch, so not in isolation."""
 
 
 def resolve_attention(
     wanted: str, device: torch.device, dtype: torch.dtype, model_cls: Any, hf_config: Any = None
 ) -> str:
-    """sdpa, or eager where the model has no sdpa or sdpa would leave out what it computes.
+    """Return sdpa, or eager if the model has no sdpa or sdpa would omit part of its computation.
 
-    `dtype` is the type that passes compute in.
+    `dtype` is the compute type of the passes.
     """
     if wanted == "eager":
         return wanted
@@ -57,7 +57,7 @@ def resolve_attention(
 
 
 def soft_cap(hf_config: Any) -> float | None:
-    """The bound that a model sets to its attention scores by tanh, as Gemma-2 does."""
+    """Return the tanh bound of a model's attention scores, as in Gemma-2, or None."""
     if hf_config is None:
         return None
     cap: float | None = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
@@ -65,20 +65,21 @@ def soft_cap(hf_config: Any) -> float | None:
 
 
 def head_size(hf_config: Any) -> int:
-    """Numbers of a head's query or value, whichever has more; 64 for a model without heads."""
+    """Return the larger of the query and value sizes of a head; 64 for a model without heads."""
     text = hf_config.get_text_config()
     parts = (getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
     if latent := sum(parts):
         return max(latent, getattr(text, "v_head_dim", None) or 0)
     heads = getattr(text, "num_attention_heads", None) or 0
-    own: int = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 64)
-    return own
+    size: int = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 64)
+    return size
 
 
 def has_sinks(module: Any) -> bool:
-    """Whether heads have a sink, which takes part in every softmax, as gpt-oss's do.
+    """True if heads have a sink, which takes part in every softmax, as in gpt-oss.
 
-    What beside that chooses tokens by an index (`index_topk`, hy_v4) needs a mask to choose from.
+    A model that also selects tokens by an index (`index_topk`, hy_v4) returns False: it needs a
+    mask.
     """
     if hasattr(module.config.get_text_config(), "index_topk"):
         return False
@@ -86,7 +87,7 @@ def has_sinks(module: Any) -> bool:
 
 
 def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """Why FlashAttention, whoever's, does not run here; empty where it does."""
+    """Return why no FlashAttention kernel runs here; "" if one can."""
     if device.type != "cuda":
         return f"flash-attn runs on CUDA devices, not on {device.type}"
     if dtype == torch.float32:
@@ -99,7 +100,7 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str:
 
 @contextmanager
 def attending_by(module: Any, name: str, attention: Any, mask: Any) -> Iterator[None]:
-    """Within, the module attends by these functions, which transformers' interface then knows."""
+    """Context in which the module attends by these functions, registered with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -115,11 +116,11 @@ def attending_by(module: Any, name: str, attention: Any, mask: Any) -> Iterator[
 
 @cache
 def warn_once(message: str) -> None:
-    """A warning that is given once per process."""
+    """Log a warning once per process."""
     logger.warning(message)
 
 
 @cache
 def say_once(message: str) -> None:
-    """A line of information that is given once per process."""
+    """Log an info line once per process."""
     logger.info(message)

@@ -1,8 +1,8 @@
-"""Building a Hugging Face causal LM, with its token head or a scalar one, before it has weights.
+"""Build a Hugging Face causal LM with a token head or a scalar head, without weights.
 
-A training engine makes one by `empty_model`, shards it, and has `workers.models.load` fill it: no
-rank ever holds the whole. Dropout is off for good: with it the log-probs of one policy would differ
-between two passes, and PPO's ratio would be noise before the first step.
+A training engine calls `empty_model`, shards the result, and lets `workers.models.load` fill it, so
+no rank ever stores the whole model. Dropout is always off: with dropout the log-probs of one policy
+would differ between two passes, and PPO's ratio would be noise before the first step.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ if TYPE_CHECKING:
     from workers.config import ModelConfig
 
 Head = Literal["token", "scalar", "score"]
-"""Which head stands on the body.
+"""The head of a model.
 
-token: the model's own. scalar: one number a position, by the folder's `score.weight` if that is a
-sequence classifier's with one label, else by zeros. score: the same, of such a folder alone.
+token: the model's head. scalar: one number per position, with the folder's `score.weight` if it is
+a sequence classifier with one label, otherwise zeros. score: like scalar, but the folder must be
+such a classifier.
 """
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that computes and answers in float32, whatever type its weights are cast to.
+    """A linear layer that computes and returns float32, whatever type its weights are cast to.
 
     A value rounded to bfloat16 is off by up to 0.4 %.
     """
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """[..., in] -> [..., out]."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
+        """Map [..., in] to [..., out]."""
         return linear(input.float(), self.weight.float())
 
 
 class ScalarHeadModel(nn.Module):
-    """A causal LM's body under a `Linear(hidden, 1)`.
+    """The body of a causal LM with a `Linear(hidden, 1)` head.
 
-    Parameter names are those of Hugging Face's sequence classifiers (`model.…`, `score.weight`).
+    Parameter names match Hugging Face's sequence classifiers (`model.…`, `score.weight`).
     """
 
     def __init__(self, causal_lm: Any) -> None:
@@ -66,28 +67,28 @@ class ScalarHeadModel(nn.Module):
 
     @property
     def body(self) -> Any:
-        """The base model, without its language-model head."""
+        """The base model, without the language-model head."""
         return getattr(self, self.base_model_prefix)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The head, as transformers' models call theirs."""
+        """Return the head, under the name that transformers uses."""
         return self.score
 
     def forward(self, **inputs: Any) -> Tensor:
-        """One scalar per position: [rows, width, 1]."""
+        """Return one scalar per position: [rows, width, 1]."""
         scores: Tensor = self.score(self.body(**inputs).last_hidden_state)
         return scores
 
 
 def body_of(module: Any) -> Any:
-    """The base model under either head."""
+    """Return the base model under either head."""
     return module.body if isinstance(module, ScalarHeadModel) else module.base_model
 
 
 def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
-    """The module that `config.path` describes, in evaluation mode.
+    """Return the module that `config.path` describes, in evaluation mode.
 
-    Its parameters are on the meta device, its buffers real.
+    Its parameters are on the meta device; its buffers are real.
     """
     from transformers import AutoModelForCausalLM
 
@@ -133,9 +134,9 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
 
 
 def recomputes(config: ModelConfig, device_type: str, can_recompute: bool) -> bool:
-    """Return whether the layers run again in the backward pass.
+    """Return True if the layers run again in the backward pass.
 
-    The default is yes on CUDA, if the model class can.
+    The default is True on CUDA, if the model class supports it.
     """
     if config.enable_gradient_checkpointing is not None:
         return config.enable_gradient_checkpointing
@@ -143,10 +144,10 @@ def recomputes(config: ModelConfig, device_type: str, can_recompute: bool) -> bo
 
 
 def to_training(module: nn.Module) -> None:
-    """Training mode for the layers that are checkpointed, for themselves alone.
+    """Set training mode for checkpointed layers only.
 
-    What stands inside stays in evaluation mode: under `module.train()` jitter and sampled routing
-    of experts would make the log-probs of an update differ from those before it.
+    The modules inside them stay in evaluation mode: under `module.train()`, jitter and sampled
+    routing of experts would make the log-probs of an update differ from the old log-probs.
     """
     module.eval()
     for part in module.modules():
@@ -161,15 +162,15 @@ def _turn_dropout_off(hf_config: Any) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within, parameters are made without memory; buffers (rotary tables) are computed as ever."""
+    """Context in which parameters get no memory; buffers (rotary tables) are computed as usual."""
     from workers.cpu.allocator import freed_at_once
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
-        made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        made._is_hf_initialized = True  # transformers draws no weights for it: there is no memory
-        return made
+        empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        empty._is_hf_initialized = True  # transformers must not initialize it: it has no memory
+        return empty
 
     handle = register_module_parameter_registration_hook(to_meta)
     try:

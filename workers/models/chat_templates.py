@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: it is tried with limits before a run trusts it."""
+"""A chat template is untrusted code: test it under limits before a run uses it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from verl_like.errors import ConfigError
 
 SECONDS = 10.0
-"""Time to write a message of one letter."""
+"""Time limit for rendering a message of one letter."""
 MEMORY = 2**30
-"""Bytes that the template may allocate for it."""
+"""Memory limit, in bytes, for rendering it."""
 
 
 def check_template(tokenizer: Any) -> None:
-    """Let a process of its own write one message; raise an error if it exceeds its limits."""
+    """Render one message in a child process; raise if the template exceeds its limits."""
     if tokenizer.chat_template is None:
         return
     import jinja2.sandbox  # noqa: F401  # before the fork, where another thread may be importing
@@ -43,7 +43,7 @@ def check_template(tokenizer: Any) -> None:
 
 
 def _try(tokenizer: Any, problems: Connection) -> None:
-    """Send what is wrong with time or memory; other errors are those of a row, which names them."""
+    """Send a description of a memory problem; other errors are reported later, per row."""
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
@@ -53,6 +53,6 @@ def _try(tokenizer: Any, problems: Connection) -> None:
         tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     except MemoryError:
         problem = f"it takes more than {MEMORY // 2**20:,} MiB"
-    except Exception:  # noqa: BLE001 - the edge of the process
+    except Exception:  # noqa: BLE001 - process boundary
         pass
     problems.send(problem)

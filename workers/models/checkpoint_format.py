@@ -1,9 +1,9 @@
-"""How the weights of a model are named and cut in its checkpoints, where a module holds others.
+"""Convert between the weights of a module and the tensors in its checkpoints.
 
-transformers computes a mixture of experts from one tensor of all experts' weights; checkpoints, and
-whoever reads them (`from_pretrained`, vLLM), have a tensor for each expert. transformers knows how
-to convert the weights of every model type, whole models at a time. Here it is asked for a few
-weights at a time, as they come: for exports, for vLLM, and for loading without the whole model.
+transformers computes a mixture of experts from one tensor of all experts' weights, but checkpoints
+and their readers (`from_pretrained`, vLLM) have one tensor per expert. transformers can convert the
+weights of every model type, but only whole models. Here its conversions run on a few weights at a
+time, as they arrive: for exports, for vLLM, and for loading without the whole model.
 
     checkpoint = checkpoint_format(model_path)
     for name, tensor in checkpoint.stored(named_tensors): ...     # as `save_pretrained` writes
@@ -29,7 +29,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Group:
-    """Weights of a module that are converted together, and what a checkpoint has for them."""
+    """Weights of a module that are converted together, and their tensors in a checkpoint."""
 
     names: tuple[str, ...]
     stored: dict[str, torch.Size]
@@ -38,19 +38,20 @@ class Group:
 
     @property
     def is_same(self) -> bool:
-        """Whether a checkpoint holds the very same tensor under the same name."""
+        """True if the checkpoint has the same tensor under the same name."""
         return self.names == tuple(self.stored)
 
     def read(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The module's weights from the checkpoint's tensors."""
+        """Return the module's weights from the tensors of the checkpoint."""
         tensors = {name: read(name) for name in self.stored}
         return tensors if self.is_same else self.transforms.to_module(tensors)
 
     @property
     def stacked(self) -> list[list[str]] | None:
-        """Names of what every expert has, if the one weight is that, stacked.
+        """Return the stored names per expert if the weight is a stack of experts, otherwise None.
 
-        What one expert has lies end to end. Seen in what small tensors become.
+        The tensors of one expert are concatenated. The layout is detected by converting small
+        tensors.
         """
         experts: dict[int, list[str]] = {}
         for name in self.stored:
@@ -59,46 +60,46 @@ class Group:
             return None
         numbers = torch.arange(float(len(self.stored) * 6)).view(-1, 2, 3)
         small = dict(zip(self.stored, numbers, strict=True))
-        (found,) = self.transforms.to_module(small).values()
-        if found.shape[::2] != (len(experts), 3):
+        (converted,) = self.transforms.to_module(small).values()
+        if converted.shape[::2] != (len(experts), 3):
             return None
         for place, names in experts.items():
             names.sort(
-                key=lambda name: int((found[place, :, 0] == small[name][0, 0]).int().argmax())
+                key=lambda name: int((converted[place, :, 0] == small[name][0, 0]).int().argmax())
             )
         expected = [torch.cat([small[name] for name in names]) for names in experts.values()]
-        return [*experts.values()] if torch.stack(expected).equal(found) else None
+        return [*experts.values()] if torch.stack(expected).equal(converted) else None
 
 
 def _expert_of(name: str) -> int:
-    found = re.search(r"\.experts\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    match = re.search(r"\.experts\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 class Transforms:
-    """transformers' conversions of one model type, in both directions."""
+    """The transformers conversions of one model type, in both directions."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
 
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        # which prefix a folder's names have is found out where they are looked up
-        found = [each for each in found if not isinstance(each, PrefixChange)]
-        backward = [each.reverse_transform() for each in reversed(found)]
-        self._to_module = _Direction(model, found, is_reverse=False)
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        # the prefix of a folder's names is determined at lookup
+        conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+        backward = [c.reverse_transform() for c in reversed(conversions)]
+        self._to_module = _Direction(model, conversions, is_reverse=False)
         self._to_stored = _Direction(model, backward, is_reverse=True)
 
     def key_of(self, name: str) -> str:
-        """Equal for weights of the module that are converted together."""
+        """Return a key that is equal for weights that are converted together."""
         return self._to_stored.rename(name)[0]
 
     def to_stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint has for these weights of the module."""
+        """Return the checkpoint tensors for these weights of the module."""
         return self._to_stored.convert(tensors)
 
     def to_module(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The module's weights from all that a checkpoint has for them."""
+        """Return the module's weights from all checkpoint tensors of their group."""
         return self._to_module.convert(tensors)
 
 
@@ -107,11 +108,11 @@ class _Direction:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self.model, self.is_reverse = model, is_reverse
-        self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self.renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self.converters = [t for t in transforms if isinstance(t, WeightConverter)]
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """The first name that it becomes, and the pattern of its converter, if it has one."""
+        """Return the first name after renaming, and the pattern of its converter, or None."""
         from transformers.core_model_loading import rename_source_key
 
         renamed: tuple[str, str | None] = rename_source_key(
@@ -123,7 +124,7 @@ class _Direction:
         from transformers.core_model_loading import WeightRenaming, dot_natural_key
 
         started: dict[str, Any] = {}
-        for name in sorted(tensors, key=dot_natural_key):  # experts in the order of their numbers
+        for name in sorted(tensors, key=dot_natural_key):  # experts in numerical order
             key, pattern = self.rename(name)
             if pattern is None:
                 started[key], pattern = WeightRenaming(name, key), name
@@ -133,13 +134,13 @@ class _Direction:
 
         converted: dict[str, Tensor] = {}
         for key, transform in started.items():
-            made = transform.convert(key, model=self.model, config=self.model.config)
-            for name, value in made.items():
+            values = transform.convert(key, model=self.model, config=self.model.config)
+            for name, value in values.items():
                 converted[name] = value[0] if isinstance(value, list) else value
         return converted
 
     def _converter_of(self, pattern: str) -> Any:
-        return next(each for each in self.converters if pattern in each.source_patterns)
+        return next(c for c in self.converters if pattern in c.source_patterns)
 
 
 class CheckpointFormat:
@@ -160,19 +161,20 @@ class CheckpointFormat:
             self.groups |= dict.fromkeys(members, group)
 
         self.names = {name for group in self.groups.values() for name in group.stored}
-        """Of all that a checkpoint holds."""
+        """Names of all tensors in a checkpoint."""
         self.kept = {name for name, group in self.groups.items() if group.is_same}
-        """Names under which module and checkpoint hold the same tensor."""
+        """Names under which module and checkpoint have the same tensor."""
 
     def stored(self, tensors: Named) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a checkpoint, each group's when all of its weights have come.
+        """Yield the tensors of a checkpoint, each group when all of its weights have arrived.
 
-        A tensor is copied if it must wait; else its memory is read before the next is asked for.
+        A tensor that must wait is copied. The memory of any other is read before the next tensor
+        arrives.
         """
         waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, tensor in tensors:
             group = self.groups.get(name)
-            if group is None or group.is_same:  # a critic's score is no weight of the causal LM
+            if group is None or group.is_same:  # a critic's score is not a weight of the causal LM
                 yield name, tensor
                 continue
             come = waiting.setdefault(group.names, {})
@@ -182,7 +184,7 @@ class CheckpointFormat:
 
 
 def checkpoint_format(model_path: str) -> CheckpointFormat:
-    """Of the causal LM whose folder this is; only its configuration is read."""
+    """Return the format of the causal LM in this folder; only its configuration is read."""
     from transformers import AutoModelForCausalLM
 
     config = read_hf_config(model_path)

@@ -1,7 +1,6 @@
-"""Where a model's files are: its folder, or this machine's cache of the Hugging Face hub.
+"""Locate a model's files: in a folder, or in this machine's cache of the Hugging Face hub.
 
-`model_folder` says where a `model.path` is. Every node fetches for itself, and once: no folder need
-be shared.
+`model_folder` resolves a `model.path`. Every node downloads once, so no folder has to be shared.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 """Configuration, tokenizer, templates, code."""
 PARSED = ("config.json", "generation_config.json", "tokenizer_config.json")
 LARGEST = 64 * 2**20
-"""Bytes of a small file; the largest tokenizers have 30 MB."""
+"""Largest size of a small file in bytes; the largest tokenizers have 30 MB."""
 
 
 @functools.cache
 def model_folder(path: str, weights: bool = True) -> Path:
-    """The folder of that path; where there is none, `organisation/model` is a name on the hub.
+    """Return the folder of this path; if it does not exist, `organisation/model` is a hub name.
 
-    Without `weights` only the small files are sure to be there.
+    Without `weights` only the small files are guaranteed to be there.
     """
     folder = Path(path).expanduser()
     if not HUB_NAME.fullmatch(path) or folder.parent.exists():
@@ -36,19 +35,19 @@ def model_folder(path: str, weights: bool = True) -> Path:
 
     wanted = [*SMALL_FILES, "*.safetensors"] if weights else SMALL_FILES
     try:
-        found = Path(snapshot_download(path, allow_patterns=wanted))
-        if weights and not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(path, allow_patterns=["*.bin"]))
+        folder_of_hub = Path(snapshot_download(path, allow_patterns=wanted))
+        if weights and not any(folder_of_hub.glob("*.safetensors")):
+            folder_of_hub = Path(snapshot_download(path, allow_patterns=["*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(
             f"model.path={path}: there is no such folder, and the Hugging Face hub does not give "
             f"a model of that name: {' '.join(str(error).split())[:300]}"
         ) from error
-    return found
+    return folder_of_hub
 
 
 def check_small_files(folder: Path) -> None:
-    """Refuse small files that cannot be read: pipes, devices, giants, and JSON that is damaged."""
+    """Reject unreadable small files: pipes, devices, oversized files, and damaged JSON."""
     for file in (file for pattern in SMALL_FILES for file in folder.glob(pattern)):
         if not file.is_file():
             raise ConfigError(f"{file} is not a regular file. Replace or remove it.")
@@ -64,13 +63,13 @@ def check_small_files(folder: Path) -> None:
 
 
 def generation_eos(path: str) -> tuple[int, ...]:
-    """The ids that end a response by the folder's `generation_config.json`; none without one.
+    """Return the end-of-response ids in the folder's `generation_config.json`; empty without one.
 
-    Chat models end a turn with a token that is not their tokenizer's eos: Gemma's <end_of_turn>,
-    Llama 3's <|eot_id|>, Phi-3's <|end|>.
+    Chat models end a turn with a token other than the eos of their tokenizer: Gemma's
+    <end_of_turn>, Llama 3's <|eot_id|>, Phi-3's <|end|>.
     """
     file = model_folder(path, weights=False) / "generation_config.json"
     if not file.is_file():
         return ()
-    found = read_json_object(file).get("eos_token_id")
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    ids = read_json_object(file).get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)

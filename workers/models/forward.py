@@ -1,7 +1,7 @@
-"""Replacing how a module computes, for a while and inside its hooks.
+"""Temporarily replace how a module computes, inside its hooks.
 
 with replaced_forward(layer, compute):
-    module(**inputs)                # the layer runs compute(...) in place of its class's forward
+    module(**inputs)                # the layer runs compute(...) instead of its class's forward
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import nn
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within, the module computes by `forward`."""
-    own = vars(module)
-    before = own.get("forward")
-    own["forward"] = forward
+    """Context in which the module computes by `forward`."""
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = forward
     try:
         yield
     finally:
         if before is None:
-            del own["forward"]
+            del attributes["forward"]
         else:
-            own["forward"] = before
+            attributes["forward"] = before

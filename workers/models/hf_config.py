@@ -1,7 +1,7 @@
-"""The configuration of transformers in a model's folder, for whoever builds the model or asks.
+"""The transformers configuration of a model folder, parsed once.
 
-Parsing takes transformers longer than building a small model; the roles of a process, the plan of
-its memory and the checks before it mostly ask for the same one.
+Parsing takes transformers longer than building a small model, and the roles of a process, the
+memory plan and the checks before it usually need the same configuration.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads"),
 )
 LARGEST = 10**8
-"""Of a size in a model."""
+"""Upper limit of a size in a model."""
 
 
 def read_hf_config(folder: str | Path) -> Any:
-    """A copy of the caller's own, who may change it; no code of the folder is run."""
+    """Return a copy that the caller may change; code in the folder is never run."""
     return copy.deepcopy(shared_hf_config(folder))
 
 
 def shared_hf_config(folder: str | Path) -> Any:
-    """The same without a copy, to be read alone."""
+    """Return the configuration without a copy; callers must not change it."""
     file = Path(folder, "config.json")
     return _parsed(str(folder), file.read_bytes() if file.is_file() else None)
 
@@ -49,9 +49,9 @@ def _parsed(folder: str, _text: bytes | None) -> Any:
         raise ConfigError(f"{folder}/config.json describes no model: {error}") from error
 
 
-def _check_sizes(found: dict[str, Any], file: Path) -> None:
-    """Refuse sizes that no model has, also in the configuration of a part."""
-    for name, value in found.items():
+def _check_sizes(fields: dict[str, Any], file: Path) -> None:
+    """Reject sizes that no model has, also in the configuration of a sub-model."""
+    for name, value in fields.items():
         if isinstance(value, dict):
             _check_sizes(value, file)
         elif name in SIZES and isinstance(value, int | float) and not 0 < value <= LARGEST:

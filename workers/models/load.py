@@ -1,10 +1,10 @@
-"""Weights from a Hugging Face folder into a module that has none, one tensor at a time.
+"""Load weights from a Hugging Face folder into an empty module, one tensor at a time.
 
-Each rank of a sharded module reads its own slices, and buffers whole. Weights that a checkpoint has
-in other pieces (`workers.models.checkpoint_format`) are put together one at a time. Other folders
-are left to transformers, which reads the whole model on each rank. What the folder has and nothing
-takes is refused, as is a weight that nothing fills: a model with a part at its default computes
-other numbers without a word.
+Each rank of a sharded module reads only its slices, and whole buffers. Weights that a checkpoint
+splits differently (`workers.models.checkpoint_format`) are assembled one at a time. Other folders
+go through transformers, which reads the whole model on each rank. Entries of the folder that
+nothing uses are an error, and so is a weight that nothing fills: a model with a part at its default
+would silently compute other numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMPUTED = (
 )
 """Entries of older folders that models compute today: rotary tables, positions, causal masks."""
 SCORE = "score.weight"
-"""The scalar head's weight, as sequence classifiers name it."""
+"""The name of the scalar head's weight in sequence classifiers."""
 NO_SCORE = (
     f"has no {SCORE} of [1, hidden]: it is no reward model with one output (a sequence classifier "
     "with num_labels=1)."
@@ -58,7 +58,7 @@ def load_model(
     device: torch.device | None = None,
     quantization: str | None = None,
 ) -> Any:
-    """The whole module on one device, in evaluation mode."""
+    """Return the whole module on one device, in evaluation mode."""
     device = device or torch.device("cpu")
     module = empty_model(config, head, device)
     if quantization:
@@ -70,9 +70,9 @@ def load_model(
 def load_weights(
     module: Any, config: ModelConfig, head: Head, device: torch.device, whole: Any = None
 ) -> None:
-    """Give every parameter its memory on `device`, and every weight its values.
+    """Allocate every parameter on `device`, and load every weight.
 
-    Where other ranks have other layers, `whole` has all, without memory.
+    If other ranks have other layers, `whole` is the module with all of them, without memory.
     """
     materialize(module, device)
     whole = module if whole is None else whole
@@ -113,9 +113,9 @@ def load_weights(
 
 
 def check_score_head(key: str, path: str) -> None:
-    """Refuse a reward model's folder without a score, before a process loads it.
+    """Reject a reward model's folder without a score, before a process loads it.
 
-    One that is still on the hub says nothing.
+    A model that is not downloaded yet is not checked.
     """
     names = Folder(model_folder(path, weights=False), "").files
     if names and SCORE not in names:
@@ -123,7 +123,7 @@ def check_score_head(key: str, path: str) -> None:
 
 
 def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) -> None:
-    """Refuse a head of which something, such as a bias, or all would be left out."""
+    """Reject a head that would not be loaded completely, such as one with a bias."""
     has_head = source.has_scalar_head(module.score.weight.shape)
     others = [name for name in source.files if name.startswith("score.") and name != SCORE]
     if has_head and others:
@@ -140,10 +140,10 @@ def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) ->
 
 
 def materialize(module: Any, device: torch.device) -> None:
-    """Memory for the parameters, uninitialized; buffers keep values, tied parameters stay tied.
+    """Allocate uninitialized parameters; buffers keep their values, tied parameters stay tied.
 
-    Buffers that transformers keeps in float32 whatever a model's type (routers' biases) are in
-    float32 here too.
+    Buffers that transformers keeps in float32 for every model type (router biases) are float32
+    here, too.
     """
     precise = module._keep_in_fp32_modules_strict or ()
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -166,12 +166,12 @@ def materialize(module: Any, device: torch.device) -> None:
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """As `empty_like`, which gives DTensors a mesh that torch keeps, maybe of groups that ended."""
+    """Like `empty_like`, which would reuse a cached DTensor mesh whose groups may have ended."""
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
-    own = torch.empty_like(tensor.to_local(), device=device)
+    local = torch.empty_like(tensor.to_local(), device=device)
     return DTensor.from_local(
-        own,
+        local,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
@@ -181,7 +181,7 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Folder:
-    """The safetensors of a Hugging Face folder, by tensor name; only slices asked for are read."""
+    """The safetensors of a Hugging Face folder, by tensor name; only requested slices are read."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path = path
@@ -198,21 +198,20 @@ class Folder:
             self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
 
     def find(self, name: str) -> Any:
-        """The slice of a tensor, with or without the base model's prefix in its name, or None."""
+        """Return the slice of a tensor, or None; the base model's prefix is optional."""
         for spelled in self._spellings(name):
             if spelled in self.files:
                 return self._open(self.files[spelled]).get_slice(spelled)
         return None
 
     def has_scalar_head(self, shape: torch.Size) -> bool:
-        """Whether the folder is a sequence classifier's with one label."""
+        """True if the folder is a sequence classifier with one label."""
         return SCORE in self.files and list(self.find(SCORE).get_shape()) == list(shape)
 
     def unknown_to(self, module: Any, converted: set[str]) -> list[str]:
-        """The entries that are no weight or buffer of `module`, under any of its names.
+        """Return the entries that are no weight or buffer of `module` and were not `converted`.
 
-        Nor are they among those that were `converted`. A body under another head than the folder's
-        asks for no other head.
+        If the module has another head than the folder, the folder's head is ignored.
         """
         known = converted | {
             n.replace(".base_layer.", ".") for n, _ in module.named_parameters("", True, False)
@@ -239,9 +238,9 @@ class Folder:
 
 
 def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Folder) -> set[str]:
-    """Take out of `missing` and fill what the folder has in other pieces, a few weights at a time.
+    """Fill the weights that the folder splits differently, and remove them from `missing`.
 
-    Returns the names of the pieces.
+    Returns the names of the folder's tensors.
     """
     groups, taken = checkpoint_format(str(source.path)).groups, set[str]()
     for name in [*missing]:
@@ -257,9 +256,9 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
 
 
 def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> None:
-    """What was read for one group is gone before the next is read.
+    """Fill the weights of one group, whose tensors are freed before the next group is read.
 
-    Of experts that have pieces of their own a rank reads the slices that it holds.
+    If experts are stored separately, a rank reads only the slices that it needs.
     """
     weights = {name: missing.pop(name) for name in group.names if name in missing}
     if (stacked := group.stacked) is not None:
@@ -273,9 +272,9 @@ def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> Non
 
 @dataclass(frozen=True)
 class _Stacked:
-    """Stands for a weight of all experts; what is asked for is read of each expert's pieces.
+    """Represents a weight of all experts; slices of it are read from the tensors of each expert.
 
-    These lie end to end along its first dim.
+    The tensors of one expert are concatenated along their first dimension.
     """
 
     experts: list[list[Any]]
@@ -286,18 +285,18 @@ class _Stacked:
 
 
 def _end_to_end(pieces: list[Any], rows: slice, others: list[slice]) -> Tensor:
-    found, begin = [], 0
+    slices, begin = [], 0
     for piece in pieces:
         size = piece.get_shape()[0]
         first, last, _ = rows.indices(begin + size)
         if max(first, begin) < last:
-            found.append(piece[(slice(max(first - begin, 0), last - begin), *others)])
+            slices.append(piece[(slice(max(first - begin, 0), last - begin), *others)])
         begin += size
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
 def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
-    """What is wrong with the shape of a folder's tensor; nothing is an empty text."""
+    """Return what is wrong with the shape of a folder's tensor; "" if nothing is."""
     there, here = list(stored.get_shape()), list(wanted)
     return "" if there == here else f"{name} (is {there}, config.json says {here})"
 
@@ -310,10 +309,10 @@ def _refuse_unfit(config: ModelConfig, unfit: list[str]) -> None:
 
 
 def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:
-    """Refuse entries of the folder that nothing took, but for those that are known to be left over.
+    """Reject unused entries of the folder, except those that are known to be superfluous.
 
-    These are what transformers' class ignores (layers that predict further tokens), what is
-    computed today, and a classifier's head.
+    These are what the transformers class ignores (layers that predict further tokens), what is
+    computed today, and the head of a classifier.
     """
     if extra := _in_words(module, names):
         raise ConfigError(
@@ -324,7 +323,7 @@ def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
 
 
 def _in_words(module: Any, names: Iterable[str]) -> str:
-    """Those of `names` that are not known to be left over; nothing is an empty text."""
+    """Describe the names that are not known to be superfluous; "" if there are none."""
     ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
     extra = sorted(name for name in names if not re.search("|".join(ignored), name))
     takes = f"{len(extra)} entries that nothing in the model takes: {', '.join(extra[:20])}"
@@ -332,13 +331,13 @@ def _in_words(module: Any, names: Iterable[str]) -> str:
 
 
 def _copy(weight: Tensor, stored: Any) -> None:
-    own = own_part(weight)
-    if own.numel():
-        own.copy_(own_rows(weight, stored))
+    local = own_part(weight)
+    if local.numel():
+        local.copy_(own_rows(weight, stored))
 
 
 def _by_transformers(module: Any, config: ModelConfig, missing: Iterable[str]) -> dict[str, Tensor]:
-    """The weights of a folder that only transformers can read, whole in host memory."""
+    """Return the weights of a folder that only transformers can read, whole in host memory."""
     from transformers import AutoModelForCausalLM
 
     logger.warning(

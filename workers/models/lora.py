@@ -1,9 +1,9 @@
-"""LoRA by `peft`: adapters inside the engine's module, and weights merged as if there were none.
+"""LoRA with `peft`: adapters in the engine's module, and merged weights for everybody else.
 
-After `add_adapter` only the adapters (and a critic's head) get gradients. What leaves the engine
-(weight sync, checksums, exports) goes through `merged_tensors`: base + adapter under the base's own
-names, made anew from the base each time, so that nothing accumulates over versions. A reference in
-the actor's process scores with the actor's module inside `adapter_off`.
+After `add_adapter` only the adapters (and a critic's head) get gradients. Everything that leaves
+the engine (weight sync, checksums, exports) goes through `merged_tensors`: base + adapter under the
+base's names, computed from the base each time, so that no error accumulates over versions. A
+reference in the actor's process scores with the actor's module inside `adapter_off`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from workers.config import ModelConfig
 
 NAME = "default"
-"""peft's name of the one adapter."""
+"""peft's name of the only adapter."""
 
 
 def add_adapter(module: Any, config: ModelConfig) -> None:
-    """Put adapters beside the linear layers of `config.target_modules`, and freeze the others.
+    """Add adapters to the linear layers of `config.target_modules`, and freeze the other weights.
 
-    A scalar head is trained beside them.
+    A scalar head is trained as well.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -54,16 +54,16 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
     if not isinstance(target, str):
         target = list(target)
         if any(_is_taken_for_experts(body, name) for name in linear):
-            whole = nn.ModuleList([body])  # so that peft does not see whose layers they are
+            whole = nn.ModuleList([body])  # so that peft does not recognize the model class
     lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=target)
     with warnings.catch_warnings():
-        # peft sets fan_in_fan_out right for GPT-2, and warns that it did
+        # peft sets fan_in_fan_out correctly for GPT-2, and warns about it
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         try:
             inject_adapter_in_model(lora, whole)
         except ValueError as error:
-            asked = config.target_modules
-            hint = nearest(asked if isinstance(asked, str) else asked[0], linear)
+            targets = config.target_modules
+            hint = nearest(targets if isinstance(targets, str) else targets[0], linear)
             raise ConfigError(
                 f"model.target_modules={config.target_modules}: no adapter fits: {error}{hint} "
                 f"The model's linear layers: {', '.join(linear)}; all-linear takes all but the "
@@ -93,7 +93,7 @@ def _linear_layers_but_the_head(body: Any) -> list[str]:
 
 
 def _is_taken_for_experts(body: Any, layer: str) -> bool:
-    """Whether peft takes the name of a layer for the routed experts of the model's class."""
+    """True if peft treats this layer name as the routed experts of the model's class."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # a peft that has no such names
@@ -103,13 +103,13 @@ def _is_taken_for_experts(body: Any, layer: str) -> bool:
     lora = LoraConfig(target_modules=[layer])
     try:
         convert_peft_config_for_transformers(lora, body, None)
-    except ValueError:  # of what it takes for fused it is given a part
+    except ValueError:  # it got only part of the weights that it treats as fused
         return True
     return layer not in lora.target_modules
 
 
 def _say_what_experts_lack(body: Any) -> None:
-    """A line for a mixture of experts, whose routed experts are no linear layers."""
+    """Log that the routed experts of a mixture, which are not linear layers, get no adapter."""
     if any(".experts." in name for name, _ in body.named_parameters()):
         adapted = {name.rpartition(".")[2]: None for name in adapted_layers(body)}
         say_once(
@@ -119,9 +119,9 @@ def _say_what_experts_lack(body: Any) -> None:
 
 
 def initial_value(name: str, shape: torch.Size, seed: int | None = None) -> Tensor:
-    """Return an adapter's first value, the same on every rank: A uniform as a linear layer, B zero.
+    """Return the initial value of an adapter tensor, equal on every rank: A uniform, B zero.
 
-    Adapters with a seed of their own differ from those without one.
+    Different seeds give different values of A.
     """
     if ".lora_B." in name:
         return torch.zeros(shape)
@@ -132,20 +132,20 @@ def initial_value(name: str, shape: torch.Size, seed: int | None = None) -> Tens
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that carry an adapter, by the name of the layer that they wrap."""
+    """Return the layers with an adapter, by the name of the layer that they wrap."""
     return {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
 
 
 def merged_tensors(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors by parameter name -> each adapter added to its base, under the base's name.
+    """Yield full tensors with each adapter added to its base, under the base's name.
 
-    The sum is rounded to the base's own type: what a rollout of that type can hold. Inside
-    `adapter_off`: the base.
+    The sum is rounded to the base's type, which is what a rollout of that type can store. Inside
+    `adapter_off` the base is returned.
     """
     layers = adapted_layers(module)
-    parts: dict[str, Tensor] = {}  # of the layer whose last part has not come yet
+    parts: dict[str, Tensor] = {}  # of the layer whose last part has not arrived
     for name, tensor in tensors:
         prefix, kind = _split(name)
         layer = layers.get(prefix)
@@ -172,9 +172,9 @@ def _merge(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def split_tensors(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors by parameter name -> adapters beside their base, under the names of `PARTS`.
+    """Yield full tensors with adapters and bases separate, under the names of `PARTS`.
 
-    What else there is has the name that `merged_tensors` gives it.
+    All other tensors have the same names as in `merged_tensors`.
     """
     layers = adapted_layers(module)
     for name, tensor in tensors:
@@ -182,17 +182,17 @@ def split_tensors(
         if prefix not in layers:
             yield name, tensor
         else:
-            own = kind.removesuffix(f".{NAME}.weight").removeprefix("base_layer.")
-            yield f"{prefix}.{own}", tensor
+            part = kind.removesuffix(f".{NAME}.weight").removeprefix("base_layer.")
+            yield f"{prefix}.{part}", tensor
 
 
 def adapter_parts(module: nn.Module) -> set[str]:
-    """The names of what `split_tensors` takes apart."""
+    """Return the names of the separate tensors of `split_tensors`."""
     return {f"{layer}.{part}" for layer in adapted_layers(module) for part in PARTS}
 
 
 def adapter_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """By layer, what merges an adapter into its base: plain values, for another process."""
+    """Return, by layer, what is needed to merge an adapter: plain values, for another process."""
     facts: dict[str, dict[str, Any]] = {}
     for name, layer in adapted_layers(module).items():
         facts[name] = {
@@ -206,10 +206,10 @@ def adapter_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def adapter_off(module: nn.Module) -> Iterator[None]:
-    """Within, the module computes what its base computes."""
+    """Context in which the module computes without its adapters."""
     layers = list(adapted_layers(module).values())
     for layer in layers:
-        # peft's own switch would also take requires_grad from the adapters
+        # peft's switch would also clear requires_grad of the adapters
         layer._disable_adapters = True
     try:
         yield
@@ -225,9 +225,10 @@ def save_adapter(
     tensors: Iterable[tuple[str, Tensor]],
     writer: FileWriter = AT_ONCE,
 ) -> None:
-    """What is trained, in the form that `PeftModel.from_pretrained(base, folder)` loads.
+    """Write the trained weights in the form that `PeftModel.from_pretrained(base, folder)` loads.
 
-    With a scalar head that is a sequence classifier with one label, whose head comes along.
+    A model with a scalar head becomes a sequence classifier with one label, and the head is
+    included.
     """
     from peft import LoraConfig
 
@@ -237,7 +238,7 @@ def save_adapter(
     for name, tensor in tensors:
         peft_name = f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
         stored[peft_name] = tensor
-    # peft would load dense layers of some names as routed experts, but not their weights
+    # peft would treat dense layers of some names as routed experts, and skip their weights
     body = module.body if has_scalar_head else module
     by_name: dict[str, list[str]] = {}
     for layer in adapted_layers(module):
@@ -263,7 +264,7 @@ def save_adapter(
 
 
 def _split(name: str) -> tuple[str, str]:
-    """`a.b.base_layer.weight` -> (`a.b`, `base_layer.weight`)."""
+    """Split `a.b.base_layer.weight` into (`a.b`, `base_layer.weight`)."""
     for part in (".base_layer.", ".lora_A.", ".lora_B."):
         if part in name:
             prefix, _, rest = name.partition(part)
@@ -272,12 +273,12 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """True if a parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def _linear_layers(module: nn.Module) -> list[str]:
-    """The last parts of the names of linear layers, each once."""
+    """Return the last name components of linear layers, without duplicates."""
     names = {}
     for name, child in module.named_modules():
         if _is_linear(child):
@@ -286,7 +287,7 @@ def _linear_layers(module: nn.Module) -> list[str]:
 
 
 def _is_linear(child: Any) -> bool:
-    """Not of a class that computes something else of its weight: an adapter would not fit."""
+    """True for plain linear layers; adapters do not fit other uses of the weight."""
     from transformers.pytorch_utils import Conv1D
 
     others = ("Router", "GroupedLinear")

@@ -1,11 +1,11 @@
-"""The numbers of a model that its memory follows from, counted on the meta device.
+"""Counts of a model's numbers that determine its memory, taken on the meta device.
 
     shapes = model_shapes(path, head="token", compute=torch.bfloat16)
     shapes.num_weights                            # exact
     shapes.trained_pass(num_tokens=8192, head=0, checkpointing=False)    # bytes at its peak
 
 Activations are traced in a pass of the model itself (`workers.models.pass_trace`), so every
-architecture has its own: what autograd saves, and what the passes of a layer take in addition.
+architecture is measured: what autograd saves, and what the passes of a layer need in addition.
 Attention counts as a fused kernel: queries, keys, values, output, their gradients, and one number
 per token and head, never the square of the length.
 """
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassShapes:
-    """Bytes per token that a pass over the body holds, without the weights."""
+    """Bytes per token of a pass over the body, without the weights."""
 
     saved: int
-    """What autograd saves."""
+    """Saved by autograd."""
     outside_layers: int
-    """The part of it that is saved after the last layer."""
+    """The part of `saved` that is saved after the last layer."""
     layer: int
-    """The most in a layer that runs forwards and backwards, without its input."""
+    """Peak of a layer that runs forwards and backwards, without its input."""
     backward: int
-    """The most in a layer's backward pass, without what was saved."""
+    """Peak of a layer's backward pass, without the saved tensors."""
     unsaved: int
-    """The most in a layer of a pass without gradients, without its input."""
+    """Peak of a layer in a pass without gradients, without its input."""
     beside_states: int
     """Further inputs of every layer, such as rotary angles."""
 
 
 class Moments(NamedTuple):
-    """Bytes where a pass may hold the most."""
+    """Bytes at the two moments when a pass may need the most."""
 
     at_head: float
     in_layer: float
@@ -60,17 +60,17 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Counts of a model's numbers: its weights, and what a pass over tokens keeps.
+    """Counts of a model's weights, and the bytes of a pass over tokens.
 
-    Where ranks share matrices or layers, they are the counts of one rank.
+    If ranks share matrices or layers, these are the counts of one rank.
     """
 
     num_weights: int
     num_trained: int
     num_int8: int
-    """Weights of linear layers, which quantization makes int8."""
+    """Weights of linear layers, which quantization turns into int8."""
     num_scales: int
-    """Their scales in float32."""
+    """Their float32 scales."""
     num_layers: int
     num_outside_layers: int
     """Weights of embeddings, last norm and head: whole throughout a pass of FSDP."""
@@ -80,15 +80,15 @@ class ModelShapes:
     """Weights of routed experts, which ranks can share."""
     hidden_size: int
     outputs_per_read: int
-    """Numbers of the head's output at one position: the vocabulary's size, or one."""
+    """Outputs of the head per position: the size of the vocabulary, or one."""
     key_value_numbers: int
-    """Numbers that a KV cache holds for one token."""
+    """Numbers per token in a KV cache."""
     trains_head: bool
     can_recompute: bool
-    """Whether the model class has gradient checkpointing."""
+    """True if the model class has gradient checkpointing."""
     compute_bytes: int
     body: PassShapes | None = None
-    """None where a pass cannot be traced."""
+    """None if a pass cannot be traced."""
     num_waiting: int = 1
     """Number of forward passes that wait for their backward passes."""
 
@@ -103,22 +103,26 @@ class ModelShapes:
     def trained_pass(self, num_tokens: int, head: int, checkpointing: bool) -> Moments | None:
         """Return the bytes of a forward and backward pass: at the head, and in a layer.
 
-        The head takes `head`, and is done when layers run backwards. None where a pass cannot be
-        traced.
+        The head needs `head` bytes, which are free again when layers run backwards. None if a pass
+        cannot be traced.
         """
         if self.body is None:
             return None
         states = self.hidden_size * self.compute_bytes
-        if checkpointing:  # inputs of all layers, output of the last one, and a layer run again
-            kept = states * (self.num_layers * self.num_waiting + 1) + self.body.beside_states
+        if checkpointing:  # inputs of all layers, output of the last one, and one recomputed layer
+            states_kept = (
+                states * (self.num_layers * self.num_waiting + 1) + self.body.beside_states
+            )
             at_head, in_layer = self.body.outside_layers, self.body.layer
         else:
-            kept = self.body.saved * self.num_waiting
+            states_kept = self.body.saved * self.num_waiting
             at_head, in_layer = 0, self.body.backward
-        return Moments(num_tokens * (kept + at_head) + head, num_tokens * (kept + in_layer))
+        return Moments(
+            num_tokens * (states_kept + at_head) + head, num_tokens * (states_kept + in_layer)
+        )
 
     def reading_pass(self, num_tokens: int, head: int) -> Moments | None:
-        """Return the bytes of a pass without gradients. Embeddings stay while the layers run."""
+        """Return the bytes of a pass without gradients; embeddings stay while the layers run."""
         if self.body is None:
             return None
         states = self.hidden_size * self.compute_bytes
@@ -127,7 +131,7 @@ class ModelShapes:
 
 
 _known: dict[tuple[Any, ...], ModelShapes] = {}
-"""Shapes by settings, text of config.json, head, type of computation and place.
+"""Shapes by settings, text of config.json, head, compute type and position of the rank.
 
 Most roles of a run share them, and tracing a pass takes half a second.
 """
@@ -135,7 +139,7 @@ Most roles of a run share them, and tracing a pass takes half a second.
 
 @dataclass(frozen=True)
 class StageOf:
-    """The place of a rank among those that share the layers."""
+    """The position of a rank among those that share the layers."""
 
     rank: int
     num_ranks: int
@@ -144,7 +148,7 @@ class StageOf:
 
 
 def described_by(config: ModelConfig) -> str:
-    """Return the text of the model's config.json, or none."""
+    """Return the text of the model's config.json, or ""."""
     file = model_folder(config.path, weights=False) / "config.json"
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -156,11 +160,11 @@ def model_shapes(
     tp: int = 1,
     stage: StageOf | None = None,
 ) -> ModelShapes:
-    """Return the shapes of the model that `config.path` describes, computing in that type.
+    """Return the shapes of the model in `config.path` for this compute type.
 
-    `tp` and `stage` ask for the part of one rank.
+    `tp` and `stage` select the part of one rank.
     """
-    config = replace(config, enable_gradient_checkpointing=None)  # which shapes do not depend on
+    config = replace(config, enable_gradient_checkpointing=None)  # has no effect on shapes
     model = repr(config), described_by(config), head
     known = (*model, compute, tp, stage)
     if known not in _known:
@@ -171,8 +175,8 @@ def model_shapes(
             _known[known] = _whole(config, weights, head, compute, tp)
         else:
             whole = model_shapes(config, head, compute, tp)
-            for own, shapes in _of_stages(whole, weights, tp, stage):
-                _known[(*known[:-1], own)] = shapes
+            for place, shapes in _of_stages(whole, weights, tp, stage):
+                _known[(*known[:-1], place)] = shapes
     return _known[known]
 
 
@@ -193,8 +197,8 @@ class Weights:
         layers = set(module._no_split_modules or ())
         in_layers = (child for child in module.modules() if type(child).__name__ in layers)
         self.in_layers = _ids(weight for layer in in_layers for weight in layer.parameters())
-        experts = (each for _, each in experts_of(module))
-        self.in_experts = _ids(weight for each in experts for weight in each.parameters())
+        experts = (child for _, child in experts_of(module))
+        self.in_experts = _ids(weight for child in experts for weight in child.parameters())
 
     @cached_property
     def cut(self) -> set[int]:
@@ -203,22 +207,22 @@ class Weights:
 
         return tensor.cut_weights(self.module)
 
-    def count(self, which: Set[int], own: Set[int] | None, tp: int) -> int:
-        """Count the numbers of these weights, or of those that a rank has."""
-        here = which if own is None else which & own
+    def count(self, which: Set[int], mine: Set[int] | None, tp: int) -> int:
+        """Count the numbers of these weights, or of those among them that a rank has."""
+        here = which if mine is None else which & mine
         if tp == 1:
-            return sum(self.numels[each] for each in here)
+            return sum(self.numels[n] for n in here)
         return sum(-(-self.numels[n] // tp) if n in self.cut else self.numels[n] for n in here)
 
-    def counts(self, own: Set[int] | None, tp: int) -> dict[str, int]:
-        """Return the counts of `ModelShapes` for all weights, or for a rank's `own`."""
-        num_weights = self.count(self.numels.keys(), own, tp)
+    def counts(self, mine: Set[int] | None, tp: int) -> dict[str, int]:
+        """Return the counts of `ModelShapes` for all weights, or for the weights of a rank."""
+        num_weights = self.count(self.numels.keys(), mine, tp)
         return {
             "num_weights": num_weights,
-            "num_trained": self.count(self.trained, own, tp),
-            "num_outside_layers": num_weights - self.count(self.in_layers, own, tp),
-            "num_embeddings": 0 if self.is_tied else self.count(self.embeddings, own, tp),
-            "num_in_experts": self.count(self.in_experts, own, 1),
+            "num_trained": self.count(self.trained, mine, tp),
+            "num_outside_layers": num_weights - self.count(self.in_layers, mine, tp),
+            "num_embeddings": 0 if self.is_tied else self.count(self.embeddings, mine, tp),
+            "num_in_experts": self.count(self.in_experts, mine, 1),
         }
 
 
@@ -231,19 +235,19 @@ def _ids(weights: Iterable[Tensor]) -> set[int]:
 
 
 def _of_stages(
-    whole: ModelShapes, weights: Weights, tp: int, asked: StageOf
+    whole: ModelShapes, weights: Weights, tp: int, stage: StageOf
 ) -> Iterator[tuple[StageOf, ModelShapes]]:
-    """Yield the shapes of every rank that shares the layers with the one asked for."""
-    num_stages = asked.num_ranks * num_chunks(asked.schedule)
-    ranges = stage_ranges(weights.module, num_stages, asked.ep)
+    """Yield the shapes of every rank that shares the layers with the rank of `stage`."""
+    num_stages = stage.num_ranks * num_chunks(stage.schedule)
+    ranges = stage_ranges(weights.module, num_stages, stage.ep)
     stages = Stages(weights.module, ranges)
-    for rank in range(asked.num_ranks):
-        own = range(rank, num_stages, asked.num_ranks)
-        num_layers = sum(len(ranges[number]) for number in own)
-        is_last = rank == asked.num_ranks - 1
-        of_rank: Any = weights.counts(stages.weights(own), tp)
+    for rank in range(stage.num_ranks):
+        numbers = range(rank, num_stages, stage.num_ranks)
+        num_layers = sum(len(ranges[number]) for number in numbers)
+        is_last = rank == stage.num_ranks - 1
+        of_rank: Any = weights.counts(stages.weights(numbers), tp)
         yield (
-            replace(asked, rank=rank),
+            replace(stage, rank=rank),
             replace(
                 whole,
                 **of_rank,
@@ -251,7 +255,7 @@ def _of_stages(
                 outputs_per_read=whole.outputs_per_read if is_last else 0,
                 body=whole.body
                 and replace(whole.body, saved=whole.body.saved * num_layers // whole.num_layers),
-                num_waiting=most_waiting(asked.schedule, rank, asked.num_ranks),
+                num_waiting=most_waiting(stage.schedule, rank, stage.num_ranks),
             ),
         )
 
@@ -281,9 +285,9 @@ def _whole(
 
 
 def cached_widths(config: Any) -> tuple[int, int]:
-    """Return how many numbers of keys and of values a layer caches for one token.
+    """Return the numbers of keys and of values that a layer caches per token.
 
-    `config` is a text model's. Latent attention caches what keys and values are made from, and the
+    `config` belongs to a text model. Latent attention caches the inputs of keys and values, and the
     rotary part of the keys, which all heads share.
     """
     if getattr(config, "kv_lora_rank", None):
@@ -300,7 +304,7 @@ def cached_widths(config: Any) -> tuple[int, int]:
 
 def meta_model(config: ModelConfig, head: Head) -> Any:
     """Return the module without any memory, with its adapters."""
-    folder = str(model_folder(config.path, weights=False))  # shapes are in the small files
+    folder = str(model_folder(config.path, weights=False))  # the small files are enough for shapes
     plain = replace(
         config, path=folder, attn_implementation="auto", enable_gradient_checkpointing=False
     )
@@ -319,7 +323,7 @@ def check_adapter(config: ModelConfig, head: Head) -> None:
 def pass_shapes(
     config: ModelConfig, body: Any, compute: torch.dtype, tp: int = 1
 ) -> PassShapes | None:
-    """Return the shapes of a pass on a rank of `tp`, which cuts heads and the inside of MLPs.
+    """Return the shapes of a pass on a rank of `tp`, which splits heads and the inside of MLPs.
 
     Hidden states are whole on every rank.
     """

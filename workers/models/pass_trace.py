@@ -1,11 +1,11 @@
-"""Bytes that a pass over tokens holds in addition to the weights, traced on the meta device.
+"""Bytes of a pass over tokens in addition to the weights, traced on the meta device.
 
     trace = trace_pass(body)
     trace.saved.of(tp)                  # bytes per token that autograd saves in the whole body
-    trace.layer.most(tp)                # the most in a layer's forward and backward pass
+    trace.layer.most(tp)                # the peak of a layer's forward and backward pass
 
 A layer is traced operation by operation: temporaries, gradients and norms in float32 count while
-they live. What happens inside a kernel does not count.
+they live. Memory inside a kernel does not count.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.models.attention import attending_by
 
 COUNTED = "counted_attention"
-"""Name of `_attention` in transformers' interface."""
+"""Name of `_attention` in the attention interface of transformers."""
 NUM_TRACED = 257
-"""Tokens of the traced pass. Its bytes are proportional to them. No weight has this size."""
+"""Tokens of the traced pass. Bytes are proportional to them, and no weight has this size."""
 NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-"""What a pass raises if it depends on its numbers, as a router's does."""
+"""Errors of a pass that depends on its numbers, such as a router's."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of all traced tokens: whole hidden states, and what ranks of tp cut."""
+    """Bytes of all traced tokens: whole hidden states, and tensors that tp splits."""
 
     whole: int = 0
     cut: int = 0
@@ -57,15 +57,15 @@ class LayerTrace:
         return self.forward[-1]
 
     def most(self, tp: int = 1) -> int:
-        """Return the most at any time in both passes."""
+        """Return the peak of both passes."""
         return _most([*self.forward, *self.backward], tp)
 
     def most_beside_saved(self, tp: int = 1) -> int:
-        """Return the most in the backward pass, without what the forward pass has left."""
+        """Return the peak of the backward pass, without what the forward pass saved."""
         return max(0, _most(self.backward, tp) - self.saved.of(tp))
 
     def most_unsaved(self, tp: int = 1) -> int:
-        """Return the most in a forward pass without a backward pass."""
+        """Return the peak of a forward pass without a backward pass."""
         return _most(self.unsaved, tp)
 
 
@@ -78,16 +78,16 @@ class PassTrace:
     """The traced pass of a model's body."""
 
     saved: Bytes
-    """What autograd saves in the whole body."""
+    """Bytes that autograd saves in the whole body."""
     saved_in_layers: Bytes
     beside_states: Bytes
     """Further inputs of every layer, such as rotary angles."""
     layer: LayerTrace
-    """The layer that takes the most."""
+    """The layer with the highest peak."""
 
 
 def trace_pass(body: Any) -> PassTrace | None:
-    """Trace a pass of the body; None where that is not possible."""
+    """Trace a pass of the body; return None if that is not possible."""
     hidden_size = body.config.get_text_config().hidden_size
     names = set(body._no_split_modules or ())
     layers = [child for child in body.modules() if type(child).__name__ in names]
@@ -117,14 +117,14 @@ def trace_pass(body: Any) -> PassTrace | None:
     in_layers = [known[kind].saved for kind in kinds]
     return PassTrace(
         saved,
-        Bytes(sum(each.whole for each in in_layers), sum(each.cut for each in in_layers)),
+        Bytes(sum(layer.whole for layer in in_layers), sum(layer.cut for layer in in_layers)),
         _sum(_tensors(list(inputs[layers[0]][1].values())), hidden_size),
         max(known.values(), key=LayerTrace.most),
     )
 
 
 def _kind(layer: Any) -> Any:
-    """Return what layers that take the same memory have in common."""
+    """Return a key that is equal for layers that need the same memory."""
     weights = tuple((w.shape, w.requires_grad) for w in layer.parameters())
     return type(layer), getattr(layer, "attention_type", None), weights
 
@@ -161,10 +161,10 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage(each) for each in _tensors([args, list((kwargs or {}).values())])}
+        inputs = {_storage(tensor) for tensor in _tensors([args, list((kwargs or {}).values())])}
         for tensor in _tensors(result):
             storage = _storage(tensor)
-            is_new = storage not in given and storage not in self._left_out
+            is_new = storage not in inputs and storage not in self._left_out
             if is_new and tensor.shape not in self._shapes:
                 self._alive.setdefault(storage, _size(tensor, self.hidden_size))
         self._alive = {s: size for s, size in self._alive.items() if not s.expired()}
@@ -198,19 +198,19 @@ def _sum(tensors: Sequence[Tensor], hidden_size: int) -> Bytes:
 
 
 def _saved(module: Any) -> list[Tensor]:
-    """Return what a pass of `NUM_TRACED` tokens saves, without weights."""
+    """Return the tensors that a pass of `NUM_TRACED` tokens saves, without weights."""
     weights = {weight.untyped_storage()._cdata for weight in module.parameters()}
     ids = torch.zeros(1, NUM_TRACED, dtype=torch.long, device="meta")
-    found: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata not in weights:
-            found.setdefault(tensor.untyped_storage()._cdata, tensor)
+            saved.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return list(found.values())
+    return list(saved.values())
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -235,4 +235,4 @@ def _attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **
 
 
 def _no_mask(**_: Any) -> None:
-    """A fused kernel needs none."""
+    """Return no mask: a fused kernel needs none."""

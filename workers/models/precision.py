@@ -1,7 +1,7 @@
-"""Number types: what weights are kept in, what a pass computes in, what a rollout's copy is in.
+"""Number types: of stored weights, of passes, and of a rollout's copy.
 
-People train with float32 master weights and moments and compute in bfloat16, so that is the default
-on CUDA; on a CPU, where few processors have bfloat16 products, all is float32.
+The common practice is float32 master weights and moments with bfloat16 passes, so that is the
+default on CUDA. On a CPU everything is float32, since few processors have bfloat16 products.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Precision:
-    """The type of a model's trained weights, and the type that its passes compute in."""
+    """The type of a model's trained weights, and the compute type of its passes."""
 
     weights: torch.dtype
     compute: torch.dtype
 
     @property
     def cast(self) -> torch.dtype | None:
-        """What weights are cast to for a pass; None where they are computed with as they are."""
+        """The type that weights are cast to for a pass; None if no cast is needed."""
         return None if self.compute == self.weights else self.compute
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type of that name."""
+    """Return the torch type of that name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """float32, bfloat16: as the configuration writes it."""
+    """Return the name in the configuration, such as float32 or bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def precision_of(config: ModelConfig, device_type: str) -> Precision:
-    """`model.dtype` and `model.compute_dtype`, whose null is bfloat16 on CUDA."""
+    """Return the types of `model.dtype` and `model.compute_dtype` (default: bfloat16 on CUDA)."""
     weights = dtype_of(config.dtype)
     if config.compute_dtype is not None:
         compute = dtype_of(config.compute_dtype)
@@ -62,13 +62,13 @@ def precision_of(config: ModelConfig, device_type: str) -> Precision:
 
 
 def frozen(config: ModelConfig, device_type: str) -> ModelConfig:
-    """For a model that gets no steps: weights of the type that passes compute in."""
+    """Return the config for a model that is not trained: weights in the compute type."""
     narrow = name_of(precision_of(config, device_type).compute)
     return replace(config, dtype=narrow, compute_dtype=narrow)
 
 
 def rollout_dtype(policy: ActorRolloutRefConfig, device_type: str) -> torch.dtype:
-    """`rollout.dtype`, whose null is the type that the trainer computes in."""
+    """Return `rollout.dtype`; by default the type that the trainer computes in."""
     if policy.rollout.dtype is not None:
         return dtype_of(policy.rollout.dtype)
     return precision_of(policy.model, device_type).compute
@@ -76,20 +76,20 @@ def rollout_dtype(policy: ActorRolloutRefConfig, device_type: str) -> torch.dtyp
 
 @contextmanager
 def computing_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within, a module that is whole computes with its weights cast to `dtype`; None casts nothing.
+    """Context in which a whole module computes with its weights cast to `dtype`; None means no
+    cast.
 
-    The casts are part of the graph, so gradients arrive at the weights in their own type and are
-    added up in it; a backward pass belongs inside, as gradient checkpointing runs layers again.
-
-    This is what FSDP's mixed precision does to the weights that it gathers, so the numbers are the
-    same on one rank and on many. Autocast's are others: it leaves norms, residuals and activations
-    in float32, which takes twice the memory and more time, and FSDP has no such mode.
+    The casts are part of the graph, so gradients arrive at the weights in the weights' own type and
+    accumulate in it. Run the backward pass inside, too, because gradient checkpointing runs layers
+    again. FSDP's mixed precision does the same to the weights that it gathers, so the numbers are
+    equal on one rank and on many. Autocast differs: it leaves norms, residuals and activations in
+    float32, which takes twice the memory and more time, and FSDP has no such mode.
     """
     if dtype is None:
         yield
         return
 
-    own = module.named_parameters()
-    casts = {name: weight.to(dtype) for name, weight in own if weight.is_floating_point()}
+    named = module.named_parameters()
+    casts = {name: weight.to(dtype) for name, weight in named if weight.is_floating_point()}
     with _reparametrize_module(module, casts, tie_weights=True):
         yield

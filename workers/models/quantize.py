@@ -1,18 +1,17 @@
-"""Linear weights as int8: a quarter of float32's memory, and products of integers.
+"""Linear weights as int8: a quarter of float32's memory, and integer products.
 
     module = empty_model(config, head, device)
     quantize_linears(module, device)        # before it has weights: none is ever whole in float32
-    load_weights(module, ...)               # each weight is quantised as it is read
+    load_weights(module, ...)               # each weight is quantized as it is read
 
-Roles that compute without training are built so: a rollout engine, a frozen reference, teacher or
-reward model (their `quantization=int8`). A weight [out, in] is kept as whole numbers from -127 to
-127 and a scale for each output channel. A layer's inputs are quantised row by row as they come, and
-what is multiplied are integers, whose sums are exact: a row's result has the same bits whatever
-rows are beside it.
+Roles that compute without training can use it: a rollout engine, a frozen reference, teacher or
+reward model (their `quantization=int8`). A weight [out, in] is stored as integers from -127 to 127
+and one scale per output channel. The inputs of a layer are quantized row by row, and the products
+are integer sums, which are exact: the result of a row does not depend on the other rows.
 
-Embeddings and heads, a mixture's experts and routers, norms and biases stay as they are. What
-rounding costs differs by class: where states decay by exponentials of what was rounded (jamba,
-qwen3_next) the logits are others. So a class is tried out on a small model first.
+Embeddings, heads, experts, routers, norms and biases are not quantized. The rounding error differs
+by class: where states decay by exponentials of rounded numbers (jamba, qwen3_next) the logits are
+wrong. So each class is first tested on a small model.
 """
 
 from __future__ import annotations
@@ -30,34 +29,34 @@ from workers.models.support.proof import Proof, Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 
 LARGEST = 127
-"""Numbers run from -LARGEST to LARGEST."""
+"""Numbers range from -LARGEST to LARGEST."""
 LARGEST_ERROR = 0.25
-"""Relative error of a small model's logits up to which a class may be int8: most are at 0.02 to
-0.07, those of experts with random routers at 0.2, those with a state that decays at 0.3 to 0.6.
+"""Largest relative error of a small model's logits. Most classes have 0.02 to 0.07, experts with
+random routers 0.2, and classes with a decaying state 0.3 to 0.6.
 """
 NUM_TOKENS = 40
-"""Tokens of the row that tells."""
+"""Tokens of the test row."""
 ROWS_AT_ONCE = 1024
-"""Rows of a weight that are quantised at a time, to bound the memory that it takes."""
+"""Rows of a weight that are quantized at a time, to bound the memory."""
 ROUTERS = ("gate", "router")
-"""Last names of layers that choose between experts: rounded, they would choose others."""
+"""Names of layers that choose between experts: rounded, they would choose others."""
 
 
 class Int8Weight(Tensor):
-    """A weight [out, in] that says it is of its float type, and is held as int8.
+    """A weight [out, in] that reports its float type but is stored as int8.
 
-    `linear` multiplies by the int8 numbers; `copy_` into it quantises; any other operation gets the
-    floats that the numbers stand for, and none may write to them.
+    `linear` multiplies the int8 numbers, and `copy_` into it quantizes. Any other operation sees
+    the dequantized floats, and must not write to them.
     """
 
     numbers: Tensor
-    """[in, out], as the product of integers reads them fastest."""
+    """Integers [in, out], the fastest layout for integer products."""
     scales: Tensor
-    """[out] in float32: what 1 stands for."""
+    """Scales [out] in float32."""
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Weight:
-        """Shows the weight's shape, type and device, and has no memory of its own."""
+        """Create a wrapper with the weight's shape, type and device, and no memory of its own."""
         shape = (numbers.shape[1], numbers.shape[0])
         weight: Int8Weight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=numbers.device
@@ -69,12 +68,12 @@ class Int8Weight(Tensor):
 
     @classmethod
     def empty(cls, out_width: int, in_width: int, dtype: torch.dtype, device: Any) -> Int8Weight:
-        """Room for a weight."""
+        """Allocate memory for a weight."""
         numbers = torch.empty(in_width, out_width, dtype=torch.int8, device=device)
         return cls(numbers, torch.empty(out_width, device=device), dtype)
 
     def floats(self) -> Tensor:
-        """The weight that the numbers stand for."""
+        """Return the dequantized weight."""
         numbers = self.numbers.t().contiguous()
         return numbers.float().mul_(self.scales[:, None]).to(self.dtype)
 
@@ -91,33 +90,33 @@ class Int8Weight(Tensor):
         return f"Int8Weight({list(self.shape)}, {self.dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        """Torch takes a tensor apart by this when it moves a module."""
+        """Return the inner tensors; torch calls this when it moves a module."""
         return ["numbers", "scales"], self.dtype
 
     @classmethod
     def __tensor_unflatten__(
         cls, parts: dict[str, Tensor], dtype: torch.dtype, *_: Any
     ) -> Int8Weight:
-        """Torch puts a tensor together by this."""
+        """Rebuild the weight from its inner tensors; torch calls this."""
         return cls(parts["numbers"], parts["scales"], dtype)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """`linear` by integers, before torch makes a transposition and a product of it."""
+        """Run `linear` on integers, before torch turns it into a transposition and a product."""
         if func is linear and isinstance(args[1], Int8Weight):
             return int8_linear(*args, **(kwargs or {}))
         if func is Tensor.detach:
-            return args[0]  # it has no gradient; torch refuses under `inference_mode`
-        with torch._C.DisableTorchFunctionSubclass():  # results are tensors as any
+            return args[0]  # it has no gradient; torch raises here under `inference_mode`
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What the class's docstring says of other operations."""
+        """Run other operations as the docstring of the class says."""
         kwargs, aten, first = kwargs or {}, torch.ops.aten, args[0]
         if func is aten.detach.default:
             return cls(first.numbers, first.scales, first.dtype)
@@ -135,7 +134,7 @@ class Int8Weight(Tensor):
 
 
 def write(weight: Int8Weight, values: Tensor) -> None:
-    """Quantise `values` into `weight`, rows at a time; what is not finite makes its row NaN."""
+    """Quantize `values` into `weight`, block by block; a non-finite value makes its row NaN."""
     if values.shape != weight.shape:
         raise ValueError(f"{list(values.shape)} does not fit a weight of {list(weight.shape)}")
     rows = zip(
@@ -151,7 +150,7 @@ def write(weight: Int8Weight, values: Tensor) -> None:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, width] as int8, and what 1 stands for in each row, [rows, 1]."""
+    """Return [rows, width] as int8, and the scale of each row, [rows, 1]."""
     rows = rows.float()
     largest = rows.abs().amax(dim=1, keepdim=True)
     scales = largest.clamp_(min=torch.finfo(torch.float32).tiny * LARGEST).div_(LARGEST)
@@ -159,7 +158,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """`linear` with inputs [..., in] quantised row by row; it has no gradient."""
+    """Run `linear` with inputs [..., in] quantized row by row; it has no gradient."""
     if torch.is_grad_enabled() and input.requires_grad:
         raise TypeError("int8 weights are for models that are not trained: they have no gradient")
     numbers, scales = quantized(input.reshape(-1, input.shape[-1]))
@@ -170,7 +169,7 @@ def int8_linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -
 
 
 def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers, by name, whose weights `quantize_linears` makes int8."""
+    """Yield the linear layers, by name, whose weights `quantize_linears` turns into int8."""
     shared: dict[int, int] = {}
     for child in module.modules():
         for weight in child._parameters.values():
@@ -185,7 +184,7 @@ def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def quantize_linears(module: nn.Module, device: torch.device) -> None:
-    """Let the weights of linear layers be int8 once they are written."""
+    """Make the weights of linear layers int8; each is quantized when it is written."""
     check_device(device.type)
     check_quantizable(module)
     for _, layer in list(quantizable(module)):
@@ -193,7 +192,7 @@ def quantize_linears(module: nn.Module, device: torch.device) -> None:
 
 
 def check_quantizable(module: nn.Module) -> None:
-    """Reject a model without layers that can be int8, or one that int8 makes wrong."""
+    """Reject a model without layers that can be int8, or one for which int8 is too inaccurate."""
     if not any(quantizable(module)):
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
         raise ConfigError(
@@ -209,7 +208,7 @@ def check_quantizable(module: nn.Module) -> None:
 
 
 def _make_room(layer: nn.Linear) -> None:
-    """The layer's weight is int8 from now on, whatever is written there next."""
+    """Replace the layer's weight by an empty int8 weight."""
     weight = layer.weight
     room = Int8Weight.empty(*weight.shape, dtype=weight.dtype, device=weight.device)
     layer.weight = nn.Parameter(room, requires_grad=False)
@@ -217,7 +216,7 @@ def _make_room(layer: nn.Linear) -> None:
 
 @Proof
 def int8_rounding(model: Any) -> str:
-    """Return what is wrong with it on this model."""
+    """Return what is wrong with int8 rounding on this model."""
     ids = 3 + torch.arange(NUM_TOKENS)[None] * 7 % (VOCABULARY - 3)
     exact = model(ids, use_cache=False).logits.float()
     for _, layer in list(quantizable(model)):
@@ -231,7 +230,7 @@ def int8_rounding(model: Any) -> str:
 
 
 def check_device(device_type: str) -> None:
-    """Refuse devices that are not known to multiply int8 exactly."""
+    """Reject devices that are not known to multiply int8 exactly."""
     if device_type != "cpu":
         raise ConfigError(
             f"quantization=int8 multiplies integers on CPUs alone, and this role's device is "
@@ -246,14 +245,15 @@ def check_device(device_type: str) -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it has int8 weights: two ways to compute a row then differ by more than rounding."""
+    """True if the module has int8 weights; two ways to compute a row then differ noticeably."""
     return any(isinstance(weight, Int8Weight) for weight in module.parameters())
 
 
 @functools.cache
 def _is_exact() -> bool:
-    """Whether the largest numbers are multiplied right: processors without a dot product of int8
-    have saturated sums of pairs.
+    """True if the largest numbers are multiplied exactly.
+
+    Processors without an int8 dot product saturate the sums of pairs.
     """
     left = torch.full((5, 96), LARGEST, dtype=torch.int8)
     right = torch.full((96, 40), -LARGEST, dtype=torch.int8)

@@ -1,6 +1,6 @@
-"""Weights for a folder that has a config.json and none: drawn as transformers draws them.
+"""Random weights for a folder with a config.json and no weights, drawn as transformers does.
 
-A module without weights is filled with them; the folder can be checked before a process starts.
+They fill an empty module; the folder can be checked before a process starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_weights(key: str, path: str, seed: int | None) -> None:
-    """Refuse a folder without weights, unless a seed says that they are to be random."""
+    """Reject a folder without weights, unless a seed asks for random ones."""
     if seed is None and is_bare_config(path):
         raise ConfigError(
             f"{key}={path} has a config.json and no weights. To begin with random ones, say so: "
@@ -33,7 +33,7 @@ def check_weights(key: str, path: str, seed: int | None) -> None:
 
 
 def random_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """All weights of the causal LM by name, the same on every rank; in host memory, in float32."""
+    """Return all weights of the causal LM by name, equal on every rank; float32 in host memory."""
     from transformers import AutoModelForCausalLM
 
     check_weights("model.path", config.path, config.random_init_seed)
@@ -43,5 +43,5 @@ def random_weights(config: ModelConfig) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.random_init_seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    found: dict[str, Tensor] = model.state_dict()
-    return found
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights

@@ -1,6 +1,6 @@
-"""Rotary positions whose factors depend on how long a row is (longrope, as in Phi-3 128k).
+"""Rotary positions whose factors depend on the length of a row (longrope, as in Phi-3 128k).
 
-That length matters where rows are cut into passes, and where a row grows beyond it in generation.
+The length matters where rows are split into passes, and where generation makes a row longer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def factor_border(config: Any) -> int | None:
-    """The original length of a model whose rotary factors are others beyond it (longrope)."""
+    """Return the length beyond which a longrope model's rotary factors change, or None."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):

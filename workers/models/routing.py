@@ -1,19 +1,19 @@
-"""Which experts a model's routers choose: noted in one pass, and chosen again in another.
+"""Record which experts a model's routers choose in one pass, and replay the choices in another.
 
     routers = Routers(module)
-    with routers.noting() as noted:                 # beside a rollout
+    with routers.noting() as noted:                 # during a rollout
         module(input_ids=ids)
     chosen = noted.take()                           # [tokens, layers, choices]
 
     with routers.replaying():                       # in training
-        routers.replay(chosen)                      # until it is said anew
+        routers.replay(chosen)                      # until the next call
         module(input_ids=ids).logits.sum().backward()
 
-What the experts of a layer are given is what was chosen. To choose it again, the router's own
-`topk` over all experts gives the choices and what its scores say of them, so that the weights of
-the experts, and their gradient, are those of the router as it is now.
+The recorded choices are the arguments of the experts. In a replay, the router's `topk` over all
+experts returns the recorded choices and the current scores for them, so the weights of the experts,
+and their gradient, come from the router as it is now.
 
-A model's class is tried on a tiny stand-in first: `check_routers`.
+A model's class is first tested on a tiny stand-in: `check_routers`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from workers.models.support.proof import Proof, Support, relative_error
 from workers.parallel.experts import experts_of
 
 COLUMN = "routed_experts"
-"""[rows, T, layers, choices] of a batch: what the rollout's routers chose for every token."""
+"""Batch column [rows, T, layers, choices]: the choices of the rollout's routers for every token."""
 KEY = "actor_rollout_ref.actor.router_replay.mode=R3"
 ROUTERS = ("gate", "router")
-"""What transformers' classes call the module beside the experts that chooses among them."""
+"""Names that transformers' classes use for the router of a block of experts."""
 LARGEST_ERROR = 1e-4
-"""Relative error up to which a pass does not depend on the order of a token's choices."""
+"""Largest relative error of a pass when the order of a token's choices changes."""
 
 
 class Noted:
-    """What the passes since the last `take` chose."""
+    """Choices of the passes since the last `take`."""
 
     def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
         self.layers: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self.dtype = dtype
 
     def take(self) -> Tensor:
-        """[tokens, layers, choices] of all tokens of these passes, on the CPU."""
+        """Return the choices of these passes, [tokens, layers, choices], on the CPU."""
         layers = [torch.cat(passes) for passes in self.layers]
         self.layers = [[] for _ in layers]
         return torch.stack(layers, dim=1).to(self.dtype).cpu()
@@ -59,40 +59,40 @@ class Routers:
     """The routers of a model, layer by layer."""
 
     def __init__(self, module: nn.Module) -> None:
-        """A ConfigError where the model has none."""
+        """Find the routers; raise a ConfigError if the model has none."""
         self.experts, self.routers = [], []
         for name, experts in experts_of(module):
             block = module.get_submodule(name.rpartition(".")[0])
-            found = [getattr(block, own) for own in ROUTERS if hasattr(block, own)]
-            if len(found) != 1 or not all(hasattr(found[0], name) for name in ("weight", "top_k")):
+            routers = [getattr(block, name) for name in ROUTERS if hasattr(block, name)]
+            if len(routers) != 1 or not all(hasattr(routers[0], n) for n in ("weight", "top_k")):
                 raise ConfigError(
                     f"{KEY}: {type(block).__name__} has no router of its own beside its experts, "
                     "whose choices could be replayed. Leave it out."
                 )
             self.experts.append(experts)
-            self.routers.append(found[0])
+            self.routers.append(routers[0])
         if not self.routers:
             raise ConfigError(
                 f"{KEY}: {type(module).__name__} has no routed experts. Leave it out."
             )
         self.num_experts = len(self.routers[0].weight)
         self.shape = len(self.routers), int(self.routers[0].top_k)
-        """Layers that have experts, and how many a token chooses in each."""
+        """Number of layers with experts, and of choices per token in each."""
         self.modes = [_Replay(self.num_experts) for _ in self.routers]
 
     @property
     def no_choices(self) -> Tensor:
-        """[0, layers, choices]: of no token, in the smallest type that numbers the experts."""
+        """Empty choices [0, layers, choices], in the smallest type that can number the experts."""
         dtype = torch.uint8 if self.num_experts <= 2**8 else torch.int16
         return torch.empty(0, *self.shape, dtype=dtype)
 
     @contextmanager
     def noting(self) -> Iterator[Noted]:
-        """Within, what the experts are given is noted."""
+        """Context in which the choices of experts are recorded."""
         noted = Noted(len(self.experts), self.no_choices.dtype)
 
         def note(layer: int) -> Any:
-            return lambda _, given: noted.layers[layer].append(given[1].detach())
+            return lambda _, args: noted.layers[layer].append(args[1].detach())
 
         with ExitStack() as stack:
             for layer, experts in enumerate(self.experts):
@@ -101,7 +101,7 @@ class Routers:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Within, routers choose as `replay` says; by themselves before it is called."""
+        """Context in which routers choose as `replay` says; by themselves before it is called."""
         self.replay(None)
         with ExitStack() as stack:
             for router, mode in zip(self.routers, self.modes, strict=True):
@@ -110,17 +110,18 @@ class Routers:
         self.replay(None)
 
     def replay(self, chosen: Tensor | None) -> None:
-        """The choices of passes from now on, [tokens, layers, choices]; None: the routers' own.
+        """Set the choices of passes from now on, [tokens, layers, choices]; None means the routers'
+        own.
 
-        So are those below 0. They stay until the next call: gradient checkpointing runs layers
-        again.
+        Choices below 0 are also the routers' own. They stay until the next call, because gradient
+        checkpointing runs layers again.
         """
         layers = [None] * len(self.modes) if chosen is None else chosen.long().unbind(dim=1)
-        for mode, own in zip(self.modes, layers, strict=True):
-            mode.chosen = own
+        for mode, choices in zip(self.modes, layers, strict=True):
+            mode.chosen = choices
 
     def check(self, chosen: Tensor) -> None:
-        """Refuse choices of another model's layers or experts; [tokens, layers, choices]."""
+        """Reject choices [tokens, layers, choices] of another model's layers or experts."""
         if chosen.shape[1:] != self.shape:
             raise BatchError(
                 f"column {COLUMN!r} has [layers, choices] of {list(chosen.shape[1:])} for a token, "
@@ -134,7 +135,7 @@ class Routers:
 
 
 class _Replay(TorchFunctionMode):
-    """In the forward pass of a router, its choice among all experts is the one that is given."""
+    """In the forward pass of a router, replaces its choice among all experts by `chosen`."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -148,19 +149,19 @@ class _Replay(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk) or chosen is None:
             return func(*args, **(kwargs or {}))
         scores: Tensor = args[0]
-        # groups of experts that are chosen first have other shapes
+        # groups of experts, which some routers choose first, have other shapes
         if scores.ndim != 2 or scores.shape[1] != self.num_experts:
             return func(*args, **(kwargs or {}))
         assert len(scores) == len(chosen), (
             f"a router reads {len(scores)} tokens, and {len(chosen)} have choices"
         )
-        own = func(*args, **(kwargs or {})).indices
-        chosen = torch.where(chosen < 0, own, chosen)
+        own_choices = func(*args, **(kwargs or {})).indices
+        chosen = torch.where(chosen < 0, own_choices, chosen)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
 
 def _in_mode(module: nn.Module, mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Within, the module computes in this mode."""
+    """Context in which the module computes in this mode."""
     forward = module.forward
 
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +172,7 @@ def _in_mode(module: nn.Module, mode: TorchFunctionMode) -> AbstractContextManag
 
 
 def check_routers(module: Any) -> None:
-    """Refuse a model, on whatever device, whose choices cannot be noted or replayed."""
+    """Reject a model, on any device, whose choices cannot be recorded or replayed."""
     Routers(module)
     config = body_of(module).config.get_text_config()
     if reason := Support.of(config).why_not(replayed_routing):
@@ -183,7 +184,7 @@ def check_routers(module: Any) -> None:
 
 @Proof
 def replayed_routing(model: Any) -> str:
-    """What is wrong with replaying choices: a model's own, those in another order, and others."""
+    """Return what is wrong with replaying choices: original, reordered and different ones."""
     routers = Routers(model)
     ids = torch.arange(3, 35)[None]
 
@@ -198,14 +199,14 @@ def replayed_routing(model: Any) -> str:
         return "with its own choices it computes something else"
 
     flipped = chosen.flip(-1)
-    found, given = logits_of(flipped)
-    if not torch.equal(given, flipped):
+    replayed, received = logits_of(flipped)
+    if not torch.equal(received, flipped):
         return "its experts are not given what is chosen by topk over all of them"
-    if relative_error(found, logits) > LARGEST_ERROR:
+    if relative_error(replayed, logits) > LARGEST_ERROR:
         return "the weights of its experts do not follow its choices"
 
     others = (chosen + 1) % routers.num_experts
-    found, given = logits_of(others)
-    if not torch.equal(given, others) or torch.equal(found, logits):
+    replayed, received = logits_of(others)
+    if not torch.equal(received, others) or torch.equal(replayed, logits):
         return "its experts are not given what is chosen by topk over all of them"
     return ""

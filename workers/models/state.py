@@ -1,8 +1,8 @@
-"""What a model's weights are: all of its state, parameters and persistent buffers alike.
+"""A model's weights are all of its state: parameters and persistent buffers.
 
 A router's correction bias (deepseek_v3, glm4_moe, lfm2_moe) or gemma4's `layer_scalar` is a buffer:
-no optimizer changes it, and the model computes something else without it. Whatever loads, sends,
-saves or compares weights goes through `named_state`.
+no optimizer changes it, but the model needs it. All code that loads, sends, saves or compares
+weights goes through `named_state`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from workers.parallel.placements import own_ranges
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by name: the parameters, tied ones once, then the persistent buffers."""
+    """Yield every weight by name: the parameters, tied ones once, then the persistent buffers."""
     yield from module.named_parameters()
     yield from persistent_buffers(module)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a folder of weights holds; others, such as rotary tables, are computed."""
+    """Yield the buffers that checkpoints store; others, such as rotary tables, are computed."""
     seen: set[int] = set()
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -34,9 +34,9 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Keep persistent buffers in this type, as the trainer does, whatever the parameters are in.
+    """Convert persistent buffers to this type, the trainer's, whatever type the parameters have.
 
-    A router's bias decides between experts whose scores are close: rounded, it would choose others.
+    A router's bias decides between experts with close scores: rounded, it would choose others.
     """
     for child in module.modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -45,13 +45,13 @@ def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a weight, to be read or written."""
+    """Return this rank's shard of a weight, detached; writes to it change the weight."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def own_rows(weight: Tensor, whole: Any) -> Tensor:
-    """The part of a whole tensor, or of a file's, that this rank holds of the weight."""
+    """Return this rank's rows of a whole tensor, or of a tensor in a file."""
     if not isinstance(weight, DTensor):
         part: Tensor = whole[...]
         return part
@@ -59,11 +59,11 @@ def own_rows(weight: Tensor, whole: Any) -> Tensor:
 
 
 def _read(whole: Any, ranges: list[list[range]], chosen: tuple[slice, ...]) -> Tensor:
-    """Of `ranges` along every dim those after the ones that were `chosen`, end to end."""
+    """Read the remaining `ranges` of every dimension after the `chosen` ones, concatenated."""
     dim = len(chosen)
     if dim == len(ranges):
-        found: Tensor = whole[chosen]
-        return found
-    along = [slice(one.start, one.stop) for one in ranges[dim]] or [slice(0, 0)]
-    parts = [_read(whole, ranges, (*chosen, one)) for one in along]
+        selected: Tensor = whole[chosen]
+        return selected
+    along = [slice(span.start, span.stop) for span in ranges[dim]] or [slice(0, 0)]
+    parts = [_read(whole, ranges, (*chosen, span)) for span in along]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

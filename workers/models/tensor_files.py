@@ -1,4 +1,4 @@
-"""Tensors in files as safetensors reads them, written at once, or while training goes on
+"""Write tensors in the safetensors format, immediately or in the background
 (`workers.training.file_copies`).
 """
 
@@ -26,26 +26,26 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the safetensors format calls them."""
+"""Names of types in the safetensors format."""
 ALIGNMENT = 8
-"""Of the first byte after the header."""
+"""Alignment of the first byte after the header."""
 
 
 class FileWriter:
-    """Gets files, each a header that the bytes of tensors follow, and writes them at once.
+    """Writes files immediately; a file is a header followed by the bytes of tensors.
 
-    Of tensors on a GPU one at a time is in host memory.
+    GPU tensors are copied to host memory one at a time.
     """
 
     def add(self, path: Path, header: bytes, tensors: Sequence[Tensor]) -> None:
-        """Take a file over: the tensors may change from now on."""
+        """Write or copy a file; the tensors may change afterwards."""
         with path.open("wb") as file:
             file.write(header)
             for tensor in tensors:
                 file.write(memoryview(bytes_of(tensor).cpu().numpy()))
 
     def rename(self, path: Path, name: Path) -> None:
-        """Give a file that it got another name."""
+        """Rename a file that was added."""
         path.replace(name)
 
 
@@ -53,7 +53,7 @@ AT_ONCE = FileWriter()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's elements as they lie in a file, on the device where it is."""
+    """Return the bytes of a tensor in file order, on its device."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
@@ -63,7 +63,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     writer: FileWriter = AT_ONCE,
 ) -> None:
-    """A safetensors file with the tensors one after the other."""
+    """Write a safetensors file with the tensors one after the other."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -84,6 +84,6 @@ def write_tensors(
 def write_model_file(
     tensors: Mapping[str, Tensor], path: Path, writer: FileWriter = AT_ONCE
 ) -> None:
-    """Weights as transformers and peft read them, those of the widest type first, then by name."""
+    """Write weights for transformers and peft, ordered by descending item size, then by name."""
     ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     write_tensors({name: tensors[name] for name in ordered}, path, {"format": "pt"}, writer)

@@ -1,4 +1,4 @@
-"""Whether two models read the same token ids, and the variables of a chat template."""
+"""Check that two models use the same token ids, and set variables of a chat template."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from workers.models.folder import model_folder
 
 
 def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
-    """Refuse a role's model whose token ids are not the policy's.
+    """Reject a role's model whose token ids are not the policy's.
 
-    Of a folder without a tokenizer nothing can be said.
+    A folder without a tokenizer cannot be checked.
     """
-    own, policy = _vocabulary(path), _vocabulary(policy_path)
-    if own is None or policy is None or own == policy:
+    vocabulary, policy = _vocabulary(path), _vocabulary(policy_path)
+    if vocabulary is None or policy is None or vocabulary == policy:
         return
 
-    tokens = own.keys() | policy.keys()
-    other = sorted(token for token in tokens if own.get(token) != policy.get(token))
+    tokens = vocabulary.keys() | policy.keys()
+    other = sorted(token for token in tokens if vocabulary.get(token) != policy.get(token))
     raise ConfigError(
         f"the model of role {role!r}, {path!r}, has another tokenizer than "
         f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "
@@ -30,7 +30,7 @@ def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
 
 
 def set_template_variables(tokenizer: Any, values: Mapping[str, Any]) -> None:
-    """Give variables of the chat template a value, such as `enable_thinking` of Qwen3's."""
+    """Set variables of the chat template, such as `enable_thinking` of Qwen3."""
     template = tokenizer.chat_template or ""
     templates = template if isinstance(template, dict) else {"": template}
     for name in values:
@@ -40,7 +40,7 @@ def set_template_variables(tokenizer: Any, values: Mapping[str, Any]) -> None:
                 f"{tokenizer.name_or_path} does not read {name!r}. Leave the key out, or give the "
                 "model folder a template that reads it."
             )
-    # `+%}` keeps the line end that may follow
+    # `+%}` preserves the line break that may follow
     start = "".join(f"{{% set {name} = {value!r} +%}}" for name, value in values.items())
     if start:
         templates = {name: start + text for name, text in templates.items()}

@@ -1,1 +1,1 @@
-"""How models of a class may run, each answer proven on a small model of the class."""
+"""Determine how models of a class may run; each answer is proven on a small model of the class."""

@@ -1,14 +1,14 @@
-"""How models of one config may run: what is asked before a faster way is taken.
+"""Ask how models of one config may run, before a faster way is used.
 
     support = Support.of(module.config)
-    reason = support.why_not(rows_packed)       # an empty text: it is right
+    reason = support.why_not(rows_packed)       # "" means that it is correct
 
     @Proof
     def rows_packed(model) -> str: ...          # say what is wrong on a small model of the class
 
-Model classes are many, and their masks, caches and heads differ, so a faster way is first tried on
-a small model of the class. The rows of the small model are longer than its windows, chunks and
-original length, and its state is off its defaults. Answers are kept per config.
+Model classes differ in masks, caches and heads, so a faster way is first tested on a small model of
+the class. The rows of the small model are longer than its windows, chunks and original length, and
+its weights differ from their defaults. Answers are cached per config.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import Tensor
 from workers.models.support.stand_in import MODEL_ERRORS, ConfigByContent, reach, stand_in
 
 LONGEST = "{longest}"
-"""In a judgement: the tokens of the run's longest row."""
+"""Placeholder in a reason for the number of tokens of the run's longest row."""
 NO_MODEL = "there is no small model of its class to prove it on"
-"""How a reason begins where nothing could be tried."""
+"""Beginning of a reason if no test was possible."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A way to compute something, and how it is judged."""
+    """A way to compute something, with its test."""
 
     judge: Callable[[Any], str]
-    """Return what is wrong with it on a small model; an empty text if nothing is."""
+    """Return what is wrong with it on a small model; "" if nothing is."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Support:
     """The answers for models of one config."""
 
     model_type: str
-    """The type that messages name."""
+    """The model type in messages."""
     config: Any
-    """The config whose class is tried: a text model's."""
+    """The config whose class is tested: of a text model."""
     attention: str
     """The attention of the small model, on the CPU: eager or sdpa."""
 
     @classmethod
     def of(cls, config: Any, built_with: str = "") -> Support:
-        """Return the support of a model that is built with this attention, by default its own."""
+        """Return the support of a model with this attention; by default its own."""
         text = config.get_text_config()
         is_eager = (built_with or text._attn_implementation) == "eager"
         return cls(config.model_type, text, "eager" if is_eager else "sdpa")
@@ -58,8 +58,8 @@ class Support:
     def why_not(self, proof: Proof, longest: int | None = None) -> str:
         """Return why a way is wrong, on rows of any length or of up to `longest` tokens.
 
-        The text is empty if it is right. An answer for one length holds for all lengths that pass
-        the same limits.
+        The text is empty if it is correct. An answer for one length is valid for all lengths that
+        exceed the same limits.
         """
         within = None if longest is None else reach(self.config, longest)
         reason = _found(proof, ConfigByContent.of(self.config), self.attention, within)
@@ -76,13 +76,13 @@ def _found(proof: Proof, config: ConfigByContent, attention: str, longest: int |
     try:
         return proof.judge(model)
     except MODEL_ERRORS as error:
-        what = f"{type(error).__name__}: {_first_line(error)}"
-        return f"a small model of its class fails ({what})"
+        failure = f"{type(error).__name__}: {_first_line(error)}"
+        return f"a small model of its class fails ({failure})"
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The size of the difference as a share of what is expected; inf for a NaN."""
-    error = float((found - expected).float().norm() / expected.float().norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference relative to the norm of `expected`; inf for a NaN."""
+    error = float((actual - expected).float().norm() / expected.float().norm())
     return error if error == error else torch.inf
 
 

@@ -1,11 +1,11 @@
-"""A tiny model of a real one's class, for proofs that the real one is too large for.
+"""A tiny model of a real model's class, for tests that the real model is too large for.
 
-    model = stand_in(config, "sdpa")        # a float32 causal LM on the CPU, milliseconds a pass
+    model = stand_in(config, "sdpa")        # a float32 causal LM on the CPU, milliseconds per pass
 
-It is built from the model's own config: widths, experts and vocabulary are shrunk, and so is every
+It is built from the model's config. Widths, experts and vocabulary are reduced, and so is every
 limit at which a model starts to compute differently (window, chunk, original length of its rotary
-positions): rows of some dozen tokens are past it. Layers are the first ones, as many as it takes to
-have each kind. Weights and buffers are random, so that none is at a default that hides an error.
+positions), so that rows of a few dozen tokens exceed it. It has the first layers, enough to include
+each kind. Weights and buffers are random, so that no default hides an error.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 LIMIT = 16
 """Tokens of every window, chunk and original length of a stand-in."""
 POSITIONS = 128
-"""Positions that a stand-in has."""
+"""Number of positions of a stand-in."""
 VOCABULARY = 64
 LARGEST = 60_000_000
-"""Parameters of the largest stand-in: a second or two of building."""
+"""Parameters of the largest stand-in, which takes a second or two to build."""
 
 MODEL_ERRORS = (
     ArithmeticError,
@@ -36,7 +36,7 @@ MODEL_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What the code of some class of transformers raises where it cannot do as asked."""
+"""Errors that transformers' classes raise for unsupported requests."""
 
 LIMITS = (
     "sliding_window sliding_window_size window_size attention_window_size local_attention "
@@ -79,14 +79,14 @@ LEFT_OUT = ("dtype", "torch_dtype", "architectures", "quantization_config")
 
 @dataclass(frozen=True, eq=False)
 class ConfigByContent:
-    """A config that is found again by what is in it: what was proven of it once is kept."""
+    """A config that compares and hashes by content, so that proofs about it can be cached."""
 
     config: Any
     text: str
 
     @classmethod
     def of(cls, config: Any) -> ConfigByContent:
-        """All of it, wherever its folder is and whatever type its weights are stored in."""
+        """Take everything except the folder and the stored type of the weights."""
         content = config.to_dict()
         for name in ("_name_or_path", *LEFT_OUT):
             content.pop(name, None)
@@ -100,9 +100,9 @@ class ConfigByContent:
 
 
 def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
-    """The tiny model in evaluation mode; a ValueError says why there is none.
+    """Return the tiny model in evaluation mode; raise a ValueError if there is none.
 
-    Where no row is of more than `longest` tokens, limits that are not shorter are out of reach.
+    If no row has more than `longest` tokens, limits of at least that length stay out of reach.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
@@ -129,9 +129,9 @@ def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
 
 
 def reach(config: Any, longest: int) -> int:
-    """The least number of tokens of which rows pass the same limits as rows of `longest`.
+    """Return the smallest row length that exceeds the same limits as rows of `longest` tokens.
 
-    So long are the rows that their stand-in is for: more runs share one, and what it has proven.
+    The stand-in is built for this length, so that more runs share it and its proofs.
     """
     fields = config.to_dict()
     rope = fields.get("rope_parameters")
@@ -142,7 +142,7 @@ def reach(config: Any, longest: int) -> int:
 
 
 def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
-    """The config of the tiny model; without `with_widths` only what is not a layer's width."""
+    """Return the config of the tiny model; without `with_widths` the widths of layers stay."""
     fields = copy.deepcopy(config.to_dict())
     count_name = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
     if fields.get("num_layers_per_stack"):
@@ -174,14 +174,14 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
 
 
 def _keep_first_of_stacks(fields: dict[str, Any]) -> None:
-    """hrm_text counts a layer each time it is passed: every pass has a cache of its own."""
+    """Reduce hrm_text, which counts a layer per pass because every pass has a separate cache."""
     passes = fields["num_hidden_layers"] // fields["num_layers_per_stack"]
     fields["num_layers_per_stack"] = min(fields["num_layers_per_stack"], 2)
     fields["num_hidden_layers"] = fields["num_layers_per_stack"] * passes
 
 
 def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:
-    """Keep the first layers, as many as it takes to have every kind, two at least."""
+    """Keep the first layers: at least two, and enough to include every kind."""
     count = fields[count_name]
     lists = {k: v for k, v in fields.items() if isinstance(v, list) and len(v) == count > 1}
     kinds = [repr([value[layer] for value in lists.values()]) for layer in range(count)]
@@ -194,19 +194,19 @@ def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:
                 needed = max(needed, number + 1)
     if fields.get("num_kv_shared_layers"):  # counted from the last layer
         needed = count
-    kept = min(count, max(needed, 2))
-    fields[count_name] = kept
+    num_layers = min(count, max(needed, 2))
+    fields[count_name] = num_layers
     for name, value in lists.items():
-        fields[name] = value[:kept]
+        fields[name] = value[:num_layers]
     if isinstance(per_layer := fields.get("per_layer_config"), dict):
-        fields["per_layer_config"] = {k: v for k, v in per_layer.items() if int(k) < kept}
-    if "attention_types" in fields:  # gpt_neo spells its list of layers as repetitions
-        fields["attention_types"] = [[fields["attention_layers"][:kept], 1]]
+        fields["per_layer_config"] = {k: v for k, v in per_layer.items() if int(k) < num_layers}
+    if "attention_types" in fields:  # gpt_neo writes its list of layers as repetitions
+        fields["attention_types"] = [[fields["attention_layers"][:num_layers], 1]]
 
 
 def _small_id(value: Any) -> Any:
     if isinstance(value, list):
-        return [_small_id(one) for one in value]
+        return [_small_id(token) for token in value]
     return value % VOCABULARY if isinstance(value, int) else value
 
 
@@ -240,7 +240,7 @@ def _shrink_widths(fields: dict[str, Any]) -> None:
 
 
 def _parts(rope: Any) -> list[dict[str, Any]]:
-    """Rotary parameters: of all layers, and of each kind of layer."""
+    """Return the rotary parameters of all layers, and of each kind of layer."""
     if not isinstance(rope, dict):
         return []
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -269,10 +269,10 @@ def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | No
 
 @torch.no_grad()
 def _leave_defaults(model: Any) -> None:
-    """Random weights as large as a trained model's, norms that are not 1, biases that are not 0."""
+    """Set random weights as large as a trained model's, norms other than 1, biases other than 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
-            parameter.sub_(3.0)  # so that some steps of a state space meet their lower limit
+            parameter.sub_(3.0)  # so that some steps of a state space reach their lower limit
         spread = 0.1 if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
         parameter.add_(torch.randn_like(parameter) * spread)
     persistent = model.state_dict()
