@@ -1,1 +1,1 @@
-"""How a module lies over ranks, and stages that all ranks go through together."""
+"""Distribute a module over ranks, and run stages that all ranks share."""

@@ -1,4 +1,4 @@
-"""Stages that all ranks go through together: an error of one is an error of all, with its rank."""
+"""Stages that all ranks run together: an error on one rank raises on all, and names the rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 
 CAUGHT = (OSError, RuntimeError, ValueError, LookupError, TypeError, SafetensorError)
-"""What reading and writing files of tensors may raise."""
+"""Errors that reading and writing files of tensors may raise."""
 
 
 class Ranks:
-    """The ranks of a process group, None being this rank alone; `what` begins every error."""
+    """The ranks of a process group (None means only this rank); every error begins with `what`."""
 
     def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
         self.group = group
@@ -25,7 +25,7 @@ class Ranks:
         self.count = 1 if group is None else group.size()
 
     def all_do(self, work: Callable[[], Any]) -> list[Any]:
-        """Run `work` on every rank; the results in rank order."""
+        """Run `work` on every rank; return the results in rank order."""
         result: Any = None
         problem: tuple[str, bool] | None = None
         try:
@@ -42,7 +42,7 @@ class Ranks:
         return [result for result, _ in outcomes]
 
     def _gather(self, outcome: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-        """Every rank's outcome, in rank order."""
+        """Return the outcome of every rank, in rank order."""
         if self.group is None:
             return [outcome]
         outcomes: list[Any] = [None] * self.count
@@ -61,7 +61,7 @@ class Ranks:
     def share_files(
         self, folder: Path, fact: Callable[[Path], Any], names: list[str] | None = None
     ) -> dict[str, Any]:
-        """`fact` of every file under `folder` (or of those named), one rank for each file."""
+        """Return `fact` of every file under `folder` (or of `names`); one rank computes each."""
         if names is None:
             files = [path for path in folder.rglob("*") if path.is_file()]
             names = sorted(path.relative_to(folder).as_posix() for path in files)
@@ -74,7 +74,7 @@ class Ranks:
 
 
 def _describe(error: BaseException, rank: int) -> str:
-    """What failed on a rank, in a line."""
+    """Describe the error of a rank in one line."""
     kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     first_line = str(error).splitlines()[0] if str(error) else ""
     return f"rank {rank}: {kind}{first_line}".rstrip(".")

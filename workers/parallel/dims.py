@@ -1,4 +1,4 @@
-"""Along which axes a role's ranks share the work on one model, in numbers, without torch.
+"""The axes along which a role's ranks share the work on one model, as numbers, without torch.
 
     pp         stages of layers
     replicate  whole copies of the model: other rows
@@ -6,10 +6,10 @@
     sp         the same rows, a part of their tokens (sequence parallel)
     tp         the same tokens, a part of every matrix (tensor parallel)
 
-Ranks are numbered with tp fastest. Rows of a batch are dealt over replicate x shard; ranks that
-differ along pp, sp or tp alone hold the same rows and are one model group. Experts have a view of
-their own: ep neighbours of the shard x sp x tp ranks hold unlike experts, and FSDP shards each of
-these over the efsdp ranks that have the same ones.
+Ranks are numbered with tp fastest. Rows of a batch are divided over replicate x shard. Ranks that
+differ only along pp, sp or tp have the same rows and form one model group. Experts use another
+view: ep neighbouring ranks of shard x sp x tp have different experts, and FSDP shards each expert
+over the efsdp ranks that have the same one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import math
 from dataclasses import dataclass
 
 AXES = ("pp", "replicate", "shard", "sp", "tp")
-"""In the mesh's order, the fastest last."""
+"""Axes in the order of the mesh, the fastest last."""
 DATA, LOSS, MODEL = ("replicate", "shard"), ("replicate", "shard", "sp"), ("pp", "sp", "tp")
-"""Axes along which ranks have unlike rows; unlike tokens; the same rows."""
+"""Axes along which ranks have different rows; different tokens; the same rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,53 +35,53 @@ class ParallelDims:
     ep: int = 1
 
     def axes(self) -> dict[str, int]:
-        """Name -> size, in the mesh's order."""
+        """Return the sizes by name, in the order of the mesh."""
         return {name: getattr(self, name) for name in AXES}
 
     @property
     def world(self) -> int:
-        """Ranks of the role."""
+        """Number of ranks of the role."""
         return math.prod(self.axes().values())
 
     def in_words(self) -> str:
-        """`shard 2, tp 4`: the axes, unless all ranks have unlike rows and share the weights."""
-        own = {**self.axes(), "ep": self.ep}
-        shown = own if self.world != self.shard or self.ep > 1 else {}
+        """Return the axes as text, such as `shard 2, tp 4`; empty if FSDP is the only axis."""
+        sizes = {**self.axes(), "ep": self.ep}
+        shown = sizes if self.world != self.shard or self.ep > 1 else {}
         return ", ".join(f"{name} {size}" for name, size in shown.items() if size > 1)
 
     @property
     def data_size(self) -> int:
-        """Into how many pieces a batch is dealt."""
+        """Number of chunks that a batch is divided into."""
         return self.replicate * self.shard
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold the same rows."""
+        """Number of ranks that have the same rows."""
         return self.pp * self.sp * self.tp
 
     @property
     def per_stage(self) -> int:
-        """Ranks that have the same layers, neighbours in number."""
+        """Number of ranks that have the same layers; their numbers are consecutive."""
         return self.world // self.pp
 
     @property
     def efsdp(self) -> int:
-        """Ranks that share the weights of the same experts."""
+        """Number of ranks that share the weights of the same experts."""
         return self.shard * self.sp * self.tp // self.ep
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is along every axis."""
-        found = {}
+        """Return the position of a rank along every axis."""
+        position = {}
         for name in reversed(AXES):
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, position[name] = divmod(rank, getattr(self, name))
+        return position
 
     def data_rank(self, rank: int) -> int:
-        """Which piece of a batch a rank holds."""
+        """Return the number of the chunk of a batch that a rank gets."""
         at = self.coordinates(rank)
         return at["replicate"] * self.shard + at["shard"]
 
     def is_collect(self, rank: int) -> bool:
-        """Whether a rank answers for its model group: of the last stage, its first rank."""
+        """True if a rank returns results for its model group: the first rank of the last stage."""
         at = self.coordinates(rank)
         return at["pp"] == self.pp - 1 and at["sp"] == at["tp"] == 0

@@ -1,4 +1,4 @@
-"""How a role's module lies over its ranks: FSDP2, weights as one.
+"""Shard a role's module over its ranks with FSDP2, and reassemble its weights.
 
 The strategies are in `workers.parallel.sharding`.
 """
@@ -38,24 +38,24 @@ def shard(
     strategy: str = "fsdp",
     efsdp_mesh: DeviceMesh | None = None,
 ) -> bool:
-    """FSDP2 with one unit per decoder layer and one for the rest, or one for all.
+    """Shard with FSDP2: one unit per decoder layer and one for the rest, or one for everything.
 
-    Under shard_grad_op layers stay whole from one pass to the next, as the rest does. The experts
-    of a layer that are spread over ranks are a unit of their own on their `efsdp_mesh`. Before a
-    layer computes, the next one's weights are asked for.
+    Under shard_grad_op layers stay whole from one pass to the next, like the rest. Experts that are
+    spread over ranks form a separate unit on their `efsdp_mesh`. Each layer prefetches the weights
+    of the next.
 
-    Returns whether it is one for all: so in a small model, where a collective's latency is what it
-    costs. The unit that is not a layer holds what a pass begins and ends with: it is whole
-    throughout, and stays so until the engine has run. Gradients are added up, not averaged; a
-    weight that no token of a rank reached (an expert's) takes part with zeros, or the ranks'
-    collectives would not match.
+    Returns True for one unit, which small models use because there the latency of collectives
+    dominates. The unit of the rest contains the begin and the end of a pass. It is whole
+    throughout, and stays whole until `reshard`. Gradients are summed, not averaged. A weight that
+    no token of a rank reached (an expert) takes part with zeros, otherwise the collectives of the
+    ranks would not match.
     """
     num_elements: int = sum(parameter.numel() for parameter in module.parameters())
     one_unit = is_one_unit(num_elements)
     layers = set() if one_unit else set(module._no_split_modules or ())
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
-        # Weights alone are cast, as on one rank; inputs of a layer come as they are.
+        # Only weights are cast, as on one rank; the inputs of a layer are not.
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -82,15 +82,15 @@ def shard(
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
-            if hasattr(child, "set_reduce_scatter_unused_params"):  # not yet in torch 2.11
+            if hasattr(child, "set_reduce_scatter_unused_params"):  # missing in torch 2.11
                 child.set_reduce_scatter_unused_params(True, recurse=False)
     return one_unit
 
 
 def _prefetch_layers(module: Any) -> None:
-    """Each decoder layer asks for the next one's weights, of a list that a pass runs to its end.
+    """Let each decoder layer prefetch the next one, in lists that a pass runs completely.
 
-    What is asked for and not run would be given, older than the weights, to a later pass.
+    Otherwise a prefetched layer that does not run would return outdated weights to a later pass.
     """
     for several in module.modules():
         units = [child for child in several.children() if isinstance(child, FSDPModule)]
@@ -102,41 +102,43 @@ def _prefetch_layers(module: Any) -> None:
 def begin_pass(
     module: Any, one_unit: bool, last: bool, strategy: str = "fsdp", waits: bool = False
 ) -> None:
-    """Before each backward pass of a mini-batch: what stays whole after it.
+    """Set, before each backward pass of a mini-batch, which weights stay whole after it.
 
-    Nothing does after the last one. Weights that are whole throughout a pass (under shard_grad_op
-    all of them) are gathered once a mini-batch. One unit's gradients are added up over the passes
-    first, then over the ranks, once; larger models reduce layer by layer, since no rank may hold
-    all gradients. While a forward pass `waits` for its own backward pass, FSDP ends nothing.
+    After the last pass none do. Weights that are whole throughout a pass (all weights under
+    shard_grad_op) are gathered once per mini-batch. With one unit, gradients are accumulated over
+    the passes first and reduced over the ranks once. Larger models reduce layer by layer, since no
+    rank may store all gradients. While a forward pass `waits` for its backward pass, FSDP finalizes
+    nothing.
     """
     module.set_reshard_after_backward(last, recurse=one_unit or strategy == "shard_grad_op")
     module.set_is_last_backward(not waits)
     if one_unit:
-        module.set_requires_gradient_sync(last)  # spread experts' units, too
+        module.set_requires_gradient_sync(last)  # includes the units of spread experts
 
 
 def note_all_units(module: Any) -> None:
-    """Have FSDP take note of every unit of the module, once it has weights.
+    """Make FSDP register every unit of the module, once it has weights.
 
-    FSDP would do so in the first pass, and a pass of a stage sees only the layers of that stage.
-    Units that it missed would not be resharded, and their gradients not be reduced, at the end of a
-    mini-batch whose last backward pass is another stage's.
+    FSDP would do so in the first pass, but a pass of a stage sees only the layers of that stage.
+    Missed units would not be resharded, nor their gradients reduced, at the end of a mini-batch
+    whose last backward pass belongs to another stage.
     """
     module._get_fsdp_state()._lazy_init()
 
 
 def reshard(module: Any) -> None:
-    """What forward passes left whole is a shard again."""
+    """Reshard the weights that forward passes left whole."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients that ranks hold alike over `group`, in buckets; none is left out.
+    """Sum gradients of unsharded weights over `group`, in buckets, including missing ones.
 
-    A weight that no token of a rank reached (an expert's) has a gradient of zeros there, at every
-    strategy and number of ranks: the ranks stay in step, and the optimizer does the same to it.
+    A weight that no token of a rank reached (an expert) gets a gradient of zeros, for every
+    strategy and number of ranks. So the ranks stay in step, and the optimizer treats it equally
+    everywhere.
     """
     gradients = []
     for parameter in parameters:
@@ -148,12 +150,12 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
-        for own, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-            own.copy_(total)
+        for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(total)
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """A weight as one tensor, where its shards are; collective where it is sharded."""
+    """Return a weight as one tensor on its device; collective if it is sharded."""
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -163,15 +165,15 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def tensor_on_first(parameter: Tensor, is_first: bool | None = None) -> Tensor | None:
-    """A weight as one tensor on rank 0, None elsewhere; collective where it is sharded.
+    """Return a weight as one tensor on rank 0, None on other ranks; collective if it is sharded.
 
-    `is_first` says which rank it is instead: of those of a stage the first.
+    `is_first` selects another rank: the first one of a stage.
     """
     tensor = parameter.detach()
     is_first = dist.get_rank() == 0 if is_first is None else is_first
     if not isinstance(tensor, DTensor):
         return tensor if is_first else None
-    if tensor.device.type != "cpu":  # the sends of NCCL need connections of their own
+    if tensor.device.type != "cpu":  # sends with NCCL would need additional connections
         whole = full_tensor(tensor)
         return whole if is_first else None
     # other replicas do nothing

@@ -1,6 +1,6 @@
-"""The process groups of a role's ranks, by what they are for.
+"""The process groups of a role's ranks, by purpose.
 
-Every rank of the role makes them together, in the same order.
+All ranks of the role create them together, in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workers.parallel.dims import DATA, LOSS, MODEL, ParallelDims
 
 
 class Groups:
-    """A mesh, and of each group the one that this rank is in; None where it is alone.
+    """A mesh, and the process groups that this rank is in; None for a group of one rank.
 
     `mesh` has "shard" and the axes of more than one rank, in their order.
     """
@@ -30,16 +30,16 @@ class Groups:
         self.world = dist.group.WORLD if dims.world > 1 else None
         self.is_first = self.world is None or self.world.rank() == 0
         self.data = self._along(DATA)
-        """Ranks with unlike rows: counts of rows and tokens are summed over it."""
+        """Ranks with different rows: counts of rows and tokens are summed over it."""
         self.loss = self._along(LOSS)
-        """Ranks with unlike tokens: gradients, and shares of a loss, are summed over it."""
+        """Ranks with different tokens: gradients, and shares of a loss, are summed over it."""
         self.model = self._along(MODEL)
-        """Ranks that hold the same rows, and so run the same passes."""
+        """Ranks that have the same rows, and so run the same passes."""
         self.sp = self._along(("sp",))
         self.tp = self._along(("tp",))
         self.pp = self._along(("pp",))
         self.batch = self._along(("pp", *DATA))
-        """Of each model group the first of every stage's, of which the last has the numbers."""
+        """The first rank of every stage of each model group; the last stage has the metrics."""
 
     def _along(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         sizes = self.dims.axes()
@@ -51,23 +51,23 @@ class Groups:
         return self._flat(*named).get_group()
 
     def links(self, count: int) -> list[dist.ProcessGroup]:
-        """So many groups more of the ranks along "pp": for each way that states travel."""
+        """Return `count` further groups of the ranks along "pp", one per route of the states."""
         lines = torch.arange(self.dims.world).view(self.dims.pp, -1).T.tolist()
         return [dist.new_subgroups_by_enumeration(lines)[0] for _ in range(count)]
 
     @property
     def is_first_of_stage(self) -> bool:
-        """Whether of the ranks with the same layers this is the first."""
+        """True for the first of the ranks with the same layers."""
         return self.world is None or self.world.rank() % self.dims.per_stage == 0
 
     def _flat(self, *axes: str) -> DeviceMesh:
-        """These axes of the mesh as one."""
+        """Return these axes of the mesh as one axis."""
         part = self.mesh[axes]
         return part if part.ndim == 1 else part._flatten()
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What FSDP2 shards over: "shard" and "sp" as one, under "replicate" if that is above 1."""
+        """The mesh that FSDP2 shards over: "shard" and "sp" combined, and "replicate" if needed."""
         shards = self._flat("shard", "sp") if self.dims.sp > 1 else self.mesh["shard"]
         if self.dims.replicate == 1:
             return shards
@@ -83,11 +83,11 @@ class Groups:
 
     @cached_property
     def ep_mesh(self) -> DeviceMesh:
-        """Ranks with unlike experts, neighbours in number."""
+        """Ranks with different experts; their numbers are consecutive."""
         return self._expert_view["ep"]
 
     @cached_property
     def efsdp_mesh(self) -> DeviceMesh:
-        """What FSDP2 shards experts over: ranks that have the same ones."""
+        """The mesh that FSDP2 shards experts over: ranks that have the same ones."""
         replicates = ("replicate",) if self.dims.replicate > 1 else ()
         return self._expert_view[(*replicates, "efsdp")]

@@ -1,4 +1,4 @@
-"""What rests in host memory between calls: weights and moments, each in one page-locked block."""
+"""Offload weights and moments to host memory between calls, each in one page-locked block."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from workers.parallel.placements import local_part
 from workers.parallel.sharding import Sharding
 
 ALIGNMENT = 256
-"""Bytes that a tensor's place in a block is a multiple of."""
+"""Offsets of tensors in a block are multiples of this many bytes."""
 
 
 class HostBlock:
-    """One page-locked block, in which tensors are laid end to end."""
+    """One page-locked block that stores tensors one after the other."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        """They grow when more are needed, and stay for the next time."""
+        """The buffer grows when needed and is reused."""
         self._unlock: Callable[[], object] | None = None
 
     def copies_of(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Copies by the tensors' ids, on their way; those that were made before are gone."""
-        sizes = [-(-local_part(one).nbytes // ALIGNMENT) * ALIGNMENT for one in tensors]
+        """Start copying the tensors; return the copies by id. Earlier copies become invalid."""
+        sizes = [-(-local_part(t).nbytes // ALIGNMENT) * ALIGNMENT for t in tensors]
         if sum(sizes) > len(self.bytes):
             if self._unlock is not None:
                 self._unlock()
@@ -38,23 +38,23 @@ class HostBlock:
             self._unlock = lock_pages(self, self.bytes)
 
         places = self.bytes[: sum(sizes)].split(sizes)
-        return {id(one): _copy(one, to) for one, to in zip(tensors, places, strict=True)}
+        return {id(t): _copy(t, place) for t, place in zip(tensors, places, strict=True)}
 
 
 @torch.no_grad()
 def _copy(tensor: Tensor, place: Tensor) -> Tensor:
-    own = local_part(tensor)
-    copy = place[: own.nbytes].view(own.dtype).view(own.shape)
-    copy.copy_(own, non_blocking=True)
+    local = local_part(tensor)
+    copy = place[: local.nbytes].view(local.dtype).view(local.shape)
+    copy.copy_(local, non_blocking=True)
     if not isinstance(tensor, DTensor):
         return copy
-    # `from_local` would move it to the mesh's device
+    # `from_local` would move it to the device of the mesh
     return DTensor(copy, tensor._spec, requires_grad=tensor.requires_grad)
 
 
 @dataclass(frozen=True)
 class HostBlocks:
-    """Of one engine."""
+    """The host blocks of one engine."""
 
     weights: HostBlock = field(default_factory=HostBlock)
     moments: HostBlock = field(default_factory=HostBlock)
@@ -68,10 +68,10 @@ def resident(
     device: torch.device,
     blocks: HostBlocks,
 ) -> Iterator[None]:
-    """Within, what the config offloads is on the device; after, it is in host memory.
+    """Context in which offloaded tensors are on the device; afterwards they are in host memory.
 
-    On the CPU that is one place. What a call leaves free stays with torch, for the next role of the
-    process; an engine that takes memory beside torch has it given back.
+    On the CPU both are the same. torch keeps the memory that a call frees, for the next role of the
+    process. An engine that allocates memory outside torch releases it.
     """
     moved = module if sharding.param_offload else None
     optimizer = optimizer if sharding.optimizer_offload else None
@@ -87,8 +87,8 @@ def resident(
         weights = blocks.weights.copies_of(_tensors(moved))
         moments = blocks.moments.copies_of(_states(optimizer))
         if weights or moments:
-            torch.cuda.current_stream(device).synchronize()  # FSDP reads what it pads
-        _move(moved, optimizer, lambda one: weights[id(one)], lambda one: moments[id(one)])
+            torch.cuda.current_stream(device).synchronize()  # FSDP pads and reads these buffers
+        _move(moved, optimizer, lambda w: weights[id(w)], lambda s: moments[id(s)])
 
 
 def _fetched(tensor: Tensor, device: torch.device) -> Tensor:
@@ -101,7 +101,7 @@ def _move(
     weight: Callable[[Tensor], Tensor],
     state: Callable[[Tensor], Tensor],
 ) -> None:
-    """Have what these functions give in the place of each tensor."""
+    """Replace each weight and each state by the result of its function."""
     if module is not None:
         module._apply(weight)
     for states in optimizer.state.values() if optimizer is not None else ():
@@ -124,5 +124,5 @@ def _states(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
 
 
 def _is_moved(value: object) -> bool:
-    """Whether a state is a tensor; step counts stay where AdamW wants them."""
+    """True for tensors with several elements; step counts stay where AdamW needs them."""
     return isinstance(value, Tensor) and math.prod(value.shape) > 1

@@ -1,4 +1,4 @@
-"""Page-locked host memory: a GPU copies from and to it at the bus's full speed, without waiting."""
+"""Page-locked host memory: GPUs copy from and to it at full bus speed, asynchronously."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:
-    """Lock the pages of these bytes until the result is called or their owner is gone.
+    """Lock the pages of these bytes until the result is called or their owner is deleted.
 
-    None if CUDA refuses, which is said. torch's own `pin_memory` takes the next power of two.
+    Returns None, with a warning, if CUDA fails. torch's `pin_memory` would round up to a power of
+    two.
     """
     cudart, address = torch.cuda.cudart(), block.data_ptr()
     if error := int(cudart.cudaHostRegister(address, len(block), 0)):
@@ -23,12 +24,12 @@ def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:
         logger.warning("%.2f GiB were not page-locked: CUDA error %d", size, error)
         return None
     unlock = weakref.finalize(owner, cudart.cudaHostUnregister, address)
-    unlock.atexit = False  # CUDA may be gone by then
+    unlock.atexit = False  # CUDA may be gone at exit
     return unlock
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there; the program does not wait for a GPU. For what is small and made anew."""
+    """Copy a small new tensor to the device, without waiting for a GPU."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

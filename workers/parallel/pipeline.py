@@ -3,16 +3,17 @@
     for action in pipeline.actions(num_passes):         # one stage: F0 B0 F1 B1 ...
         if action.is_forward:
             with pipeline.computing(action, shapes) as results:     # after it received its states
-                results += [module(**inputs)]                       # states are sent on in the end
+                results += [module(**inputs)]                       # states are sent at the end
         else:
             pipeline.backward(action)
 
-The ranks along "pp", a line, hold the same rows and cut them alike. So each knows the shapes that
-it receives, and passes may have unlike lengths. Gradients are added up in the order of the passes,
-as one process adds them. A send does not wait. A receive does, on a group of its own for each
-direction and neighbour: no two ranks wait for each other, and states arrive in the order of sends.
+The ranks along "pp" form a line. They have the same rows and split them equally, so each knows the
+shapes that it receives, and passes may have different lengths. Gradients are accumulated in the
+order of the passes, as in one process. A send does not block. A receive blocks, on a separate group
+for each direction and neighbour: no two ranks wait for each other, and states arrive in the order
+in which they were sent.
 
-gpipe: all forward passes first (arXiv 1811.06965). 1f1b: as few of them as keep all ranks at work
+gpipe: all forward passes first (arXiv 1811.06965). 1f1b: only as many as keep all ranks busy
 (PipeDream-Flush, arXiv 2006.09503). interleaved: 1f1b over two stages per rank, which are idle for
 half the time (arXiv 2104.04473).
 """
@@ -36,13 +37,13 @@ class Action(NamedTuple):
 
     is_forward: bool
     chunk: int
-    """Which of the rank's stages."""
+    """Number of the stage on this rank."""
     number: int
-    """Which pass of the mini-batch."""
+    """Number of the pass in the mini-batch."""
 
 
 def num_chunks(kind: str) -> int:
-    """Stages of a rank."""
+    """Return the number of stages per rank."""
     return 2 if kind == "interleaved" else 1
 
 
@@ -59,31 +60,31 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
     if kind == "gpipe":
         num_waiting = num_passes
 
-    # a last round that is not full has its places, which stay empty
+    # an incomplete last round keeps its places, which stay empty
     order = [(chunk, place) for chunk in chunks for place in range(num_ranks)]
     forward = [(chunk, number, place) for number, _ in enumerate(rounds) for chunk, place in order]
-    found: list[Action] = []
+    actions: list[Action] = []
     total = len(forward)
     num_waiting = min(num_waiting, total)
 
     def add(is_forward: bool, step: int) -> None:
         chunk, number, place = forward[step]
         if place < len(rounds[number]):
-            own = chunk if is_forward else chunks[-1 - chunk]
-            found.append(Action(is_forward, own, rounds[number][place]))
+            chunk_here = chunk if is_forward else chunks[-1 - chunk]
+            actions.append(Action(is_forward, chunk_here, rounds[number][place]))
 
     for step in range(total + num_waiting):
         if step < total:
             add(True, step)
         if step >= num_waiting:
             add(False, step - num_waiting)
-    return found
+    return actions
 
 
 def most_waiting(kind: str, rank: int, num_ranks: int) -> int:
     """Return the largest number of a rank's passes that wait for their backward passes.
 
-    Under gpipe all passes of a mini-batch do; they count as many as there are ranks.
+    Under gpipe all passes of a mini-batch wait; they count as many as there are ranks.
     """
     waiting = most = 0
     for action in schedule(kind, rank, num_ranks, 4 * num_ranks if kind != "gpipe" else num_ranks):
@@ -93,7 +94,7 @@ def most_waiting(kind: str, rank: int, num_ranks: int) -> int:
 
 
 class Pipeline:
-    """The stages of a model that this rank computes, and its ways to the ranks beside it."""
+    """The stages of a model that this rank computes, and its connections to neighbouring ranks."""
 
     def __init__(
         self,
@@ -104,21 +105,21 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`links` are groups of the ranks of the `line` (`_link`).
+        """Create the pipeline of a rank; `links` are groups of the ranks of the `line` (`_link`).
 
-        `dtype` is the type of states between stages.
+        `dtype` is the type of the states between stages.
         """
         self.stages, self.line, self.kind, self.links = stages, line, kind, links
         self.dtype, self.device = dtype, device
         self.rank, self.size = line.rank(), line.size()
         self.last = self.size * num_chunks(kind) - 1
         self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        """By chunk and number, states received and results of a pass, until its backward pass."""
+        """Received states and results of a pass, by chunk and number, until its backward pass."""
         self._sent: list[tuple[Any, Tensor]] = []
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the model's outputs."""
+        """True if this rank has the model's outputs."""
         return self.rank == self.size - 1
 
     def stage_of(self, action: Action) -> int:
@@ -126,7 +127,7 @@ class Pipeline:
         return action.chunk * self.size + self.rank
 
     def actions(self, num_passes: int, trains: bool = True) -> Iterator[Action]:
-        """Yield the rank's actions in order; in the end all that it sent has arrived."""
+        """Yield the rank's actions in order; at the end, wait for everything it sent."""
         self.waiting.clear()
         for action in schedule(self.kind, self.rank, self.size, num_passes):
             if trains or action.is_forward:
@@ -137,10 +138,10 @@ class Pipeline:
 
     @contextmanager
     def computing(self, action: Action, shapes: Sequence[Sequence[int]]) -> Iterator[list[Tensor]]:
-        """Within, the module computes a stage; its results are added to the list.
+        """Context in which the module computes a stage; add its results to the yielded list.
 
-        Results are states, which are sent on, and losses, which are scalars. `shapes` are those of
-        the states that the stage before has sent.
+        Results are states, which are sent to the next stage, and losses, which are scalars.
+        `shapes` are the shapes of the states from the previous stage.
         """
         stage, is_trained = self.stage_of(action), torch.is_grad_enabled()
         received = [self._receive(shape, stage - 1, stage) for shape in shapes]
@@ -158,30 +159,30 @@ class Pipeline:
     def backward(self, action: Action) -> None:
         """Compute gradients of the stage's weights, and of the states that it received."""
         stage = self.stage_of(action)
-        received, given = self.waiting.pop((action.chunk, action.number))
-        # a loss that is not finite has a gradient of NaN, also where its formula clamps
+        received, outputs = self.waiting.pop((action.chunk, action.number))
+        # a non-finite loss has a gradient of NaN, even if its formula clamps
         grads = [
-            self._receive(one.shape, stage + 1, stage) if one.dim() else 1 + (one - one).detach()
-            for one in given
+            self._receive(x.shape, stage + 1, stage) if x.dim() else 1 + (x - x).detach()
+            for x in outputs
         ]
-        # what comes before all that is trained has no gradient
-        needed = [n for n, one in enumerate(given) if one.requires_grad or not one.dim()]
+        # outputs before all trained weights have no gradient
+        needed = [n for n, x in enumerate(outputs) if x.requires_grad or not x.dim()]
         if needed:
-            torch.autograd.backward([given[n] for n in needed], [grads[n] for n in needed])
+            torch.autograd.backward([outputs[n] for n in needed], [grads[n] for n in needed])
         for states in received:
             grad = states.grad
             self._send(torch.zeros_like(states) if grad is None else grad, stage, stage - 1)
 
-    def from_last(self, found: Any) -> Any:
+    def from_last(self, result: Any) -> Any:
         """Return the result of the rank with the last stage, on all ranks of the line."""
-        told = [found]
+        told = [result]
         dist.broadcast_object_list(
             told, group=self.line, group_src=self.size - 1, device=self.device
         )
         return told[0]
 
     def _link(self, source: int, target: int) -> dist.ProcessGroup:
-        """The group on which one stage sends to its neighbour."""
+        """Return the group on which one stage sends to its neighbour."""
         is_forward = target > source
         goes_round = (max(source, target) % self.size) == 0
         return self.links[2 * goes_round + is_forward]
@@ -192,7 +193,7 @@ class Pipeline:
                 f"parallel.pp={self.size}: between layers states are {states.dtype}, and passes "
                 f"compute in {self.dtype}; set parallel.pp=1, or model.compute_dtype to the former."
             )
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         states = states.contiguous()
         group = self._link(source, target)
         work = dist.isend(states, group=group, group_dst=target % self.size)
@@ -205,17 +206,17 @@ class Pipeline:
         return states
 
 
-def exchanged_sum(own: Tensor, line: dist.ProcessGroup) -> Tensor:
+def exchanged_sum(gradient: Tensor, line: dist.ProcessGroup) -> Tensor:
     """Return the sum over the first and the last rank of a line, bit for bit equal on both."""
-    other = torch.empty_like(own)
+    other = torch.empty_like(gradient)
     peer = line.size() - 1 - line.rank()
     ways = [
         dist.P2POp(op, tensor, group=line, group_peer=peer)
-        for op, tensor in ((dist.isend, own.contiguous()), (dist.irecv, other))
+        for op, tensor in ((dist.isend, gradient.contiguous()), (dist.irecv, other))
     ]
     for work in dist.batch_isend_irecv(ways):
         work.wait()
-    return own + other
+    return gradient + other
 
 
 Named = Iterator[tuple[str, Tensor]]
@@ -224,21 +225,21 @@ Named = Iterator[tuple[str, Tensor]]
 def stage_by_stage(
     line: dist.ProcessGroup,
     facts: list[tuple[str, torch.Size, torch.dtype]],
-    own: Named,
+    tensors: Named,
     on_all_ranks: bool,
     is_first: bool,
     device: torch.device,
 ) -> Named:
     """Yield the tensors of all ranks of a line, the first rank's first; collective.
 
-    `facts` are names, shapes and types of the `own` ones. Unless `on_all_ranks` they come to the
-    first rank alone of the line that `is_first`; others have none.
+    `facts` are names, shapes and types of this rank's `tensors`. Unless `on_all_ranks`, only the
+    first rank of the line that `is_first` receives them.
     """
     for rank in range(line.size()):
         told: list[Any] = [facts if rank == line.rank() else None]
         dist.broadcast_object_list(told, group=line, group_src=rank, device=device)
         if rank == line.rank():
-            for name, tensor in own:
+            for name, tensor in tensors:
                 if on_all_ranks:
                     dist.broadcast(_bytes(tensor), group=line, group_src=rank)
                 elif rank > 0:

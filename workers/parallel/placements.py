@@ -1,8 +1,8 @@
-"""Where the parts of a DTensor lie in the whole, and how they become it.
+"""Locate the shards of a DTensor in the whole tensor, and reassemble it.
 
-Tensor parallelism cuts a weight first, by the last axis of the mesh; FSDP2 cuts the rows of what is
-left, and says so by a `_StridedShard`. A packed weight is several end to end, each cut by itself.
-torch's own rules know no packed ones, and no rows that the cuts leave uneven.
+Tensor parallelism splits a weight first, over the last axis of the mesh. FSDP2 then splits the rows
+of the result, which it marks as a `_StridedShard`. A packed weight is a concatenation of several
+weights, each split separately. torch's rules support neither packed weights nor uneven rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 Gather = Callable[[Tensor, int, dist.ProcessGroup], Tensor | None]
-"""(a rank's rows, the number of all rows, the ranks that have them) -> all rows, where it says."""
+"""(a rank's rows, the number of all rows, the ranks that have them) -> all rows, or None on ranks
+that do not get them.
+"""
 
 
 Slices = tuple[slice, ...]
@@ -26,47 +28,47 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """One axis of a mesh over which a dim is cut."""
+    """One axis of a mesh over which a dimension is split."""
 
     axis: int
     dim: int
     packed: int
-    """Pieces that lie end to end along the dim, each of which is cut."""
+    """Number of concatenated weights along the dimension, each of which is split."""
     num_ranks: int
 
     def part(self, ranges: Sequence[range], rank: int) -> list[range]:
-        """What a rank gets of ranges that lie end to end; the last ranks may get less, or none."""
+        """Return a rank's part of concatenated ranges; the last ranks may get less, or nothing."""
         size = sum(map(len, ranges)) // self.packed
         most = -(-size // self.num_ranks)
         begin, end = min(rank * most, size), min((rank + 1) * most, size)
-        found: list[range] = []
+        part: list[range] = []
         for piece in range(self.packed):
-            found += _between(ranges, piece * size + begin, piece * size + end)
-        return found
+            part += _between(ranges, piece * size + begin, piece * size + end)
+        return part
 
     def as_rows(self, tensor: Tensor) -> Tensor:
-        """What is cut comes first, pieces that lay end to end side by side."""
+        """Move the split dimension first, with packed weights next to each other."""
         size = tensor.shape[self.dim] // self.packed
         return tensor.unflatten(self.dim, (self.packed, size)).movedim(self.dim + 1, 0)
 
     def as_it_was(self, rows: Tensor) -> Tensor:
-        """The inverse of `as_rows`."""
+        """Undo `as_rows`."""
         return rows.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 1).contiguous()
 
 
 def _between(ranges: Sequence[range], begin: int, end: int) -> list[range]:
-    found, start = [], 0
-    for one in ranges:
-        own = one[max(begin - start, 0) : max(end - start, 0)]
-        found += [own] if own else []
-        start += len(one)
-    return found
+    between, start = [], 0
+    for span in ranges:
+        overlap = span[max(begin - start, 0) : max(end - start, 0)]
+        between += [overlap] if overlap else []
+        start += len(span)
+    return between
 
 
 def cuts_of(tensor: DTensor) -> list[Cut]:
-    """How it is cut, one after the other."""
+    """Return the splits of a tensor, in order."""
     mesh, placements = tensor.device_mesh, tensor.placements
-    found, last = [], []
+    cuts, last = [], []
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
@@ -76,8 +78,8 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
         if later and factor == math.prod(mesh.size(n) for n in later):
             last.append(Cut(axis, dim, 1, mesh.size(axis)))
         else:
-            found.append(Cut(axis, dim, factor, mesh.size(axis)))
-    return found + last[::-1]
+            cuts.append(Cut(axis, dim, factor, mesh.size(axis)))
+    return cuts + last[::-1]
 
 
 def _dim_of(placement: Placement) -> int | None:
@@ -86,9 +88,9 @@ def _dim_of(placement: Placement) -> int | None:
 
 
 def own_ranges(tensor: DTensor, num_cuts: int | None = None) -> list[list[range]]:
-    """Along each dim, the ranges of the whole that lie end to end in this rank's part of it.
+    """Return, per dimension, the ranges of the whole tensor that form this rank's part.
 
-    After so many of the cuts; None is all.
+    `num_cuts` applies only the first splits; None applies all.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank holds tensors of its own mesh only"
@@ -100,14 +102,14 @@ def own_ranges(tensor: DTensor, num_cuts: int | None = None) -> list[list[range]
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a tensor without a gap: where in its part, and where in the whole."""
+    """A contiguous part of a tensor: its position in the rank's shard and in the whole."""
 
     local: Slices
     place: tuple[range, ...]
 
     @classmethod
     def at(cls, begins: Sequence[int], sizes: Sequence[int]) -> Piece:
-        """A tensor of these sizes that begins there."""
+        """Return a piece with these sizes that begins at `begins` in the whole tensor."""
         places = zip(begins, sizes, strict=True)
         return cls(
             tuple(slice(0, size) for size in sizes),
@@ -115,41 +117,41 @@ class Piece:
         )
 
     def shared_with(self, other: Piece) -> tuple[Slices, Slices] | None:
-        """What both have of the whole: where in the own part, and where in the other's."""
+        """Return the overlap with another piece: its position in this shard and in the other."""
         both = []
         for ours, theirs in zip(self.place, other.place, strict=True):
             both.append(range(max(ours.start, theirs.start), min(ours.stop, theirs.stop)))
         return (self._where(both), other._where(both)) if all(both) else None
 
     def _where(self, place: Sequence[range]) -> Slices:
-        found = []
-        for local, ours, one in zip(self.local, self.place, place, strict=True):
-            begin = local.start + one.start - ours.start
-            found.append(slice(begin, begin + len(one)))
-        return tuple(found)
+        slices = []
+        for local, ours, shared in zip(self.local, self.place, place, strict=True):
+            begin = local.start + shared.start - ours.start
+            slices.append(slice(begin, begin + len(shared)))
+        return tuple(slices)
 
 
 def pieces_of(tensor: Tensor) -> list[Piece]:
-    """Together, all that this rank holds of it."""
+    """Return the pieces that form this rank's part of a tensor."""
     whole = [[range(size)] for size in tensor.shape]
     ranges = own_ranges(tensor) if isinstance(tensor, DTensor) else whole
     along = []
     for of_dim in ranges:
         ends = itertools.accumulate(map(len, of_dim))
         along.append(
-            [(slice(end - len(one), end), one) for end, one in zip(ends, of_dim, strict=True)]
+            [(slice(end - len(span), end), span) for end, span in zip(ends, of_dim, strict=True)]
         )
     boxes = itertools.product(*along)
     return [Piece(tuple(n for n, _ in box), tuple(n for _, n in box)) for box in boxes]
 
 
 def local_part(weight: Tensor) -> Tensor:
-    """What this rank holds of a weight, with its gradient."""
+    """Return this rank's shard of a weight, with its gradient."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def is_first_replica(tensor: DTensor) -> bool:
-    """Whether of the ranks that hold the same part of a tensor this is the first."""
+    """True for the first of the ranks that have the same shard of a tensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank holds tensors of its own mesh only"
     places = zip(coordinate, tensor.placements, strict=True)
@@ -157,7 +159,7 @@ def is_first_replica(tensor: DTensor) -> bool:
 
 
 def whole_tensor(tensor: DTensor, gather: Gather) -> Tensor | None:
-    """The whole, where `gather` has that; cut by cut, the last one first."""
+    """Return the whole tensor where `gather` does; undo the splits, the last one first."""
     part = tensor.to_local()
     cuts = cuts_of(tensor)
     for number in reversed(range(len(cuts))):
@@ -171,37 +173,37 @@ def whole_tensor(tensor: DTensor, gather: Gather) -> Tensor | None:
     return part
 
 
-def all_gather_rows(own: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
-    """All rows, on every rank; the last ranks may have fewer than others, or none.
+def all_gather_rows(mine: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
+    """Return all rows, on every rank; the last ranks may have fewer rows than others, or none.
 
-    One collective and nothing else: torch's own way takes several times as long on tensors of some
-    kilobytes.
+    It runs a single collective: torch's implementation takes several times as long on tensors of a
+    few kilobytes.
     """
     most = max(1, -(-num_rows // group.size()))
-    if len(own) < most:
-        own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-    whole = own.new_empty(group.size() * most, *own.shape[1:])
-    dist.all_gather(list(whole.chunk(group.size())), own, group=group)
+    if len(mine) < most:
+        mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
+    whole = mine.new_empty(group.size() * most, *mine.shape[1:])
+    dist.all_gather(list(whole.chunk(group.size())), mine, group=group)
     return whole[:num_rows]
 
 
-def gather_rows(own: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor | None:
-    """All rows on the first rank, None elsewhere.
+def gather_rows(rows_here: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor | None:
+    """Return all rows on the first rank, None on the others.
 
-    Each rank's go straight to their place: half the bytes of an all-gather, and no copies.
+    Rows arrive directly at their position: half the bytes of an all-gather, and no copies.
     """
     if group.rank() != 0:
-        if own.numel():
-            dist.send(own, group=group, group_dst=0)
+        if rows_here.numel():
+            dist.send(rows_here, group=group, group_dst=0)
         return None
 
-    whole = own.new_empty(num_rows, *own.shape[1:])
+    whole = rows_here.new_empty(num_rows, *rows_here.shape[1:])
     most = max(1, -(-num_rows // group.size()))
     mine, *others = whole.split(most)  # the last ranks may have none
     arriving = [
         dist.irecv(rows, group=group, group_src=rank) for rank, rows in enumerate(others, 1)
     ]
-    mine.copy_(own)
+    mine.copy_(rows_here)
     for work in arriving:
         assert work is not None, "this rank is in the group"
         work.wait()

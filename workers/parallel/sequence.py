@@ -1,18 +1,19 @@
-"""Sequence parallelism: each rank of a group holds a part of the packed row's tokens.
+"""Sequence parallelism: each rank of a group has some of the packed row's tokens.
 
     ranks = SequenceRanks(group, num_heads)
-    split = ranks.split(reads)              # which tokens are whose, of a row of ranks.padded(n)
-    output = ranks.attend(query, key, value, sinks, attend)     # in each layer, of own tokens
+    split = ranks.split(reads)              # the tokens of each rank, of a row of ranks.padded(n)
+    output = ranks.attend(query, key, value, sinks, attend)     # in each layer, of its own tokens
     numbers = split.gather(own_numbers)     # of the positions read by all ranks, on each of them
 
-A layer computes token by token, but for its attention. There one all-to-all gives each rank all
-tokens of some heads, and a second one all heads of its own tokens (Ulysses, arXiv 2309.14509).
-Where ranks outnumber the heads, keys and values are gathered, and each rank attends with its own
-tokens' queries. It holds two pieces of the row then, one as far from the begin as the other from
-the end, so that all have as many keys to look at (zigzag; Llama 3, arXiv 2407.21783, 3.3.2).
+A layer computes token by token, except for attention. There one all-to-all gives each rank all
+tokens of some heads, and a second one returns all heads of its own tokens (Ulysses, arXiv
+2309.14509). If there are more ranks than heads, keys and values are gathered, and each rank attends
+with the queries of its own tokens. It then has two spans of the row, at equal distances from begin
+and end, so that all ranks have equally many keys to attend to (zigzag; Llama 3, arXiv 2407.21783,
+3.3.2).
 
-What is gathered at the end is equal on all ranks, and so is the loss of it. The backward pass
-takes the own part of its gradient: gradients of weights are shares, to be added up over the ranks.
+The gathered outputs, and therefore the loss, are equal on all ranks. The backward pass uses each
+rank's part of the gradient, so gradients of weights are shares that must be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 AttendRows = Callable[..., Tensor]
-"""(query, key, value, sinks, places of the queries; None is all) -> output.
+"""(query, key, value, sinks, positions of the queries; None is all) -> output.
 
 States are [tokens, heads, size], `sinks` [heads] or None.
 """
@@ -35,46 +36,46 @@ States are [tokens, heads, size], `sinks` [heads] or None.
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """The ranks that share packed rows of a model with so many heads of queries."""
+    """The ranks that share packed rows of a model with `num_heads` query heads."""
 
     group: dist.ProcessGroup
     num_heads: int
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
         return self.group.size()
 
     @property
     def gathers(self) -> bool:
-        """Whether they outnumber the heads, so that keys and values are gathered."""
+        """True if there are more ranks than heads, so that keys and values are gathered."""
         return self.size > self.num_heads
 
     def padded(self, num_tokens: int) -> int:
-        """So many tokens and the fewest more that divide among the ranks."""
+        """Return the smallest number of tokens from `num_tokens` on that the ranks can share."""
         multiple = 2 * self.size if self.gathers else self.size
         return -(-num_tokens // multiple) * multiple
 
     def places(self, num_tokens: int) -> Tensor:
-        """[ranks, tokens of one]: the places in the row of each rank's tokens."""
+        """Return the positions in the row of each rank's tokens, [ranks, tokens per rank]."""
         if not self.gathers:
             return torch.arange(num_tokens).view(self.size, -1)
         fronts, backs = torch.arange(num_tokens).view(2, self.size, -1)
         return torch.cat([fronts, backs.flip(0)], dim=1)
 
     def split(self, reads: Tensor) -> Split:
-        """Who has which tokens of a row, and reads which; `reads` has a bool for every token."""
+        """Return the tokens of each rank and their reads; `reads` has a bool for every token."""
         places = self.places(len(reads))
         is_read = reads[places]
         numbers = (reads.cumsum(0) - 1)[places[is_read]]
-        own = self.group.rank()
+        rank = self.group.rank()
         counts = is_read.sum(dim=1).tolist()
-        return Split(self.group, places[own], is_read[own].nonzero()[:, 0], numbers, counts)
+        return Split(self.group, places[rank], is_read[rank].nonzero()[:, 0], numbers, counts)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, attend: AttendRows
     ) -> Tensor:
-        """Attention of the own tokens, [tokens, heads, size], whose rows `attend` knows."""
+        """Return the attention of this rank's tokens; `attend` computes it for whole rows."""
         num_own, num_heads, _ = query.shape
         if self.gathers:
             places = self.places(self.size * num_own)
@@ -95,9 +96,10 @@ class SequenceRanks:
         return back.transpose(0, 1).flatten(1, 2)
 
     def _exchanged(self, states: list[Tensor], is_whole: bool = False) -> list[Tensor]:
-        """[own tokens, heads, size] -> [all tokens, this rank's heads, size], by one collective.
+        """Exchange [own tokens, heads, size] to [all tokens, heads of the rank, size], in one
+        collective.
 
-        Where it `is_whole`, every rank gets all heads.
+        If it `is_whole`, every rank gets all heads.
         """
         parts = [state.unflatten(1, (1 if is_whole else self.size, -1)) for state in states]
         flat = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1)
@@ -111,37 +113,37 @@ class SequenceRanks:
 
 @dataclass(frozen=True)
 class Split:
-    """One packed row over the ranks of a group."""
+    """One packed row, divided over the ranks of a group."""
 
     group: dist.ProcessGroup
     places: Tensor
-    """Of the own tokens in the row."""
+    """Positions of this rank's tokens in the row."""
     reads: Tensor
-    """Which of the own tokens are read."""
+    """Indices of this rank's tokens that are read."""
     numbers: Tensor
-    """Of all positions that are read, those of the first rank first: which of the row's it is."""
+    """For every position read, the first rank's first: its number in the order of the row."""
     counts: list[int]
-    """How many positions each rank reads."""
+    """Number of positions that each rank reads."""
 
     def own(self, column: Tensor) -> Tensor:
-        """Of a number for each position read, those of the own ones."""
+        """Select this rank's numbers from a column with one number per position read."""
         rank = self.group.rank()
         return column[self.numbers.split(self.counts)[rank].to(column.device)]
 
     def gather(self, column: Tensor) -> Tensor:
-        """[own positions read, ...] -> [positions read, ...] in the order of the row."""
+        """Gather [own positions read, ...] to [positions read, ...] in the order of the row."""
         gathered: Tensor = _Gather.apply(column, self.counts, self.group)
         return gathered[self.numbers.argsort().to(column.device)]
 
     def add_up(self, share: Tensor) -> Tensor:
-        """The sum of the ranks' shares, of which the gradient is the own share's."""
+        """Return the sum of the ranks' shares, whose gradient is that of this rank's share."""
         total = share.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total + (share - share.detach())
 
 
 class _AllToAll(torch.autograd.Function):
-    """[ranks, ...] -> [ranks, ...]: part r goes to rank r, whose part comes in its place."""
+    """Exchange [ranks, ...]: part r goes to rank r, and is replaced by rank r's part."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -161,13 +163,13 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """The ranks' rows one after the other, on each; the gradient is that of the own rows."""
+    """Concatenate the rows of all ranks on each rank; only its own rows get a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.counts, ctx.rank = counts, group.rank()
-        padded = own.new_zeros(max(1, *counts), *own.shape[1:])
-        padded[: len(own)] = own
+        padded = rows.new_zeros(max(1, *counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

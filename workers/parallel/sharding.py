@@ -1,6 +1,6 @@
-"""What a strategy and its `fsdp_config` come to, in names and numbers, without torch.
+"""Interpret a strategy and its `fsdp_config`, as names and numbers, without torch.
 
-`workers.parallel.fsdp` does it to a module.
+`workers.parallel.fsdp` applies the result to a module.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ STRATEGIES: dict[str, tuple[str, bool]] = {
     "shard_grad_op": ("shard_grad_op", False),
     "shard_grad_op+offload": ("shard_grad_op", True),
 }
-"""Name -> how the model is sharded, and whether shards and moments rest in host memory.
+"""Name -> sharding of the model, and True if shards and moments are offloaded to host memory.
 
 fsdp shards weights, gradients and optimizer state, and gathers the weights of a layer for its
-forward pass and again for its backward pass (ZeRO-3). shard_grad_op gathers them once a mini-batch
-and keeps them whole until its last backward pass; gradients and optimizer state are sharded all the
-same (ZeRO-2). Between calls both hold their shards alone.
+forward pass and again for its backward pass (ZeRO-3). shard_grad_op gathers them once per
+mini-batch and keeps them whole until the last backward pass; gradients and optimizer state are
+still sharded (ZeRO-2). Between calls both store only shards.
 """
 
 SMALL_ELEMENTS = 16 * 2**20
-"""Weights up to which a model is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
+"""Largest model that is one unit of FSDP2: 64 MiB in float32, and again for gradients."""
 
 
 def is_one_unit(num_weights: int) -> bool:
-    """Whether FSDP2 gathers such a model at once, not layer by layer."""
+    """True if FSDP2 gathers such a model at once, not layer by layer."""
     return num_weights <= SMALL_ELEMENTS
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a strategy and an `fsdp_config` come to."""
+    """Result of a strategy and an `fsdp_config`."""
 
     strategy: str
     """single, ddp, fsdp or shard_grad_op."""
@@ -63,19 +63,20 @@ def settle(
     section: str = "fsdp_config",
     quantization: str | None = None,
 ) -> Sharding:
-    """The settings of `fsdp_config` that a strategy names; what the user set there must agree.
+    """Return the sharding that a strategy names; the user's `fsdp_config` must agree with it.
 
-    `fsdp_size` and `parallel.shard` are one size. Quantised weights are whole on every rank.
+    `fsdp_size` and `parallel.shard` are the same setting. Quantized weights are whole on every
+    rank.
     """
     base, offloads = STRATEGIES["ddp" if quantization else strategy]
     whole = base in ("single", "ddp")
     size, name = config.fsdp_size, f"{section}.fsdp_size"
     axes: dict[str, Any] = {} if parallel is None else dict(vars(parallel))
     cut = {"tp": "cuts every matrix", "pp": "gives every rank some layers"}
-    for axis, how in cut.items():
+    for axis, why in cut.items():
         if quantization and axes.get(axis, 1) > 1:
             raise ConfigError(
-                f"{axes_key(section)}.{axis}={axes[axis]} {how}, and quantization={quantization} "
+                f"{axes_key(section)}.{axis}={axes[axis]} {why}, and quantization={quantization} "
                 "keeps linear weights whole on every rank; drop one."
             )
     shard = axes.pop("shard", -1)
@@ -106,15 +107,15 @@ def settle(
 
 
 def axes_key(section: str) -> str:
-    """The name of the `parallel` that goes with an `fsdp_config` of this name."""
+    """Return the name of the `parallel` section that belongs to this `fsdp_config`."""
     prefix = f".{section.removesuffix('fsdp_config')}"
-    if prefix.endswith(".model."):  # it stands beside the model
+    if prefix.endswith(".model."):  # it is next to the model section
         prefix = prefix.removesuffix("model.")
     return f"{prefix}parallel".lstrip(".")
 
 
 def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
-    """The axes of one role's ranks."""
+    """Return the sizes of the axes of a role's ranks."""
     if sharding.strategy == "single" and num_ranks > 1:
         raise ConfigError(
             f"strategy=single is for a pool of one process, this one has {num_ranks}; take ddp "
@@ -153,16 +154,16 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
 
 
 def _check_experts(dims: ParallelDims, strategy: str) -> None:
-    """Refuse ranks that cannot share the experts."""
-    what = f"parallel.ep={dims.ep}"
+    """Reject ranks that cannot share the experts."""
+    key = f"parallel.ep={dims.ep}"
     if dims.tp > 1:
         raise ConfigError(
-            f"{what} keeps whole experts on their ranks, and parallel.tp={dims.tp} cuts each over "
+            f"{key} keeps whole experts on their ranks, and parallel.tp={dims.tp} cuts each over "
             "its ranks; set one of them to 1."
         )
     if strategy in ("single", "ddp"):
         raise ConfigError(
-            f"{what} shares the experts, and strategy={strategy} (int8 weights, too) keeps the "
+            f"{key} shares the experts, and strategy={strategy} (int8 weights, too) keeps the "
             "whole model on every rank; set strategy=fsdp, or leave parallel.ep at 1."
         )
     size = dims.shard * dims.sp
@@ -171,6 +172,6 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
         below = max(n for n in valid if n < dims.ep)
         above = [n for n in valid if n > dims.ep][:1]
         raise ConfigError(
-            f"{what} does not divide the {size} ranks that share the weights (shard x sp = "
+            f"{key} does not divide the {size} ranks that share the weights (shard x sp = "
             f"{dims.shard} x {dims.sp}); nearest that do: {' or '.join(map(str, [below, *above]))}."
         )

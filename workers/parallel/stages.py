@@ -1,14 +1,14 @@
-"""A model cut into stages of layers, each computed by the class's own forward pass.
+"""A model split into stages of layers, each computed by the class's own forward pass.
 
     ranges = stage_ranges(module, num_stages)   # the layers of every stage, from shapes
     stages = Stages(module, ranges)
-    stages.keep(own)                            # without other stages' parts, before weights
-    with stages.computing(stage, received):     # states of the stage before; none for the first
-        states = module(**inputs)               # of the last stage: what the module gives
+    stages.keep(own)                            # drops other stages' parts, before weights
+    with stages.computing(stage, received):     # states of the previous stage; none for the first
+        states = module(**inputs)               # of the last stage: the outputs of the model
 
-Names and numbers of layers stay those of the whole model. What belongs to another stage gives on
-what it gets, and embeddings give what the stage before has sent. Whether that is right for a class
-of models is proven on a small one (`workers.training.parts.stage_check`).
+Names and numbers of layers are those of the whole model. Parts of other stages pass their inputs
+on, and embeddings return the states that the previous stage sent. A small model of the class proves
+that this is correct (`workers.training.parts.stage_check`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from workers.config.passes import LARGEST_PASS
 from workers.parallel.experts import experts_of
 
 LARGEST_LOGITS = 256 * 2**20
-"""Bytes that the logits of a chunk of positions take, in float32."""
+"""Bytes of the float32 logits of a chunk of positions."""
 TRAINED, FROZEN = 4, 1
-"""Numbers that are kept for a weight: with a gradient and two moments, and alone."""
+"""Numbers stored per weight: with a gradient and two moments, and without."""
 
 
 class NoStages(Exception):
@@ -36,18 +36,18 @@ class NoStages(Exception):
 
 @dataclass(frozen=True)
 class StageParts:
-    """What stages are made of; a part is the module that has it, and its name there."""
+    """The parts that stages consist of; a part is its owner module and its name there."""
 
     embeddings: tuple[nn.Module, str]
     layers: nn.ModuleList
     ends: list[tuple[nn.Module, str]]
     """The last norm and the head."""
     is_tied: bool
-    """Whether the head's weight is that of the embeddings."""
+    """True if the head shares the weight of the embeddings."""
 
     @classmethod
     def of(cls, module: Any) -> StageParts:
-        """A NoStages says what the module has elsewhere."""
+        """Find the parts; raise NoStages if the module is structured differently."""
         body = getattr(module, module.base_model_prefix)
         children, embeddings = dict(body.named_children()), body.get_input_embeddings()
         [*tables] = (name for name, child in children.items() if child is embeddings)
@@ -72,9 +72,9 @@ class StageParts:
         units = [("embeddings", embeddings), *(("end", owner._modules[n]) for owner, n in ends)]
         units += [(f"layer {number}", layer) for number, layer in enumerate(layers)]
         owners: dict[int, set[str]] = {}
-        for what, unit in units:
+        for part, unit in units:
             for weight in unit.parameters():
-                owners.setdefault(id(weight), set()).add(what)
+                owners.setdefault(id(weight), set()).add(part)
         shared = {frozenset(those) for those in owners.values() if len(those) > 1}
         is_tied = frozenset(("embeddings", "end")) in shared
         if len(shared) > is_tied:
@@ -87,23 +87,23 @@ def _is_list_of_layers(child: nn.Module) -> bool:
 
 
 def _has_weights(child: nn.Module) -> bool:
-    """Parameters, or buffers that a folder of weights holds."""
+    """True if the module has parameters, or buffers that checkpoints store."""
     return bool(child.state_dict())
 
 
 def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
-    """The layers of every stage, so that the largest takes the least memory.
+    """Return the layers of every stage, so that the largest stage needs the least memory.
 
-    Weights count with gradients and moments, where they are trained, embeddings in the first stage
-    and the head in the last, with the logits of its largest chunk. Of experts a rank has a part.
-    Where anything is trained, what layers keep of one pass counts, too.
+    Weights count with gradients and moments if they are trained; embeddings are in the first stage,
+    and the head in the last, with the logits of its largest chunk. A rank has only a part of the
+    experts. If anything is trained, the tensors that layers save in one pass count, too.
     """
     parts = StageParts.of(module)
     if num_stages > len(parts.layers):
         raise NoStages(f"it has {len(parts.layers)} layers, and {num_stages} stages")
-    spread = {id(w) for _, each in experts_of(module) for w in each.parameters()} if ep > 1 else ()
+    spread = {id(w) for _, e in experts_of(module) for w in e.parameters()} if ep > 1 else ()
 
-    def kept(part: nn.Module) -> float:
+    def stored(part: nn.Module) -> float:
         return sum(
             w.numel() * (TRAINED if w.requires_grad else FROZEN) / (ep if id(w) in spread else 1)
             for w in part.parameters()
@@ -115,24 +115,24 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     num_chosen = getattr(config, "num_experts_per_tok", None) or 1
 
     def of_pass(layer: nn.Module) -> int:
-        """Inputs and outputs of its matrices, of experts those of the chosen ones."""
+        """Count inputs and outputs of its matrices; of experts, only those of the chosen ones."""
         matrices = [weight.shape for weight in layer.parameters() if weight.ndim > 1]
         per_token = sum(sum(s[-2:]) * (num_chosen if len(s) == 3 else 1) for s in matrices)
         return num_tokens * per_token * trains
 
     owner, name = parts.embeddings
-    first, last = kept(owner._modules[name]), 0.0  # type: ignore[arg-type]
+    first, last = stored(owner._modules[name]), 0.0  # type: ignore[arg-type]
     for owner, name in parts.ends:
-        last += kept(owner._modules[name])  # type: ignore[arg-type]
+        last += stored(owner._modules[name])  # type: ignore[arg-type]
     head = module.get_output_embeddings()
     if (words := len(getattr(head, "base_layer", head).weight)) > 1:
         last += min(words * num_tokens, LARGEST_LOGITS // 4)
-    costs = [kept(layer) + of_pass(layer) for layer in parts.layers]
+    costs = [stored(layer) + of_pass(layer) for layer in parts.layers]
     return deal(costs, first, last, num_stages)
 
 
 def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> list[range]:
-    """Neighbours together, so that the largest stage is the smallest, and the others alike."""
+    """Divide neighbours into stages: minimize the largest stage, then balance the others."""
     sums = [0.0, *itertools.accumulate(costs)]
     count = len(costs)
 
@@ -141,19 +141,19 @@ def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> 
         return sums[end] - sums[begin] + ends
 
     def best(limit: float, power: int) -> tuple[float, list[int]]:
-        """The least sum of sizes to this power, or largest size, and where the stages begin."""
-        found: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+        """Minimize the sum of sizes to this power, or the largest size; return both."""
+        states: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
         for stage in range(num_stages):
             ended: dict[int, tuple[float, list[int]]] = {}
             for end in range(stage + 1, count - (num_stages - 1 - stage) + 1):
-                for begin, (before, begins) in found.items():
-                    own = size(stage, begin, end)
-                    if begin < end and own <= limit:
-                        total = before + own**power if power else max(before, own)
+                for begin, (before, begins) in states.items():
+                    cost = size(stage, begin, end)
+                    if begin < end and cost <= limit:
+                        total = before + cost**power if power else max(before, cost)
                         if end not in ended or total < ended[end][0]:
                             ended[end] = total, [*begins, begin]
-            found = ended
-        return found[count]
+            states = ended
+        return states[count]
 
     largest, _ = best(float("inf"), 0)
     _, begins = best(largest, 2)
@@ -161,21 +161,21 @@ def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> 
 
 
 class Pass(nn.Module):
-    """Stands for a part of another stage: states go on as they are."""
+    """Replaces a part of another stage: returns its inputs unchanged."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(part).items():  # what the forward pass asks of a layer: its kind
+        for name, value in vars(part).items():  # attributes that the forward pass reads
             if name not in vars(self) and isinstance(value, str | float | int | None):
                 setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """They go on."""
+        """Return the states unchanged."""
         return hidden_states
 
 
 class Received(nn.Module):
-    """Stands for the embeddings: gives what the stage before has sent, pass after pass."""
+    """Replaces the embeddings: returns the states of the previous stage, pass after pass."""
 
     def __init__(self, embeddings: Any) -> None:
         super().__init__()
@@ -183,13 +183,13 @@ class Received(nn.Module):
         self.states: list[Tensor] = []
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """The next one."""
+        """Return the states of the next pass."""
         return self.states.pop(0)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part stands, or what stands for it in stages that do not compute it."""
+    """The position of a part, and its replacement in stages that do not compute it."""
 
     owner: nn.Module
     name: str
@@ -204,7 +204,7 @@ class Place:
 
 
 class Stages:
-    """The stages of a module, of which this rank computes some."""
+    """The stages of a module; this rank computes some of them."""
 
     def __init__(self, module: Any, ranges: Sequence[range]) -> None:
         self.module, self.last = module, len(ranges) - 1
@@ -213,40 +213,40 @@ class Stages:
         owner, name = parts.embeddings
         self.received = Received(owner._modules[name])
         first, last = frozenset((0,)), frozenset((self.last,))
-        # a head with the weights of the embeddings has them at hand, under their name
-        held = first | last if parts.is_tied else first
-        self.places = [Place(owner, name, self.received, first, held)]
+        # a head that shares the weights of the embeddings stores them under their name
+        with_table = first | last if parts.is_tied else first
+        self.places = [Place(owner, name, self.received, first, with_table)]
         for stage, numbers in enumerate(ranges):
             for number in numbers:
-                other, own = Pass(parts.layers[number]), frozenset((stage,))
-                self.places.append(Place(parts.layers, str(number), other, own, own))
+                other, only = Pass(parts.layers[number]), frozenset((stage,))
+                self.places.append(Place(parts.layers, str(number), other, only, only))
         for owner, name in parts.ends:
             other = Pass(owner._modules[name])  # type: ignore[arg-type]
             self.places.append(Place(owner, name, other, last, last))
         self.is_tied = parts.is_tied
         self.tied_to: str | None = None
-        """Where this rank has a copy of the embeddings, the name of their weight."""
+        """Name of the embeddings' weight, if this rank has a copy of it for the head."""
 
-    def weights(self, own: Sequence[int]) -> set[int]:
-        """The ids of those that these stages have."""
-        here = (place for place in self.places if not place.held.isdisjoint(own))
+    def weights(self, numbers: Sequence[int]) -> set[int]:
+        """Return the ids of the weights of these stages."""
+        here = (place for place in self.places if not place.held.isdisjoint(numbers))
         parts: list[Any] = [place.owner._modules[place.name] for place in here]
         return {id(weight) for part in parts for weight in part.parameters()}
 
-    def keep(self, own: Sequence[int]) -> None:
-        """The parts of these stages alone, and their weights."""
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Keep only the parts and weights of these stages."""
         table = self.places[0]
         for place in self.places:
-            if place.held.isdisjoint(own):
+            if place.held.isdisjoint(numbers):
                 place.put(place.other)
-        if self.is_tied and not {0, self.last}.isdisjoint(own):
+        if self.is_tied and not {0, self.last}.isdisjoint(numbers):
             weight = next(table.owner._modules[table.name].parameters())  # type: ignore[union-attr]
-            names = (name for name, one in self.module.named_parameters() if one is weight)
+            names = (name for name, w in self.module.named_parameters() if w is weight)
             self.tied_to = next(names)
 
     @contextmanager
     def computing(self, stage: int, received: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Within, the module's forward pass is the stage's; those before the last give states."""
+        """Context in which the module computes the stage; all stages but the last return states."""
         before = [place.owner._modules[place.name] for place in self.places]
         for place in self.places:
             if stage not in place.used:

@@ -1,18 +1,18 @@
-"""Tensor parallelism: the layers of a model cut over the ranks of the mesh axis "tp".
+"""Tensor parallelism: the layers of a model are split over the ranks of the mesh axis "tp".
 
     cut = apply(module, mesh["tp"])     # before FSDP2 shards it over other axes, and before weights
     ...                                 # forward and backward passes of a mini-batch
-    cut.add_up_gradients()              # of weights that saw a part of the heads
+    cut.add_up_gradients()              # of weights that saw only some of the heads
 
-Which layers are cut, and how, transformers says in the plans of its configs and classes. They are
-read as data: what transformers applies them by differs from version to version. The ranks of the
-axis hold the same rows. Hidden states between layers are whole on all of them; a layer cut by
-columns computes some of its outputs from whole inputs, one cut by rows takes these and adds its
-outputs up over the ranks: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053).
+The plans in transformers' configs and classes say which layers are split, and how. They are read as
+data, because the code that applies them differs between versions. The ranks of the axis have the
+same rows. Hidden states between layers are whole on all of them. A layer that is split by columns
+computes some of its outputs from whole inputs. A layer that is split by rows takes these and sums
+its outputs over the ranks: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053).
 
-Every parameter becomes a DTensor. The layers compute with its local part, so that their kernels are
-those of a plain module. Embeddings and head are cut by words whatever the plan says; the head's
-logits stay so (`workers.parallel.vocabulary`).
+Every parameter becomes a DTensor. The layers compute with its local part, so they use the same
+kernels as a plain module. Embeddings and head are split by words, whatever the plan says, and the
+logits of the head stay split (`workers.parallel.vocabulary`).
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from workers.parallel.placements import local_part
 from workers.parallel.vocabulary import Words
 
 COPY = "_copy_for_cut_layers"
-"""Attribute of hidden states: the copy of them that layers cut by columns share."""
+"""Attribute of hidden states: their copy, shared by layers that are split by columns."""
 HEAD_NORM = re.compile(r"(q|k|v|query|key)_?(norm|layernorm)")
-"""Norms of heads: their weights are whole, and see the heads of this rank alone."""
+"""Norms of heads: their weights are whole, but see only the heads of this rank."""
 BEFORE_HEADS = re.compile(r"(q|kv)_a_(proj.*|layernorm)")
 """Layers of latent attention that compute what all heads share."""
 
 USE_OTHERS = ("gemma3n", "gemma4")
-"""How types of models begin whose layers use weights of others, as those with convolutions do."""
+"""Prefixes of model types whose layers use weights of others, like those with convolutions."""
 
 
 class _Copied(torch.autograd.Function):
-    """Whole states go into cut layers, whose gradients are added up over the ranks."""
+    """Pass whole states into split layers; the gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return states.data  # a view would hold the states, and these hold it: both would stay
+        return states.data  # a view and the states would keep each other alive
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -60,7 +60,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _AddedUp(torch.autograd.Function):
-    """Parts of a sum become the whole; the gradient of each is the whole's."""
+    """Sum the parts of the ranks; the gradient of each part is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -72,7 +72,7 @@ class _AddedUp(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Columns of all ranks become the whole; what follows is computed alike on every rank."""
+    """Concatenate the columns of all ranks; the following layers compute the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -85,7 +85,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """The rank's columns of the whole; the inverse of `_Gathered`."""
+    """Take the rank's columns of the whole; the inverse of `_Gathered`."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -115,17 +115,17 @@ def _own_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Whole:
-    """A layer that every rank computes alike; the base of the others, one object a layer."""
+    """A layer that every rank computes completely; base of the others, one object per layer."""
 
     partial = False
-    """Whether a rank's gradients of the weights are parts of their sum."""
+    """True if a rank's gradients of the weights are only parts of their sum."""
 
     def __init__(self, group: dist.ProcessGroup, config: Any) -> None:
         self.group, self.config = group, config
 
     @classmethod
     def placement(cls, name: str) -> Placement:
-        """Where the parameter `name` of the layer is cut."""
+        """Return how the parameter `name` of the layer is split."""
         return Replicate()
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -137,10 +137,10 @@ class Whole:
         return output
 
     def restore(self, layer: Any) -> None:
-        """Undo in the end what `enter` changed of the layer, also after an error."""
+        """Undo the changes of `enter` to the layer, also after an error."""
 
     def copied(self, states: Tensor) -> Tensor:
-        """Layers that take the same states share one copy, whose gradient is added up once."""
+        """Return a copy that layers with the same states share; its gradient is summed once."""
         if not (torch.is_grad_enabled() and states.requires_grad):
             return states
         copy: Tensor | None = getattr(states, COPY, None)
@@ -150,13 +150,13 @@ class Whole:
         return copy
 
     def added_up(self, part: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         total: Tensor = _AddedUp.apply(part, self.group)
         return total
 
 
 class PartialWeights(Whole):
-    """Weights that see a part of what they are multiplied with: a norm of the rank's heads."""
+    """Weights that see only a part of their inputs: a norm of the rank's heads."""
 
     partial = True
 
@@ -166,16 +166,16 @@ class ColumnLinear(Whole):
 
     @classmethod
     def placement(cls, name: str) -> Placement:
-        """Outputs are cut."""
+        """Split the outputs."""
         return Shard(0)
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Whole states."""
+        """Take whole states."""
         return (self.copied(inputs[0]), *inputs[1:])
 
 
 class GatheredColumnLinear(ColumnLinear):
-    """The same, its outputs gathered, where the model cuts or norms them in another way."""
+    """A column layer with gathered outputs, because the model splits or norms them differently."""
 
     def leave(self, output: Any) -> Any:
         """Return whole states."""
@@ -183,24 +183,24 @@ class GatheredColumnLinear(ColumnLinear):
 
 
 class RowLinear(Whole):
-    """A linear layer that takes the rank's columns; its outputs are added up.
+    """A linear layer that takes the rank's columns; its outputs are summed.
 
-    The bias is added to the sum. A layer with an adapter is summed with it.
+    The bias is added to the sum. A layer with an adapter is summed together with it.
     """
 
     @classmethod
     def placement(cls, name: str) -> Placement:
-        """Inputs are cut."""
+        """Split the inputs."""
         return Shard(1) if name == "weight" else Replicate()
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Take the rank's columns; leave out the bias."""
-        own = getattr(layer, "base_layer", layer)._parameters
-        self.bias, own["bias"] = own["bias"], None
+        """Take the rank's columns; remove the bias."""
+        parameters = getattr(layer, "base_layer", layer)._parameters
+        self.bias, parameters["bias"] = parameters["bias"], None
         return inputs
 
     def restore(self, layer: Any) -> None:
-        """Put the bias back."""
+        """Restore the bias."""
         getattr(layer, "base_layer", layer)._parameters["bias"] = self.bias
 
     def leave(self, output: Any) -> Any:
@@ -210,23 +210,23 @@ class RowLinear(Whole):
 
 
 class SplitRowLinear(RowLinear):
-    """The same, of whole states."""
+    """A row layer that takes whole states."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The rank's columns of whole states."""
+        """Take the rank's columns of whole states."""
         return super().enter(layer, (_Split.apply(inputs[0], self.group), *inputs[1:]))
 
 
 class VocabularyRows(Whole):
-    """Embeddings of the rank's words; a token has its own from one rank, and zeros from others."""
+    """Embeddings of the rank's words; for other ranks' words they are zero before the sum."""
 
     @classmethod
     def placement(cls, name: str) -> Placement:
-        """Words are cut."""
+        """Split the words."""
         return Shard(0)
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Places among the rank's words."""
+        """Return positions among the rank's words."""
         words = Words.of(layer.num_embeddings, self.group)
         ids, self.is_other = words.places(inputs[0])
         return (ids, *inputs[1:])
@@ -237,10 +237,10 @@ class VocabularyRows(Whole):
 
 
 class Experts(Whole):
-    """Experts of which every rank has a part; their outputs are added up."""
+    """Experts of which every rank has a part; their outputs are summed."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Whole states and the router's choices, whose weights get gradients from all ranks."""
+        """Take whole states and the router's choices; weights get gradients from all ranks."""
         states, choices, weights = inputs
         return self.copied(states), choices, self.copied(weights)
 
@@ -250,10 +250,10 @@ class Experts(Whole):
 
 
 class LatentKeys(Whole):
-    """Latent attention's first layer: the rotary part of its output goes to the heads directly."""
+    """First layer of latent attention: the rotary part of its output goes to the heads directly."""
 
     def leave(self, output: Any) -> Any:
-        """Have the rotary part get gradients from all heads."""
+        """Make the rotary part receive gradients from all heads."""
         size = self.config.qk_rope_head_dim
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
         return torch.cat([latent, self.copied(rotary)], dim=-1)
@@ -271,39 +271,39 @@ STYLES: dict[str, type[Whole]] = {
     "mla_kv_a_proj": LatentKeys,
     "moe_tp_experts": Experts,
 }
-"""What transformers calls them, over its versions, of layers."""
+"""transformers' names for the styles of layers, over its versions."""
 PLACEMENTS: dict[str, Placement] = {
     "colwise": Shard(-2),
     "rowwise": Shard(-1),
     "packed_colwise": _StridedShard(-2, split_factor=2),
 }
-"""The same of single parameters, such as all experts' together. Packed ones are two, end to end."""
+"""The same for single parameters, such as all experts'. Packed ones are two, concatenated."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How a layer is computed, and where those of its parameters are cut that have own rules."""
+    """How a layer is computed, and how its parameters with separate rules are split."""
 
     style: type[Whole] = Whole
     placements: Mapping[str, Placement] = field(default_factory=dict)
 
     def placement(self, name: str, weight: Tensor) -> Placement:
-        """Where its parameter `name` is cut."""
-        found = self.placements.get(name, self.style.placement(name))
-        if isinstance(found, _StridedShard):
-            return _StridedShard(found.dim % weight.ndim, split_factor=found.split_factor)
-        return Shard(found.dim % weight.ndim) if isinstance(found, Shard) else found
+        """Return how its parameter `name` is split."""
+        placement = self.placements.get(name, self.style.placement(name))
+        if isinstance(placement, _StridedShard):
+            return _StridedShard(placement.dim % weight.ndim, split_factor=placement.split_factor)
+        return Shard(placement.dim % weight.ndim) if isinstance(placement, Shard) else placement
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a module lies over the ranks of one axis."""
+    """The split of a module over the ranks of one axis."""
 
     group: dist.ProcessGroup
     partial: list[tuple[nn.Module, str]]
     """Layers and names of parameters whose gradients are parts of their sums."""
     words: Words | None
-    """Those that the rank's head gives logits of; None where it gives all."""
+    """The words of this rank's head; None if the rank computes logits of all words."""
 
     def keep_here(self, module: nn.Module) -> None:
         """Forget the layers that are no longer in the module."""
@@ -311,37 +311,37 @@ class Cut:
         self.partial[:] = [pair for pair in self.partial if id(pair[0]) in here]
 
     def add_up_gradients(self) -> None:
-        """Add up over the ranks what each has of partial gradients; once a mini-batch."""
+        """Sum partial gradients over the ranks; once per mini-batch."""
         weights = [getattr(layer, name) for layer, name in self.partial]
         add_up_gradients([weight for weight in weights if weight.requires_grad], self.group)
 
 
 def apply(module: Any, mesh: DeviceMesh) -> Cut:
-    """Cut the module's parameters over the one axis of `mesh`, and have layers compute so.
+    """Split the module's parameters over the only axis of `mesh`, and hook its layers.
 
-    Adapters are there already, memory for weights need not be. `check` says whether it can be.
+    Adapters must be there already; memory for weights need not be. Call `check` first.
     """
     group, config = mesh.get_group(), module.config.get_text_config()
     layers = layers_of(module)
-    made: dict[int, nn.Parameter] = {}
+    distributed: dict[int, nn.Parameter] = {}
     partial = []
     for path, layer in module.named_modules():
-        found = layers.get(path, Layer(Whole))
-        style = found.style(group, config)
+        rule = layers.get(path, Layer(Whole))
+        style = rule.style(group, config)
         for name, weight in layer._parameters.items():
             if weight is None:
                 continue
-            placement = found.placement(name, weight)
-            own = made.setdefault(id(weight), _distributed(weight, mesh, placement))
-            assert own.data.placements == (placement,), f"{path}.{name} is tied, and cut otherwise"
-            layer._parameters[name] = own
+            placement = rule.placement(name, weight)
+            whole = distributed.setdefault(id(weight), _distributed(weight, mesh, placement))
+            assert whole.data.placements == (placement,), f"{path}.{name} is tied and differs"
+            layer._parameters[name] = whole
             if style.partial:
                 partial.append((layer, name))
-        if layer._parameters or found.style is not Whole:
+        if layer._parameters or rule.style is not Whole:
             _hook(layer, style)
 
     embeddings = _body(module).get_input_embeddings()
-    if getattr(embeddings, "padding_idx", None) is not None:  # whose gradient torch leaves out
+    if getattr(embeddings, "padding_idx", None) is not None:  # its row gets no gradient
         words, token = Words.of(embeddings.num_embeddings, group), embeddings.padding_idx
         embeddings.padding_idx = token - words.first if words.has(token) else None
     return Cut(group, partial, _words_of_head(module, group))
@@ -355,12 +355,12 @@ def _words_of_head(module: Any, group: dist.ProcessGroup) -> Words | None:
 
 
 def _body(module: Any) -> Any:
-    """The base model under its head."""
+    """Return the base model under its head."""
     return getattr(module, module.base_model_prefix)
 
 
 def _hook(layer: nn.Module, style: Whole) -> None:
-    """Have the layer compute with the local parts of its parameters, as `style` says."""
+    """Make the layer compute with the local parts of its parameters, as `style` defines."""
     whole: dict[str, Any] = {}
 
     def before(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -378,12 +378,12 @@ def _hook(layer: nn.Module, style: Whole) -> None:
         return None if output is None else style.leave(output)  # None after an error
 
     layer.register_forward_pre_hook(before)
-    # checkpointed layers are left by an exception when all that was asked is computed again
+    # recomputation of a checkpointed layer stops early, by an exception
     layer.register_forward_hook(after, always_call=True)
 
 
 def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """The weight as a DTensor, its local part cut from it."""
+    """Return the weight as a DTensor with its local part."""
     part = weight.detach()
     if not isinstance(placement, Replicate):
         dim, count = placement.dim, mesh.size()
@@ -403,20 +403,20 @@ def _own_cut(tensor: Tensor, dim: int, count: int, rank: int) -> Tensor:
 
 
 def plan_of(module: Any) -> dict[str, str]:
-    """Names of layers and parameters, `*` being a number -> transformers' name of their style."""
-    own = getattr(module, "_tp_plan", None)
-    if own is not None:
-        return dict(own)
-    own = getattr(_body(module), "_tp_plan", None) or {}  # a scalar head's has no class of its own
-    return {f"{module.base_model_prefix}.{name}": style for name, style in own.items()}
+    """Return transformers' styles by names of layers and parameters; `*` is a number."""
+    plan = getattr(module, "_tp_plan", None)
+    if plan is not None:
+        return dict(plan)
+    plan = getattr(_body(module), "_tp_plan", None) or {}  # a scalar head has no class of its own
+    return {f"{module.base_model_prefix}.{name}": style for name, style in plan.items()}
 
 
 class NotCut(ValueError):
-    """Why tensor parallelism cannot cut a model; the text begins a sentence's second half."""
+    """Why tensor parallelism cannot split a model; the text is the second half of a sentence."""
 
 
 def layers_of(module: Any) -> dict[str, Layer]:
-    """How layers are computed, by name; those that are not named are whole on every rank."""
+    """Return how layers are computed, by name; unnamed layers are whole on every rank."""
     plan = plan_of(module)
     prefix = f"{module.base_model_prefix}."
     if not any(name.startswith(prefix) for name in plan):
@@ -432,19 +432,21 @@ def layers_of(module: Any) -> dict[str, Layer]:
         used.update({rule} & plan.keys())
         return plan.get(rule)
 
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     columns: list[str] = []
     for path, layer in module.named_modules():
         base = getattr(layer, "base_layer", layer)
         names = {name: style_of(f"{path}.{name}") for name in base._parameters}
-        own = {name: _placement(style, path) for name, style in names.items() if style is not None}
+        placements = {
+            name: _placement(style, path) for name, style in names.items() if style is not None
+        }
         style = style_of(path)
         if style is not None:
-            kind = _style(style, path, base, own)
-            found |= _with_adapter(path, layer, kind, own)
+            kind = _style(style, path, base, placements)
+            layers |= _with_adapter(path, layer, kind, placements)
             columns += [path] if kind is ColumnLinear else []
-        elif own:
-            found[path] = Layer(Whole, own)
+        elif placements:
+            layers[path] = Layer(Whole, placements)
 
     embeddings, head = _body(module).get_input_embeddings(), module.get_output_embeddings()
     ends: list[tuple[Any, type[Whole], type]] = [(embeddings, VocabularyRows, nn.Embedding)]
@@ -453,13 +455,13 @@ def layers_of(module: Any) -> dict[str, Layer]:
     if all(isinstance(getattr(end, "base_layer", end), kind) for end, _, kind in ends):
         paths = {id(layer): path for path, layer in module.named_modules()}
         for end, style_of_words, _ in ends:
-            found |= _with_adapter(paths[id(end)], end, style_of_words, {})
+            layers |= _with_adapter(paths[id(end)], end, style_of_words, {})
 
     unused = [rule for rule in plan if rule.startswith(prefix) and rule not in used]
-    _refuse_unused(module, unused, found)
+    _refuse_unused(module, unused, layers)
     for path in columns:
-        found |= _beside(module, path.rpartition(".")[0], found)
-    return found
+        layers |= _beside(module, path.rpartition(".")[0], layers)
+    return layers
 
 
 def _style(name: str, path: str, layer: Any, placements: Mapping[str, Placement]) -> type[Whole]:
@@ -482,10 +484,10 @@ def _placement(style: str, path: str) -> Placement:
 def _with_adapter(
     path: str, layer: Any, style: type[Whole], placements: Mapping[str, Placement]
 ) -> dict[str, Layer]:
-    """The layer, or with LoRA the layers that it consists of.
+    """Return the layer, or with LoRA its base and factors.
 
-    B has the base's outputs, and A its inputs. Where inputs are cut, the adapter's part of the sum
-    joins the base's, so that B sees a part of what A computes.
+    B has the base's outputs, and A its inputs. If the inputs are split, the adapter's part of the
+    sum joins the base's, so B sees only a part of A's outputs.
     """
     if not hasattr(layer, "base_layer"):
         return {path: Layer(style, placements)}
@@ -499,23 +501,23 @@ def _with_adapter(
     return {base: Layer(style), a: Layer(), b: Layer(style)}
 
 
-def _refuse_unused(module: Any, rules: Sequence[str], found: Mapping[str, Layer]) -> None:
-    """Refuse rules of layers that the model does not have, unless it has others in their place.
+def _refuse_unused(module: Any, rules: Sequence[str], layers: Mapping[str, Layer]) -> None:
+    """Reject rules for layers that the model does not have, unless it has others in their place.
 
-    Layers are of different kinds: of a mixture's rules some are for those that have no experts.
+    Layers are of different kinds: some rules of a mixture are for layers without experts.
     """
     paths = [path for path, _ in module.named_modules()]
     for rule in rules:
         place = rule
         while "*" in place and not (there := _matching(place, paths)):
             place = place.rpartition(".")[0]
-        is_other = "*" in place and all(any(f"{p}." in cut for cut in found) for p in there)
+        is_other = "*" in place and all(any(f"{p}." in cut for cut in layers) for p in there)
         if not is_other:
             raise NotCut(f"the plan's rule {rule} matches no layer of {type(module).__name__}")
 
 
 def _and_above(path: str) -> Iterator[str]:
-    """A module's path and those of the modules around it."""
+    """Yield a module's path and the paths of the modules around it."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -526,17 +528,17 @@ def _matching(rule: str, paths: Sequence[str]) -> list[str]:
     return [path for path in paths if pattern.fullmatch(path)]
 
 
-def _beside(module: Any, parent: str, found: Mapping[str, Layer]) -> dict[str, Layer]:
-    """Layers beside those that are cut by columns, for which the plan has no rule.
+def _beside(module: Any, parent: str, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+    """Return the layers next to column-split layers for which the plan has no rule.
 
-    What they see may be a part: a gradient that is not added up would be wrong without a word.
+    They may see only a part of the states: without summing, their gradient would be silently wrong.
     """
     others = {}
     for name, _ in module.get_submodule(parent).named_parameters():
         child, path = name.partition(".")[0], f"{parent}.{name}".rpartition(".")[0]
-        if any(above in found and above != parent for above in _and_above(path)):
+        if any(above in layers and above != parent for above in _and_above(path)):
             continue
-        if path == parent and parent in found and child in found[parent].placements:
+        if path == parent and parent in layers and child in layers[parent].placements:
             continue
         if HEAD_NORM.fullmatch(child):
             others[path] = Layer(PartialWeights)
@@ -546,13 +548,13 @@ def _beside(module: Any, parent: str, found: Mapping[str, Layer]) -> dict[str, L
 
 
 def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
-    """What the ranks must divide, by name: heads, and the cut dims of weights but for words."""
+    """Return the sizes that tp must divide, by name: heads, and split dimensions except words."""
     config = module.config.get_text_config()
-    found: dict[str, int] = {}
+    divisible: dict[str, int] = {}
     if any("att" in path and layer.style is ColumnLinear for path, layer in layers.items()):
         heads = config.num_attention_heads
-        found["attention heads"] = heads
-        found["key-value heads"] = getattr(config, "num_key_value_heads", None) or heads
+        divisible["attention heads"] = heads
+        divisible["key-value heads"] = getattr(config, "num_key_value_heads", None) or heads
     words = {id(_body(module).get_input_embeddings()), id(module.get_output_embeddings())}
     for path, layer in layers.items():
         child = module.get_submodule(path)
@@ -561,25 +563,27 @@ def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
                 placement = layer.placement(name, weight)
                 if not isinstance(placement, Replicate):
                     pieces = getattr(placement, "split_factor", 1)
-                    what = re.sub(r"\.\d+(?=\.)", "", f"{path}.{name}")
-                    found[f"dim {placement.dim} of {what}"] = weight.shape[placement.dim] // pieces
-    return found
+                    weight_name = re.sub(r"\.\d+(?=\.)", "", f"{path}.{name}")
+                    divisible[f"dim {placement.dim} of {weight_name}"] = (
+                        weight.shape[placement.dim] // pieces
+                    )
+    return divisible
 
 
 def cut_weights(module: Any) -> set[int]:
-    """The ids of the parameters of which every rank would have a part."""
+    """Return the ids of the parameters that would be split over the ranks."""
     layers = layers_of(module)
-    found = set()
+    ids = set()
     for path, layer in module.named_modules():
-        how = layers.get(path, Layer())
+        rule = layers.get(path, Layer())
         for name, weight in layer._parameters.items():
-            if weight is not None and not isinstance(how.placement(name, weight), Replicate):
-                found.add(id(weight))
-    return found
+            if weight is not None and not isinstance(rule.placement(name, weight), Replicate):
+                ids.add(id(weight))
+    return ids
 
 
 def check(module: Any, tp: int, key: str) -> None:
-    """Refuse to cut a module, which may be on the meta device, over so many ranks."""
+    """Reject a module, possibly on the meta device, that cannot be split over `tp` ranks."""
     try:
         needed = sizes(module, layers_of(module))
     except NotCut as error:

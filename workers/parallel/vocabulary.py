@@ -1,7 +1,7 @@
-"""A vocabulary whose words lie over the ranks of a group, and what tokens' logits say of it.
+"""A vocabulary that is split over the ranks of a group, and statistics of its logits.
 
-Logits are never gathered: a rank has those of its words, and per token four numbers are added up
-over the ranks, after one maximum. Gradients need no more.
+Logits are never gathered. Each rank has the logits of its words, and after one maximum four numbers
+per token are summed over the ranks. Gradients need no further communication.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from verl_like.tensor_ops.logprobs import gradient_of_logits, row_chunks, scaled
 
 @dataclass(frozen=True)
 class Words:
-    """The words of this rank, as DTensors cut rows: the last ranks may have fewer."""
+    """The words of this rank, divided like rows of a DTensor: the last ranks may have fewer."""
 
     first: int
     count: int
     most: int
-    """Words of the rank that has the most."""
+    """Number of words of the rank with the most."""
     group: dist.ProcessGroup
 
     @classmethod
     def of(cls, vocabulary: int, group: dist.ProcessGroup) -> Words:
-        """Of a vocabulary of that many words."""
+        """Return this rank's words of a vocabulary of that size."""
         most = -(-vocabulary // group.size())
         first = min(group.rank() * most, vocabulary)
         return cls(first, min(most, vocabulary - first), most, group)
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's place among the rank's words, and whether it is another's (at place 0)."""
+        """Return positions among the rank's words, and a mask of the words of other ranks."""
         places = ids - self.first
         is_other = (places < 0) | (places >= self.count)
         return places.masked_fill(is_other, 0), is_other
 
     def has(self, token: int) -> bool:
-        """Whether the rank has the word of this token."""
+        """True if the rank has the word of this token."""
         return self.first <= token < self.first + self.count
 
 
 class _Stats(torch.autograd.Function):
     """Log-prob of the label, entropy and sum of squared probabilities of every row of logits.
 
-    As in `verl_like.tensor_ops.logprobs`, a chunk of rows at a time. Each rank sums relative to the
-    largest of its own logits; a factor makes that the sum relative to the largest of all.
+    It works on chunks of rows, like `verl_like.tensor_ops.logprobs`. Each rank sums relative to the
+    maximum of its own logits; a factor then makes the sum relative to the maximum of all.
     """
 
     @staticmethod
@@ -119,9 +119,9 @@ def stats_of_words(
     entropy: bool = False,
     sum_pi_squared: bool = False,
 ) -> dict[str, Tensor]:
-    """`log_probs` of the labels, and what is wanted beside them, of logits [rows, own words].
+    """Return `log_probs` of the labels, and the requested statistics, of logits [rows, own words].
 
-    The backward pass writes over the logits; sums of squared probabilities have no gradient.
+    The backward pass overwrites the logits; sums of squared probabilities have no gradient.
     """
     stats = _Stats.apply(logits, labels, words, temperature, entropy, sum_pi_squared)
     wanted = {"log_probs": True, "entropys": entropy, "sum_pi_squared": sum_pi_squared}
