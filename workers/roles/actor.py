@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def log_prob_temperature(rollout: RolloutConfig) -> float:
-    """What divides the logits in every log-prob pass: the rollout's temperature, 1 if greedy."""
+    """Return the divisor of logits in log-prob passes: the rollout's temperature, 1 if greedy."""
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
@@ -73,19 +73,19 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "actor") -> HeldModel:
-        """The policy's model, in training."""
-        policy, own = config.actor_rollout_ref, config.actor_rollout_ref.actor
+        """Return the policy's model, in training."""
+        policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
         return HeldModel(
             "actor_rollout_ref.model.path",
             policy.model,
-            FSDPConfig(**own.fsdp_config),
-            own.strategy,
+            FSDPConfig(**actor.fsdp_config),
+            actor.strategy,
             trains=True,
-            has_average=own.ema_decay is not None,
-            saved=own.checkpoint.save_contents,
+            has_average=actor.ema_decay is not None,
+            saved=actor.checkpoint.save_contents,
             section="actor_rollout_ref.actor",
             rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
-            parallel=config.axes(own.parallel),
+            parallel=config.axes(actor.parallel),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -100,9 +100,9 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=(*SEQUENCES, ROUTED), scores_as="old log-probs")
     def compute_log_prob(self, data: DataProto) -> Result:
-        """`old_log_probs` and `entropys` of the responses under the policy as it is now.
+        """Return `old_log_probs` and `entropys` of the responses under the current policy.
 
-        With `meta_info["sum_pi_squared"]` that column too: what an advantage estimator asks for.
+        `meta_info["sum_pi_squared"]` requests this column, too, for some advantage estimators.
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
@@ -120,15 +120,16 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         )
     )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:
-        """One PPO update over the batch; gives metrics that, but for perf/, every rank agrees on.
+        """Run one PPO update over the batch; return metrics, which are equal on all ranks except
+        perf/.
 
-        Every optimizer step has its share of the rows `ptx`, and trains their language-model loss
-        beside the policy's, `ptx.coef` times.
+        Every optimizer step also trains its share of the rows `ptx`, with the language-model loss
+        times `ptx.coef`.
 
-        With `meta_info["on_policy"]` the samples are of the policy as it is now, and the update's
-        own forward pass gives the old log-probs: a batch then needs no `old_log_probs`. Nor does
-        one under `bypass_mode`, where they are the rollout's. `meta_info["entropy_coeff"]` is the
-        weight of the bonus, in the place of the configured one.
+        With `meta_info["on_policy"]` the samples come from the current policy, and the forward pass
+        of the update computes the old log-probs, so the batch needs no `old_log_probs`. It does not
+        need them under `bypass_mode` either, where the rollout's log-probs replace them.
+        `meta_info["entropy_coeff"]` overrides the configured weight of the entropy bonus.
         """
         objective = self.objective(data)
         if objective.on_policy:
@@ -156,7 +157,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         return PolicyObjective(self.objective_settings, data)
 
     def losses(self) -> dict[str, MakesLoss]:
-        """`policy`: the loss of `update_actor`. `ptx` and `lm`: of language modelling."""
+        """Return `policy`, the loss of `update_actor`, and the LM losses `ptx` and `lm`."""
         return {
             "policy": lambda data: self.objective(data).loss,
             "ptx": lambda _: self.ptx_loss,
@@ -164,7 +165,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         }
 
     def require_one_step(self, data: DataProto) -> None:
-        """Refuse a batch said to be on-policy of which the second mini-batch would not be."""
+        """Reject an on-policy batch of several mini-batches: the second would be off-policy."""
         num_rows = len(data) if data.shard is None else data.shard.total
         mini_batch_size = self.config.ppo_mini_batch_size * self.policy.rollout.n
         if self.config.ppo_epochs != 1 or mini_batch_size < num_rows:
@@ -177,7 +178,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_average(self, on: bool) -> None:
-        """Put the moving average in the weights' place, or the weights back; not to train with."""
+        """Swap in the moving average, or the weights; do not train with the average."""
         assert self.average is not None, "the driver asks for an average only under actor.ema_decay"
         if on:
             self.average.put_in_place()
@@ -186,5 +187,5 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:
-        """Hash of the full weights; `as_sent`: of the type that a rollout gets them in."""
+        """Return a hash of the full weights; with `as_sent`, in the type that rollouts receive."""
         return self.engine.weights_checksum(self.sent_dtype if as_sent else None)

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 
 def value_budget(config: WorkersConfig) -> Budget:
-    """What a pass of the critic may hold, or of its copy."""
-    own = config.critic
-    return pass_budget(config, own.ppo_micro_batch_size_per_gpu, own.ppo_max_token_len_per_gpu)
+    """Return the budget of a pass of the critic, or of its copy."""
+    critic = config.critic
+    return pass_budget(
+        config, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+    )
 
 
 class CriticWorker(Checkpointed, WeightSender, ModelWorker):
@@ -40,52 +42,52 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.config = config.critic
-        actor, own = config.actor_rollout_ref.actor, config.critic
-        prompts = own.ppo_mini_batch_size
+        actor, critic = config.actor_rollout_ref.actor, config.critic
+        prompts = critic.ppo_mini_batch_size
         if prompts is None:
             prompts = actor.ppo_mini_batch_size
         self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
-        self.loss_agg_mode = own.loss_agg_mode or actor.loss_agg_mode
+        self.loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
         self.loss_scale_factor = actor.loss_scale_factor
-        self.epochs = actor.ppo_epochs if own.ppo_epochs is None else own.ppo_epochs
+        self.epochs = actor.ppo_epochs if critic.ppo_epochs is None else critic.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = value_budget(config)
         self.engine = self.engine_of(
             self.held_model(config),
             TrainEngine,
             optim_config=critic_optim(config),
-            grad_clip=own.grad_clip,
+            grad_clip=critic.grad_clip,
         )
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "critic") -> HeldModel:
-        """The value model, in training."""
-        own = config.critic
+        """Return the value model, in training."""
+        critic = config.critic
         return HeldModel(
             "critic.model.path",
             critic_model(config),
-            FSDPConfig(**own.model.fsdp_config),
-            own.strategy,
+            FSDPConfig(**critic.model.fsdp_config),
+            critic.strategy,
             "scalar",
             trains=True,
-            saved=own.checkpoint.save_contents,
+            saved=critic.checkpoint.save_contents,
             section="critic.model",
-            rows=own.ppo_micro_batch_size_per_gpu,
-            tokens=own.ppo_max_token_len_per_gpu,
-            parallel=config.axes(own.parallel),
+            rows=critic.ppo_micro_batch_size_per_gpu,
+            tokens=critic.ppo_max_token_len_per_gpu,
+            parallel=config.axes(critic.parallel),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
         """Load the body, and the head of a sequence classifier's folder, or zeros."""
         super().init_model(total_steps)
-        # a frozen copy holds the type that passes compute in
+        # a frozen copy stores the compute type of passes
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values`: entry j is read at the position before response token j.
+        """Return `values`: entry j is read at the position before response token j.
 
         They are zero outside the response mask.
         """
@@ -109,7 +111,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         return {f"critic/{name}": value for name, value in metrics.items()} | mfu
 
     def losses(self) -> dict[str, MakesLoss]:
-        """`value`: the loss of `update_critic`."""
+        """Return `value`, the loss of `update_critic`."""
         return {"value": lambda _: Loss("value", self.loss, ("values", "returns"))}
 
     def loss(

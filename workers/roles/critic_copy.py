@@ -1,8 +1,8 @@
-"""A frozen copy of the critic, which predicts values where samples are made.
+"""A frozen copy of the critic, which predicts values where samples are generated.
 
-Generators of asynchronous runs that score their samples have one each
-(`async_training.score_on=generator`). It gets the critic's weights version by version, as a rollout
-gets the actor's.
+Each generator of an asynchronous run that scores its samples has a copy
+(`async_training.score_on=generator`). It receives the critic's weights version by version, as a
+rollout receives the actor's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CriticCopyWorker(WeightReceiver, ModelWorker):
-    """Values as the critic predicted them at one version, which its first delivery brings."""
+    """Predicts values with one version of the critic's weights; the first delivery brings one."""
 
     engine: FollowingEngine
 
@@ -39,15 +39,15 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:
-        """The critic's model, frozen, on ranks of its own: the critic's axes are none of theirs."""
-        held = CriticWorker.held_model(config)
-        fsdp = replace(held.fsdp, fsdp_size=-1)
-        return replace(held, trains=False, saved=(), fsdp=fsdp, parallel=None)
+        """Return the critic's model, frozen, on its own ranks without the critic's axes."""
+        model = CriticWorker.held_model(config)
+        fsdp = replace(model.fsdp, fsdp_size=-1)
+        return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None)
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values` as the critic writes them, and `value_version`, that of the weights."""
+        """Return `values`, and `value_version`, the version of the weights."""
         columns = self.forward(data)
         version = torch.full((len(data),), self.engine.version)
         return DataProto.from_dict({**columns.columns, "value_version": version})

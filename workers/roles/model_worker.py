@@ -1,15 +1,15 @@
-"""The four verbs: what every role with a model can do, trained or frozen.
+"""The four verbs that every role with a model supports, trained or frozen.
 
     group.forward(batch, ("log_probs", "entropys"))             # columns
     group.forward_backward(batch, "policy")                     # metrics and the model's outputs
     group.optim_step(StepSettings(lr=1e-6))                     # metrics; gradients are cleared
     group.save_checkpoint(path); group.load_checkpoint(path)    # of a trained role
 
-Updates (`update_actor`, `update_critic`, `update_model`) compose the same operations on one worker
+Updates (`update_actor`, `update_critic`, `update_model`) run the same operations on the worker
 (`workers.training.update`), so a driver that calls the verbs gets the same weights, bit for bit.
 
-Calls are dealt by the axes of the engine's ranks: the ranks of a model group get the same rows, and
-one of them returns the result.
+Calls are divided by the axes of the engine's ranks: the ranks of a model group get the same rows,
+and one of them returns the result.
 """
 
 from __future__ import annotations
@@ -66,48 +66,48 @@ class ModelWorker(Worker):
 
     engine: Any
     budget: Budget
-    """What a pass of `forward_backward` may hold."""
+    """Budget of a pass of `forward_backward`."""
     log_prob_budget: Budget | None = None
-    """What a pass of `forward` may hold, where that is something else."""
+    """Budget of a pass of `forward`, if it differs."""
     temperature = 1.0
-    """What divides the logits."""
+    """Divisor of the logits."""
     routed: Sequence[str] = ()
-    """Columns that say which experts a token goes to."""
+    """Columns that name the experts of a token."""
 
     def engine_of(
-        self, held: HeldModel, engine_class: Callable[..., EngineT], **settings: Any
+        self, model: HeldModel, engine_class: Callable[..., EngineT], **settings: Any
     ) -> EngineT:
-        """Return a training engine of the role's model, by whose axes calls are dealt."""
-        engine: Any = held.engine(engine_class, **settings)
+        """Return a training engine of the role's model, and divide calls by its axes."""
+        engine: Any = model.engine(engine_class, **settings)
         self.deal_by(engine)
         return engine
 
     def deal_by(self, engine: Any) -> None:
-        """Deal the role's calls by the axes of this engine from now on."""
+        """Divide the role's calls by the axes of this engine from now on."""
         dims = dims_of(self.world_size, engine.sharding)
         place = dims.data_rank(self.rank), dims.is_collect(self.rank)
         self._register_dispatch_collect_info(MESH, *place)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the model; with an optimizer its schedule spans so many calls of the update."""
+        """Load the model; the schedule of its optimizer spans `total_steps` calls of the update."""
         self.engine.build(self, total_steps)
 
     def losses(self) -> dict[str, MakesLoss]:
-        """The losses that `forward_backward` knows, by name; a frozen role has none."""
+        """Return the losses of `forward_backward`, by name; a frozen role has none."""
         return {}
 
     @register(dispatch_mode=VERB, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
-        """Return the columns `wanted` of the model's outputs, or those that every pass has.
+        """Return the columns `wanted` of the model's outputs, or the standard ones.
 
-        A token head gives `log_probs`, and on request `entropys` and `sum_pi_squared`. Other heads
-        give `values` or `scores`.
+        A token head computes `log_probs`, and on request `entropys` and `sum_pi_squared`. Other
+        heads compute `values` or `scores`.
         """
-        more = "entropys" in wanted, "sum_pi_squared" in wanted
+        extra = "entropys" in wanted, "sum_pi_squared" in wanted
         budget = self.log_prob_budget or self.budget
         columns = self.engine.forward_rows(
-            data, budget, Wanted(self.temperature, *more), self.routed
+            data, budget, Wanted(self.temperature, *extra), self.routed
         )
         for name in wanted:
             if name not in columns:
@@ -121,11 +121,11 @@ class ModelWorker(Worker):
     def forward_backward(
         self, data: DataProto, loss: str, denominators: Mapping[str, int] | None = None
     ) -> Result:
-        """Add the gradients of a loss on this batch to those that are there.
+        """Add the gradients of a loss on this batch to the accumulated ones.
 
         Returns the model's outputs for every row, without gradients, and metrics. The batch is a
         whole mini-batch, unless `denominators` (`num_rows` and `num_tokens`: rows and tokens in the
-        loss) say how much the mini-batch has of which it is a part.
+        loss) are the counts of the mini-batch that it belongs to.
         """
         known = self.losses()
         if loss not in known:
@@ -133,17 +133,19 @@ class ModelWorker(Worker):
             if known:
                 valid = f"valid: {', '.join(known)}.{nearest(loss, known)}"
             raise ConfigError(f"{self.role}.forward_backward: no loss {loss!r}; {valid}")
-        made = known[loss](data)
-        metrics, outputs = self.engine.forward_backward_rows(data, self.budget, made, denominators)
-        if made.measured is not None:
-            metrics |= made.measured(self.engine.groups.batch)
+        loss_of_batch = known[loss](data)
+        metrics, outputs = self.engine.forward_backward_rows(
+            data, self.budget, loss_of_batch, denominators
+        )
+        if loss_of_batch.measured is not None:
+            metrics |= loss_of_batch.measured(self.engine.groups.batch)
         return Result(DataProto.from_dict(outputs), metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def optim_step(self, settings: StepSettings = CONFIGURED) -> Metrics:
-        """Take an optimizer step with the gradients that are there, and clear them.
+        """Take an optimizer step with the accumulated gradients, and clear them.
 
-        Returns `grad_norm`, `lr` and `skipped_steps`: 1 where the norm was not finite.
+        Returns `grad_norm`, `lr` and `skipped_steps`, which is 1 if the norm was not finite.
         """
         if not self.losses():
             raise ConfigError(f"{self.role}.optim_step: the model is frozen.")
@@ -153,6 +155,6 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Return the hash of the full weights."""
+        """Return a hash of the full weights."""
         checksum: str = self.engine.weights_checksum()
         return checksum

@@ -1,4 +1,4 @@
-"""The policy's objective over one update: surrogate loss, entropy bonus, KL to the reference.
+"""The policy's objective in one update: surrogate loss, entropy bonus, KL to the reference.
 
 objective = PolicyObjective(worker.settings, data)
 update(engine, data, objective.loss, ...)
@@ -37,25 +37,25 @@ class PolicySettings:
     policy_loss: PolicyLoss
     correction: RolloutCorrection
     bypasses: bool
-    """Whether the rollout's log-probs are the old ones."""
+    """True if the rollout's log-probs are the old log-probs."""
     temperature: float
     replays_routing: bool = False
 
     @property
     def chooses_tokens(self) -> bool:
-        """Whether the policy loss treats some tokens apart."""
+        """True if the policy loss treats some tokens specially."""
         return facts_of(self.policy_loss).choose_tokens is not None
 
 
 class PolicyObjective:
-    """The loss of one update on a batch, and gauges of what its passes saw."""
+    """The loss of one update on a batch, and gauges that its passes fill."""
 
     def __init__(self, settings: PolicySettings, data: DataProto) -> None:
         config = settings.config
         self.settings = settings
         self.entropy_coeff = data.meta_info.get("entropy_coeff", config.entropy_coeff)
         self.on_policy = bool(data.meta_info.get("on_policy", False))
-        """Whether the samples are of the policy as it is now, so that it needs no old log-probs."""
+        """True if the samples come from the current policy, so that no old log-probs are needed."""
         without_old = self.on_policy or settings.bypasses
         measures = without_old and "rollout_log_probs" in data.columns
         width = data.column("responses").shape[1]
@@ -100,12 +100,12 @@ class PolicyObjective:
         if self.mismatch is not None:
             self.mismatch.add(columns["rollout_log_probs"], log_probs, mask)
 
-        # a batch of the policy's own samples has no old log-probs: they are these
+        # an on-policy batch has no old log-probs: these are the same
         old_log_probs = columns.get("old_log_probs", log_probs)
         weights = columns.get("rollout_is_weights")
         if self.settings.bypasses:
             old_log_probs = columns[drawn_from(columns)]
-            # rejected tokens stay in the denominators, which the mini-batch has counted
+            # rejected tokens still count in the denominators of the mini-batch
             weights, mask = self.settings.correction(
                 log_probs, old_log_probs, mask, self.correction_gauge
             )
@@ -134,7 +134,7 @@ class PolicyObjective:
                 outputs["entropys"], mask, config.loss_agg_mode, **divisors
             )
             loss = loss - self.entropy_coeff * metrics["entropy"]
-        if config.target_entropy is not None:  # it steers the weight, whatever the aggregation
+        if config.target_entropy is not None:  # adjusts the coefficient
             metrics["token_entropy"] = agg_loss(outputs["entropys"], mask, "token-mean", **divisors)
         if config.use_kl_loss:
             kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
@@ -143,12 +143,12 @@ class PolicyObjective:
         return loss, metrics
 
     def metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Return what the gauges have measured over the ranks of `group`; collective."""
-        found: dict[str, float] = {}
+        """Return the metrics of the gauges over the ranks of `group`; collective."""
+        metrics: dict[str, float] = {}
         if self.mismatch is not None:
             self.mismatch.all_reduce(group)
-            found |= self.mismatch.metrics()
+            metrics |= self.mismatch.metrics()
         if self.settings.bypasses:
             self.correction_gauge.all_reduce(group)
-            found |= self.correction_gauge.metrics()
-        return found
+            metrics |= self.correction_gauge.metrics()
+        return metrics

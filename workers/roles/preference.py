@@ -1,7 +1,7 @@
-"""The model that learns preferences, and a reference of its own folder.
+"""The model that learns from preferences, and a reference with a separate folder.
 
-Both get pairs, or rows with a label. The reference's log-probs come to the update as a column: they
-were computed before the first step.
+Both get pairs or labelled rows. The update reads the reference's log-probs from a column, which was
+computed before the first step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from workers.training.readings import SIDES, Pairs, Reading
 
 
 def reading_of(config: PreferenceWorkerConfig) -> Reading:
-    """Read the rows that the loss learns: labelled ones, or pairs."""
+    """Return the reading of the rows that the loss learns from: labelled rows or pairs."""
     return Reading() if loss_reads(config, "desirable") else Pairs(Reading())
 
 
 class PreferenceWorker(RowWorker):
-    """Learns pairs, or rows with a label; before training it is the reference."""
+    """Learns from pairs or labelled rows; before training it is the reference."""
 
     loss_name = "preference"
     config: PreferenceWorkerConfig
@@ -48,7 +48,7 @@ class PreferenceWorker(RowWorker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The micro-batch's share of the loss, and of the mean of each measure."""
+        """Return the micro-batch's share of the loss, and of the mean of each measure."""
         num_tokens = columns["response_mask"].count_nonzero(dim=-1)
         known = {name: columns[name] for name in self.loss_columns}
         known["log_probs"] = of_responses(outputs["log_probs"])
@@ -64,28 +64,28 @@ class PreferenceWorker(RowWorker):
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`response_log_probs`, [pairs, 2] or [rows]: sums over tokens."""
+        """Return `response_log_probs`, [pairs, 2] or [rows]: sums over tokens."""
         return response_log_probs(self.engine, data, self.budget)
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`response_log_probs` of the model without its adapters.
+        """Return `response_log_probs` of the model without its adapters.
 
-        That model is the reference; a model trained without adapters is it only before its first
-        optimizer step.
+        That model is the reference. A model that is trained without adapters is the reference only
+        before its first optimizer step.
         """
         with adapter_off(self.engine.module):
             return response_log_probs(self.engine, data, self.budget)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reference_checksum(self) -> str:
-        """Hash of the weights that `compute_ref_log_prob` computes with."""
+        """Return a hash of the weights that `compute_ref_log_prob` uses."""
         with adapter_off(self.engine.module):
             return self.engine.weights_checksum()
 
 
 class PreferenceReferenceWorker(ModelWorker):
-    """The reference, where it has a folder of its own."""
+    """The reference, if it has a separate folder."""
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class PreferenceReferenceWorker(ModelWorker):
 
     @classmethod
     def held_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> HeldModel:
-        """The model of the reference's own folder."""
+        """Return the model of the reference's folder."""
         path = config.ref.model.path
         assert path is not None, "the role is inactive without a folder"
         model = replace(config.model, path=path, lora_rank=0)
@@ -113,22 +113,22 @@ class PreferenceReferenceWorker(ModelWorker):
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`response_log_probs`, as the model in training has them."""
+        """Return `response_log_probs`, as from the model in training."""
         return response_log_probs(self.engine, data, self.budget)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reference_checksum(self) -> str:
-        """Hash of the full weights."""
+        """Return a hash of the full weights."""
         return self.engine.weights_checksum()
 
 
 def response_log_probs(engine: TrainEngine, data: DataProto, budget: Budget) -> DataProto:
-    """The log-prob of every response of the batch under the engine's model."""
+    """Return the log-prob of every response of the batch under the engine's model."""
     log_probs = rectangle_of(engine.forward_rows(data, budget)["log_probs"])
     sums = of_responses(log_probs)
     return DataProto.from_dict({"response_log_probs": sums})
 
 
 def of_responses(log_probs: Tensor) -> Tensor:
-    """Sums over tokens, which are zero outside a response; in float64, since they are long."""
+    """Sum over tokens (zero outside a response), in float64 because responses are long."""
     return log_probs.double().sum(dim=-1)

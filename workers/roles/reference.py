@@ -1,8 +1,8 @@
-"""The reference: the actor's initial policy, or another model's; frozen, or following the actor.
+"""The reference: the actor's initial policy or another model, frozen or following the actor.
 
-Beside an actor that trains LoRA adapters it loads nothing, unless it has a folder of its own: the
-actor's module with its adapters off is the reference. Under `ref.update_every` the driver sends it
-the actor's weights now and then, as it does to a rollout, and checkpoints hold its own.
+Next to an actor that trains LoRA adapters it loads nothing, unless it has a separate folder: the
+actor's module without adapters is the reference. Under `ref.update_every` the driver sends it the
+actor's weights from time to time, as it does to a rollout, and checkpoints contain its weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
-    """Scores responses under the weights that training started from, or under later ones."""
+    """Scores responses under the initial weights, or under later ones."""
 
     engine: Any
     is_frozen = True
@@ -51,28 +51,28 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "ref") -> HeldModel:
-        """The policy as it was, as it follows the actor's, or another."""
-        policy, own = config.actor_rollout_ref, config.actor_rollout_ref.ref
-        follows = own.update_every is not None
-        is_apart = own.model.path is not None
+        """Return the model: the initial policy, possibly updated later, or another model."""
+        policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
+        follows = ref.update_every is not None
+        is_apart = ref.model.path is not None
         return HeldModel(
             "actor_rollout_ref.ref.model.path" if is_apart else "actor_rollout_ref.model.path",
             reference_model(policy),
-            FrozenFSDPConfig(**own.fsdp_config),
+            FrozenFSDPConfig(**ref.fsdp_config),
             policy.actor.strategy,
-            quantization=own.quantization,
-            has_average=follows and own.ema_decay > 0,
+            quantization=ref.quantization,
+            has_average=follows and ref.ema_decay > 0,
             saved=("model",) if follows else (),
             section="actor_rollout_ref.ref",
-            rows=own.log_prob_micro_batch_size_per_gpu,
-            parallel=config.axes(own.parallel),
+            rows=ref.log_prob_micro_batch_size_per_gpu,
+            parallel=config.axes(ref.parallel),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the policy without an optimizer.
 
-        Beside an actor with adapters: after the actor's `init_model`.
+        Next to an actor with adapters, call it after the actor's `init_model`.
         """
         actor: Any = self.sibling("actor")
         if actor is not None and is_actors_module(actor.policy):
@@ -84,7 +84,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="reference")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob` of the responses."""
+        """Return `ref_log_prob` of the responses."""
         with adapter_off(self.engine.module):
             outputs = self.engine.forward_rows(data, self.budget, Wanted(self.temperature))
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
@@ -106,16 +106,16 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
-        """Random state, and the weights if they follow the actor's."""
+        """Save the random state, and the weights if they follow the actor's."""
         super().save_checkpoint(path, step)
         if self.follows:
             self.engine.save(Path(path), self.copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Load random state, and the weights if they follow the actor's.
+        """Load the random state, and the weights if they follow the actor's.
 
-        A reference that follows refuses the checkpoint of one that did not: it holds no weights.
+        A reference that follows rejects the checkpoint of a frozen one, which contains no weights.
         """
         super().load_checkpoint(path)
         if not self.follows:
@@ -129,6 +129,6 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Hash of the full weights."""
+        """Return a hash of the full weights."""
         with adapter_off(self.engine.module):
             return self.engine.weights_checksum()

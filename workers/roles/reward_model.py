@@ -1,6 +1,6 @@
 """The reward model: a sequence classifier that scores samples.
 
-Rule rewards are the driver's own (`workers.rewards.manager`); with both, the driver adds them up.
+The driver computes rule rewards (`workers.rewards.manager`), and adds both if both are configured.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class RewardModelWorker(ModelWorker):
-    """Scores a prompt with its response by one number, read at the last real token.
+    """Scores a prompt and its response by one number, read at the last real token.
 
-    So padding does not change it.
+    Padding therefore has no effect.
     """
 
     is_frozen = True
@@ -42,7 +42,7 @@ class RewardModelWorker(ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str) -> HeldModel:
-        """The classifier of the role's reward, frozen."""
+        """Return the classifier of the role's reward, frozen."""
         reward, policy = _reward_of(config, role), config.actor_rollout_ref.model
         model = ModelConfig(
             path=reward.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
@@ -53,16 +53,16 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the classifier, frozen; one on another tokenizer than the actor's is refused."""
+        """Load the classifier, frozen; reject another tokenizer than the actor's."""
         check_same_tokenizer(self.config.path, self.policy_path, self.role)
         super().init_model(total_steps)
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores`: the sample's score at its last response token, zero elsewhere.
+        """Return `rm_scores`: the sample's score at its last response token, zero elsewhere.
 
-        An empty response has zeros alone.
+        An empty response has only zeros.
         """
         scores = self.engine.score_rows(data, self.budget)
         mask = data.padded("response_mask") != 0
@@ -72,4 +72,4 @@ class RewardModelWorker(ModelWorker):
 
 def _reward_of(config: WorkersConfig, role: str) -> RewardConfig:
     models = model_rewards(config)
-    return models.get(role) or next(iter(models.values()))  # a worker alone has no role
+    return models.get(role) or next(iter(models.values()))  # a worker without a group has no role

@@ -1,6 +1,6 @@
 """The reward model in training, on pairs of a better and a worse response.
 
-The frozen one, which scores PPO's samples, is `workers.roles.reward_model`.
+`workers.roles.reward_model` is the frozen one, which scores PPO's samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.training.readings import Pairs, Reading, RowScores
 
 
 class RewardTrainingWorker(RowWorker):
-    """Learns to score a pair's chosen side above its rejected one, and scores pairs."""
+    """Learns to score a pair's chosen side above its rejected side, and scores pairs."""
 
     loss_name = "pairwise"
     config: RewardTrainingConfig
@@ -33,12 +33,12 @@ class RewardTrainingWorker(RowWorker):
         self.pairwise_loss = get_pairwise_loss(config.loss)
 
     def reading(self) -> Reading:
-        """The scores of both sides of pairs."""
+        """Return the scores of both sides of pairs."""
         return Pairs(RowScores(self.config.score_at))
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_scores(self, data: DataProto) -> DataProto:
-        """The column `scores` [pairs, 2]: the chosen side's, then the rejected side's."""
+        """Return the column `scores` [pairs, 2]: of the chosen side, then of the rejected side."""
         scores = self.engine.forward_rows(data, self.budget)["scores"]
         return DataProto.from_dict({"scores": scores})
 

@@ -1,14 +1,15 @@
-"""The rollout: the policy generating.
+"""The rollout: generates with the policy.
 
-Where its weights live:
+The location of its weights:
 
-    beside the actor, whole      the native engine decodes with the actor's module, by reference
-    beside the actor, sharded    one unsharded copy per version, gathered tensor by tensor; so, too,
-                                 where `rollout.dtype` is another type than the weights'
-    in a pool of its own         a copy that the actor fills through `workers.weights.channel`
+    with the actor, whole        the native engine decodes with the actor's module, by reference
+    with the actor, sharded      one unsharded copy per version, gathered tensor by tensor; also
+                                 if `rollout.dtype` differs from the type of the weights
+    in a separate pool           a copy that the actor fills through `workers.weights.channel`
 
-Engines issue no collective of all ranks: they decode different numbers of steps. Ranks that share
-one (tensor parallelism) get the same rows; the first leads them, and answers.
+Engines run no collectives over all ranks, because they decode different numbers of steps. Ranks
+that share an engine (tensor parallelism) get the same rows; the first rank leads and returns the
+results.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 MESH = "rollout"
-"""Ranks with one data rank share an engine."""
+"""Ranks with the same data rank share an engine."""
 SPLIT = make_nd_compute_dataproto_dispatch_fn(MESH)
 ASK = replace(SPLIT, collect_fn=collect_list, form="list", collecting_ranks=all_ranks)
-"""Rows are split over the engines; nothing comes back."""
+"""Splits rows over the engines; returns nothing."""
 
 
 class RolloutWorker(WeightReceiver, Worker):
-    """Turns prompts into samples, each the same wherever it is made.
+    """Turns prompts into samples, which do not depend on the rank that generates them.
 
-    A sample's noise is keyed by seed, uid and sample index.
+    The noise of a sample is keyed by seed, uid and sample index.
     """
 
     def __init__(self, config: WorkersConfig) -> None:
@@ -88,7 +89,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self.copy = HostCopy() if self.config.sync == "changed" else None
         self.players = self._players(config)
         self._requests: dict[int, int] = {}
-        """The engine's number of a sample -> the number that `submit` got with its row."""
+        """Sample number in the engine -> the number that `submit` received with its row."""
 
     def _players(self, config: WorkersConfig) -> Players | None:
         if not plays(config):
@@ -102,7 +103,7 @@ class RolloutWorker(WeightReceiver, Worker):
     def init_model(self) -> None:
         """Build the engine, which is stale until the first sync.
 
-        Beside an actor: after the actor's `init_model`.
+        Next to an actor, call it after the actor's `init_model`.
         """
         self.open_process_group()
         self.engine = build_engine(self._whole_config, self)
@@ -111,9 +112,9 @@ class RolloutWorker(WeightReceiver, Worker):
     @batch_columns(reads=("input_ids", "attention_mask", *NAMED))
     @in_step
     def generate_sequences(self, data: DataProto) -> DataProto:
-        """One response per row.
+        """Return one response per row.
 
-        `meta_info` carries the ids of eos and pad, and may override the sampling settings.
+        `meta_info` contains the ids of eos and pad, and may override the sampling settings.
         """
         if self._requests:
             raise RolloutError(
@@ -127,7 +128,7 @@ class RolloutWorker(WeightReceiver, Worker):
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     @in_step
     def submit(self, data: DataProto) -> None:
-        """Begin the samples of these rows; `take` returns them with their column `request`."""
+        """Start the samples of these rows; `take` returns them with their column `request`."""
         require(data, REQUEST)
         numbers = self._begin(data)
         requests = data.padded(REQUEST)[: len(numbers)].tolist()
@@ -136,7 +137,7 @@ class RolloutWorker(WeightReceiver, Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     @in_step
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
-        """Samples that are finished once one has so many more tokens, or after so long."""
+        """Return finished samples, after `max_tokens` tokens per sample or `seconds` at most."""
         try:
             results = self._generator.take(max_tokens, seconds)
         except BaseException:
@@ -159,7 +160,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def follow(self) -> None:
-        """Let the engine of this rank do what the engine's first rank does in one call."""
+        """Run the engine's part of one call that the engine's first rank leads."""
         self.engine.follow()
 
     @property
@@ -167,7 +168,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return self.players or self.engine
 
     def _begin(self, data: DataProto) -> list[int]:
-        """Submit the rows that are no padding; return the numbers of their samples."""
+        """Submit the rows that are not padding; return the numbers of their samples."""
         pad, sampling = data.meta_info.get("pad_token_id"), self.sampling_of(data)
         if pad is None:
             raise RolloutError(
@@ -181,10 +182,10 @@ class RolloutWorker(WeightReceiver, Worker):
         return numbers
 
     def _batch_of(self, results: Sequence[Sample | Trajectory], num_rows: int) -> DataProto:
-        """Samples or trajectories as rows, with padding rows after them."""
+        """Return samples or trajectories as rows, followed by padding rows."""
         sampling, pad = self._sampling, self._pad
-        played = [one for one in results if isinstance(one, Trajectory)]
-        samples = [one.sample if isinstance(one, Trajectory) else one for one in results]
+        played = [result for result in results if isinstance(result, Trajectory)]
+        samples = [r.sample if isinstance(r, Trajectory) else r for r in results]
         samples += [Sample([pad], finish_reason="pad")] * (num_rows - len(samples))
         batch = batch_of(
             samples,
@@ -197,10 +198,10 @@ class RolloutWorker(WeightReceiver, Worker):
         return batch if self.players is None else batch.union(trajectory_columns(batch, played))
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
-        """The config's settings under those of the batch; for validation `val_kwargs` alone.
+        """Return the config's settings, overridden by the batch; validation uses only `val_kwargs`.
 
-        A response ends at the tokenizer's eos, which the batch carries, at those that the model's
-        folder names, and at `sampling_kwargs.stop_token_ids`: so in every engine.
+        A response ends at the tokenizer's eos, which the batch contains, at the eos ids of the
+        model's folder, and at `sampling_kwargs.stop_token_ids`, in every engine.
         """
         eos = data.meta_info.get("eos_token_id")
         stop = tuple(int(token) for token in ([eos] if isinstance(eos, int) else eos or ()))
@@ -219,13 +220,13 @@ class RolloutWorker(WeightReceiver, Worker):
         for name, value in self.config.sampling_kwargs.items():
             if name in STOPS or not validates:
                 settings[name] = value
-        own = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
-        settings |= {name: data.meta_info[name] for name in own}
+        overrides = {*names, "max_tokens", *EXTRA_SAMPLING} & data.meta_info.keys()
+        settings |= {name: data.meta_info[name] for name in overrides}
         sampling = sampling_params(settings, self.response_width, stop)
         return replace(sampling, routed_experts=replays_routing(self.policy) and not validates)
 
     def requests_of(self, data: DataProto) -> list[Sample]:
-        """The rows that are no padding, as samples to be generated."""
+        """Return the rows that are not padding as samples to be generated."""
         return samples_of(data, self.prompt_width, self._noise_of(data))
 
     def _noise_of(self, data: DataProto) -> NoiseOf:
@@ -239,9 +240,9 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:
-        """Take over the weights of the actor in this process.
+        """Load the weights of the actor in this process.
 
-        The new version counts once every rank has verified its copy.
+        The new version becomes valid when every rank has verified its copy.
         """
         actor: Any = self.sibling("actor")
         if actor is None:
@@ -266,12 +267,12 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Hash of the full weights, comparable with the actor's."""
+        """Return a hash of the full weights, comparable with the actor's."""
         return self.engine.weights_checksum()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Free what training can use; a copy of the weights is gone until the next sync."""
+        """Free memory for training; a copy of the weights is gone until the next sync."""
         self.engine.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

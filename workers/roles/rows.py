@@ -1,6 +1,6 @@
-"""The model of a recipe that trains on rows of files: one optimizer step on those of each call.
+"""The model of a supervised recipe: one optimizer step on the rows of each call.
 
-A recipe's worker says which engine it has, which columns its loss reads, and the loss.
+The worker of a recipe defines its engine, the columns that its loss reads, and the loss.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class RowWorker(Checkpointed, ModelWorker):
 
     head: ClassVar[Head] = "token"
     loss_name: ClassVar[str] = "loss"
-    """What `forward_backward` calls the loss."""
+    """Name of the loss in `forward_backward`."""
     loss_columns: Sequence[str] = ()
-    """Columns that the loss reads beside those of every pass."""
+    """Columns that the loss reads in addition to those of every pass."""
 
     def __init__(self, config: RowWorkerConfig) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class RowWorker(Checkpointed, ModelWorker):
 
     @classmethod
     def held_model(cls, config: RowWorkerConfig, role: str = "") -> HeldModel:
-        """The model that is trained."""
-        own = config.model
+        """Return the trained model."""
+        model = config.model
         return HeldModel(
             "model.path",
-            own,
-            own.fsdp_config,
-            own.strategy,
+            model,
+            model.fsdp_config,
+            model.strategy,
             cls.head,
             trains=True,
             saved=config.checkpoint.save_contents,
@@ -68,22 +68,22 @@ class RowWorker(Checkpointed, ModelWorker):
         )
 
     def reading(self) -> Reading:
-        """What is read of the model's passes: of every response token, or of rows."""
+        """Return the reading of the model's passes: per response token, or per row."""
         return Reading()
 
     def losses(self) -> dict[str, MakesLoss]:
-        """The loss of `update_model`."""
+        """Return the loss of `update_model`."""
         return {self.loss_name: lambda _: Loss(self.loss_name, self.loss, self.loss_columns)}
 
     @abstractmethod
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The micro-batch's share of the loss, and of the metrics."""
+        """Return the micro-batch's share of the loss, and of the metrics."""
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def update_model(self, data: DataProto) -> Metrics:
-        """One optimizer step on all of these rows; gives its metrics."""
+        """Take one optimizer step on all of these rows; return its metrics."""
         num_rows = len(data) if data.shard is None else data.shard.total
         with utilization("model", self.engine, data) as mfu:
             loss = self.losses()[self.loss_name](data)

@@ -1,4 +1,4 @@
-"""The rollout of a run that trains nothing: its weights are those of the model's folder."""
+"""The rollout of a run without training: it uses the weights of the model's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.roles.rollout import RolloutWorker
 
 
 class SamplerWorker(RolloutWorker):
-    """Generates with a model that stays as it is; its samples are of version 0."""
+    """Generates with a fixed model; its samples have version 0."""
 
     is_frozen = True
 
@@ -25,12 +25,12 @@ class SamplerWorker(RolloutWorker):
         """Build the engine, with the folder's weights."""
         super().init_model()
         waits_for_weights = self.config.name == "vllm"
-        own = self.engine.named_weights()  # native and hf have read the folder already
-        self.engine.load_weights(self.folder_weights() if waits_for_weights else own)
+        loaded = self.engine.named_weights()  # native and hf have read the folder already
+        self.engine.load_weights(self.folder_weights() if waits_for_weights else loaded)
         self.engine.commit(0)
 
     def folder_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights of the folder in the engine's type, in the host's memory."""
+        """Return the folder's weights in the engine's type, in host memory."""
         dtype = rollout_dtype(self.policy, self.device.type)
         model = replace(self.policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
         module = load_model(model, "token", torch.device("cpu"))

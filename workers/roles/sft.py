@@ -13,13 +13,13 @@ from workers.training.microbatch import Columns, MiniBatch
 
 
 class SFTWorker(RowWorker):
-    """Learns the tokens of rows that are in the loss, and says how likely they are."""
+    """Learns the marked tokens of rows, and returns their log-probs."""
 
     loss_name = "lm"
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`log_probs` of the tokens in the loss, zero elsewhere."""
+        """Return `log_probs` of the tokens in the loss, zero elsewhere."""
         columns = self.engine.forward_rows(data, self.budget)
         return DataProto.from_dict(columns)
 

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: a frozen model that scores what its student says."""
+"""The teacher of on-policy distillation: a frozen model that scores the student's responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TeacherWorker(ModelWorker):
-    """Scores the student's responses, token by token, under weights of its own."""
+    """Scores the student's responses, token by token, under the teacher's weights."""
 
     is_frozen = True
 
@@ -33,17 +33,17 @@ class TeacherWorker(ModelWorker):
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "teacher") -> HeldModel:
-        """The teacher's model, frozen."""
-        own = config.distillation.teacher_model
+        """Return the teacher's model, frozen."""
+        teacher = config.distillation.teacher_model
         return HeldModel(
             "distillation.teacher_model.model_path",
             teacher_model(config),
-            FrozenFSDPConfig(**own.fsdp_config),
+            FrozenFSDPConfig(**teacher.fsdp_config),
             config.actor_rollout_ref.actor.strategy,
-            quantization=own.quantization,
+            quantization=teacher.quantization,
             section="distillation.teacher_model",
             rows=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
-            parallel=config.axes(own.parallel),
+            parallel=config.axes(teacher.parallel),
         )
 
     @register(dispatch_mode=TRAIN, readonly=True)
@@ -53,6 +53,6 @@ class TeacherWorker(ModelWorker):
         scores_as="teacher",
     )
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """`teacher_log_prob` of the responses."""
+        """Return `teacher_log_prob` of the responses."""
         outputs = self.engine.forward_rows(data, self.budget, Wanted(self.temperature))
         return DataProto.from_dict({"teacher_log_prob": outputs["log_probs"]})
