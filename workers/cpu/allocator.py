@@ -1,9 +1,9 @@
-"""Memory that a CPU process keeps for its next tensor instead of returning it to the system.
+"""Make a CPU process reuse memory for its next tensor instead of returning it to the system.
 
-By default glibc takes fresh memory for every tensor of some megabytes: each page is mapped and
+By default glibc takes fresh memory for every tensor of several megabytes: each page is mapped and
 zeroed at its first touch, which takes as long as the arithmetic on it. An update allocates hundreds
-of such tensors per step, the driver dozens. Keeping the memory takes up to a third more at the peak
-of rows of 16,384 tokens, and without it a GRPO step of a small model takes 1.6 times as long. Set
+of such tensors per step, the driver dozens. Without reuse, a GRPO step of a small model takes 1.6
+times as long. Reuse needs up to a third more memory at the peak of rows of 16,384 tokens. Set
 `MALLOC_MMAP_THRESHOLD_=4000000` to trade that time for memory.
 """
 
@@ -15,19 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LARGEST_KEPT = 2**30
-"""Bytes of the largest tensor whose memory is kept; larger tensors get fresh memory."""
+"""Largest tensor, in bytes, whose memory is reused; larger tensors get fresh memory."""
 MOST_KEPT = 2**31 - 1
-"""Free bytes at the end of the heap that are kept."""
+"""Free bytes at the end of the heap that the process does not return."""
 LARGEST_OF_HEAP = 2**20
-"""Bytes of the largest piece of memory that comes from the heap where none is to be kept."""
+"""Largest allocation from the heap, in bytes, while memory must not be reused."""
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants in glibc's malloc.h
 _kept = {"largest": 0}
-"""Bytes of the largest memory that this process keeps."""
+"""Size of the largest allocation that this process reuses, in bytes."""
 
 
 def settings_of_user() -> list[str]:
-    """Return the variables by which the user has set the allocator, as NAME=value."""
+    """Return the variables with which the user configured the allocator, as NAME=value."""
     return sorted(
         f"{name}={value}"
         for name, value in os.environ.items()
@@ -36,10 +36,10 @@ def settings_of_user() -> list[str]:
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep freed memory for the next tensor; return whether it does now.
+    """Make the allocator reuse freed memory for the next tensor; return True on success.
 
-    It does not where the user has set the allocator (GLIBC_TUNABLES, MALLOC_…), or where it is not
-    glibc's.
+    It returns False if the user configured the allocator (GLIBC_TUNABLES, MALLOC_…), or if it is
+    not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if settings_of_user() or mallopt is None:
@@ -52,10 +52,10 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Within, large memory that is taken goes back to the system as soon as it is freed.
+    """Context in which large allocations return to the system as soon as they are freed.
 
-    On a heap that keeps it small things settle in the holes, so that every large piece lengthens
-    the heap: by all weights of a model that is only counted, by the buffers of every weight sync.
+    Otherwise small allocations settle in the holes of the heap, so that every large one extends it:
+    by all weights of a model that is only counted, or by the buffers of every weight sync.
     """
     if not _kept["largest"]:
         yield

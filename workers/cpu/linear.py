@@ -1,6 +1,6 @@
-"""Linear layers of a module in training that multiply through oneDNN, forwards and backwards.
+"""Linear layers that multiply through oneDNN in training, forwards and backwards.
 
-Only instances inside the given module are touched, never a class or a module of another package.
+Only instances inside the given module are changed, never a class or a module of another package.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.nn import functional
 from workers.cpu import onednn
 
 GRADIENT_ROWS = 1024
-"""Rows that are transposed at a time for a weight's gradient: they stay in the cache."""
+"""Rows that are transposed at a time for a weight's gradient, so that they stay in the cache."""
 MIN_MULTIPLICATIONS = 2**24
-"""A linear layer with fewer is left to torch: building a kernel for its rows would take longer."""
+"""Smaller products use torch: building a kernel for their rows would take longer."""
 
 
 class _Linear(torch.autograd.Function):
-    """states @ weight.t() + bias.
+    """Compute states @ weight.t() + bias.
 
-    Of the two factors of the weight's gradient the narrower is transposed in memory.
+    The narrower factor of the weight's gradient is transposed in memory.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         result: Tensor = torch.ops.aten._unsafe_view(
             onednn.linear(flat, weight, bias), [*states.shape[:-1], len(weight)]
         )
-        return result  # no view in autograd's eyes: FSDP2 hangs its hooks on it
+        return result  # not a view for autograd: FSDP2 attaches hooks to it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _outer(grad: Tensor, states: Tensor) -> Tensor:
-    """grad.t() @ states, some rows at a time; of the two the narrower is transposed in memory."""
+    """Return grad.t() @ states, block by block; the narrower factor is transposed in memory."""
     grad_is_narrow = grad.shape[1] <= states.shape[1]
     narrow, wide = (grad, states) if grad_is_narrow else (states, grad)
 
@@ -74,9 +74,9 @@ _linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
 
 @contextmanager
 def onednn_linears(module: nn.Module) -> Iterator[None]:
-    """Within, linear layers of the module go through oneDNN; a backward pass, too.
+    """Context in which linear layers of the module use oneDNN; run the backward pass inside, too.
 
-    Each gets a `forward` of its own, which shadows that of its class and goes in the end.
+    Each layer gets its own `forward`, which hides that of its class and is removed at the end.
     """
     with ExitStack() as stack:
         for child in module.modules():
@@ -86,7 +86,7 @@ def onednn_linears(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _linear_forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def _linear_forward(module: Any, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
     weight, bias = module.weight, module.bias
     fits = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
     is_plain = onednn.supports(weight) and not isinstance(weight, DTensor)

@@ -1,12 +1,11 @@
-"""Linear layers on CPUs through oneDNN, whose kernels are written for the processor they find.
+"""Linear layers on CPUs through oneDNN, whose kernels are specialized for the processor.
 
-Torch hands float32 matrix products to MKL, which has its fastest kernels for one maker's
-processors: on others with 512-bit vectors oneDNN takes half the time. Its bits for a row do not
-depend on the other rows, from two rows on. The weights are read where they are; nothing is packed
-or copied.
+Torch uses MKL for float32 matrix products, which is fastest on one vendor's processors: on others
+with 512-bit vectors oneDNN takes half the time. From two rows on, its bits for a row do not depend
+on the other rows. The weights are read in place; nothing is packed or copied.
 
-Every number of rows takes a kernel of its own, a third of a millisecond and a quarter MiB when it
-is first seen. `limit_kernel_caches` bounds how many a process keeps.
+Every number of rows needs a separate kernel, which costs a third of a millisecond and a quarter MiB
+at its first use. `limit_kernel_caches` bounds their number per process.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 KERNELS_KEPT = 256
-"""Kernels that a process keeps, in each of the two caches that hold them."""
+"""Maximum number of kernels per process, in each of the two caches."""
 CACHE_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables that bound the caches: oneDNN's own, and torch's."""
+"""Environment variables that bound the caches of oneDNN and torch."""
 
 
 def limit_kernel_caches() -> None:
-    """Bound the kernels that this process keeps; a limit that the user set is left alone.
+    """Bound the kernels of this process, unless the user has set a limit.
 
-    Each cache would keep 1024 kernels otherwise. Both read their limit when the first kernel is
-    built, so an engine calls this while it is being built, before it computes anything.
+    By default each cache stores 1024 kernels. Both read their limit when the first kernel is built,
+    so an engine calls this during construction, before it computes anything.
     """
     for name in CACHE_LIMITS:
         os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
 def supports(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by this weight: plain float32, on a CPU, in a torch that can."""
-    is_plain = type(weight) in (Tensor, nn.Parameter)  # an int8 weight says it is float32, too
+    """True if oneDNN supports this weight: plain float32, on a CPU, in a torch that has it."""
+    is_plain = type(weight) in (Tensor, nn.Parameter)  # an int8 weight reports float32, too
     return is_plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and _works()
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`functional.linear` for [rows, in] and [out, in]; see `supports`."""
+    """Return `functional.linear` for [rows, in] and [out, in]; see `supports`."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
     return result
 
 
 def linear_silu(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(linear(states)), in one pass."""
+    """Return silu(linear(states)), in one pass."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "swish", [], "")
     return result
 
@@ -60,22 +59,22 @@ def linear_binary(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """other + linear(states) for kind "add", other * linear(states) for "mul", in one pass."""
+    """Return other + linear(states) for "add", other * linear(states) for "mul", in one pass."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(states, other, weight, bias, kind)
     return result
 
 
 @functools.cache
 def _works() -> bool:
-    """Whether torch has these operations, and they compute what they should.
+    """True if torch has these operations, and they compute correct results.
 
-    They are not among torch's public ones, so a build may lack them or change them.
+    They are not public, so a build may lack them or change them.
     """
     states, weight = torch.linspace(-1, 1, 20).view(4, 5), torch.linspace(-1, 1, 15).view(3, 5)
     bias, other = torch.ones(3), states[:, :3] - 0.5
     plain = functional.linear(states, weight, bias)
     try:
-        found = [
+        results = [
             linear(states, weight.t().contiguous().t()) + bias,
             linear_binary("add", other, states, weight, bias) - other,
             linear_binary("mul", other, states, weight, bias) / other,
@@ -83,5 +82,5 @@ def _works() -> bool:
         gated = linear_silu(states, weight, bias)
     except (AttributeError, RuntimeError):
         return False
-    right = [torch.allclose(result, plain, atol=1e-5) for result in found]
+    right = [torch.allclose(result, plain, atol=1e-5) for result in results]
     return all(right) and torch.allclose(gated, functional.silu(plain), atol=1e-5)

@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to the rollout: versioned, verified, two-phase."""
+"""Transfer weights from the trainer to the rollout: versioned, verified, two-phase."""

@@ -1,14 +1,14 @@
-"""Weights in buckets, from one sender to all receivers of a connection.
+"""Send weights in buckets, from one sender to all receivers of a connection.
 
-Where every rank has a GPU of its own, buckets are filled, hashed, sent and verified on it, and no
-weight is in host memory on its way; otherwise they are in host memory and go over gloo. Gloo
-carries the rest. The default process group is not touched.
+If every rank has its own GPU, buckets are filled, hashed, sent and verified on the GPU, and no
+weight passes through host memory. Otherwise buckets are in host memory and travel over gloo. Gloo
+also carries everything else. The default process group is not used.
 
-Tensors travel whole in buckets of at most so many bytes (one that is larger alone), as they are: no
-cast. A header goes ahead of each bucket: its size and number, and of every tensor name, dtype,
-shape and hash. It is signed with the secret of this sync, so nobody else can take the sender's
-place. While one bucket travels, the sender gathers the next and the receivers verify and write the
-one before: each side holds two buckets, and a sync takes hardly longer than its slowest part.
+Tensors travel whole, without a cast, in buckets of limited size (a larger tensor travels
+separately). A header precedes each bucket: its size and number, and the name, dtype, shape and hash
+of every tensor. It is signed with the secret of this sync, so nobody else can impersonate the
+sender. While one bucket travels, the sender gathers the next and the receivers verify and write the
+previous one. Each side stores two buckets, and a sync takes hardly longer than its slowest part.
 """
 
 from __future__ import annotations
@@ -45,51 +45,51 @@ from workers.weights.connection import (
 )
 
 ALIGNMENT = 16
-"""A tensor begins at a multiple of so many bytes in its bucket, so that any dtype can be read."""
+"""The offset of a tensor in its bucket is a multiple of this, so that any dtype can be read."""
 END = -1
-"""In the place of a bucket's size: there are no more."""
+"""Marks the end, instead of the size of a bucket."""
 HOST = torch.device("cpu")
 Finish = Callable[[], None]
-"""Waits until something that has begun is done."""
+"""Waits until an operation is done."""
 Rooms = Callable[[int, int], Tensor]
-"""Memory of a bucket, by its number and its bytes."""
+"""Returns memory for a bucket, given its number and its size."""
 _LENGTHS = Struct("<qq")
-"""The first bytes of a header: the sizes of its bucket and of its text."""
+"""First bytes of a header: the sizes of its bucket and of its text."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One rank's part of a sync: why it refused, the bytes it moved, the time of their hashes."""
+    """One rank's part of a sync: the error, the transferred bytes, and the time of hashing."""
 
     error: str | None = None
     num_bytes: int = 0
     hash_s: float = 0.0
     voted: bool = True
-    """It came as far as the vote: nobody was missing, and nothing broke off."""
+    """True if the rank reached the vote: nobody was missing, and nothing broke off."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors behind each other in memory; of each name, dtype, shape and hash."""
+    """Tensors stored one after the other; `facts` has name, dtype, shape and hash of each."""
 
     facts: list[list[Any]]
     payload: Tensor
 
     def places(self) -> list[tuple[int, int]]:
-        """Where the bytes of each tensor begin and end."""
-        found, end = [], 0
+        """Return the begin and end of each tensor's bytes."""
+        spans, end = [], 0
         for _, dtype, shape, _ in self.facts:
             start = aligned(end)
             end = start + torch.Size(shape).numel() * dtype_of(dtype).itemsize
-            found.append((start, end))
-        return found
+            spans.append((start, end))
+        return spans
 
     def pieces(self) -> list[Tensor]:
-        """The bytes of each tensor."""
+        """Return the bytes of each tensor."""
         return [self.payload[start:end] for start, end in self.places()]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, without a copy."""
+        """Yield the tensors, without a copy."""
         for (name, dtype, shape, _), piece in zip(self.facts, self.pieces(), strict=True):
             yield name, piece.view(dtype_of(dtype)).view(shape)
 
@@ -100,12 +100,12 @@ class Bucket:
 
 
 def aligned(place: int) -> int:
-    """The next place where a tensor may begin."""
+    """Return the next offset at which a tensor may begin."""
     return -(-place // ALIGNMENT) * ALIGNMENT
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type of this name, as a header has it."""
+    """Return the torch type of this name, as a header writes it."""
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype
 
@@ -113,10 +113,10 @@ def dtype_of(name: str) -> torch.dtype:
 def pack(
     tensors: NamedTensors, limit: int, room: Rooms, watch: Stopwatch, lends: bool = True
 ) -> Iterator[Bucket]:
-    """Copy tensors into buckets of at most `limit` bytes, and take their hashes.
+    """Copy tensors into buckets of at most `limit` bytes, and hash them.
 
-    A tensor that is larger comes alone: from where it is, if it `lends` its memory and lies where
-    the buckets do.
+    A larger tensor gets a separate bucket. If the caller `lends` its tensors and they are on the
+    device of the buckets, such a tensor is not copied.
     """
     number = filled = 0
     facts: list[list[Any]] = []
@@ -133,27 +133,27 @@ def pack(
         return bucket
 
     for name, tensor in tensors:
-        own = byte_view(tensor.detach().contiguous())
+        content = byte_view(tensor.detach().contiguous())
         fact = [name, str(tensor.dtype), list(tensor.shape), 0]
         start = aligned(filled)
-        if facts and start + len(own) > limit:
+        if facts and start + len(content) > limit:
             yield finished()
             start, memory = 0, room(number, limit)
-        if len(own) > limit and lends and own.device == memory.device:
+        if len(content) > limit and lends and content.device == memory.device:
             with watch.running():
-                fact[3] = hash_of(own)
-            yield Bucket([fact], own)
+                fact[3] = hash_of(content)
+            yield Bucket([fact], content)
             continue
-        if len(own) > len(memory):
-            memory = room(number, len(own))
+        if len(content) > len(memory):
+            memory = room(number, len(content))
         facts.append(fact)
-        filled = start + len(own)
+        filled = start + len(content)
         place = memory[start:filled]
         if place.is_cpu:
             with watch.running():
-                fact[3] = copy_hashed(place, own.cpu())
+                fact[3] = copy_hashed(place, content.cpu())
         else:
-            place.copy_(own)
+            place.copy_(content)
     if facts:
         yield finished()
 
@@ -166,21 +166,21 @@ class Channel:
     ) -> None:
         self.connection, self.rank = connection, rank
         self.device = device if connection.gpus is not None else HOST
-        """Where buckets are."""
+        """Device of the buckets."""
         self._sign = store.sign
         self.watch = Stopwatch()
-        """What hashes have cost, with the copies that they are taken in."""
+        """Measures the time of hashing, including the copies that compute hashes."""
         self.num_bytes = 0
         self.corrupt: list[str] = []
-        """What has arrived otherwise than it was sent, in words."""
+        """Descriptions of damaged data."""
         self.manifest: Manifest = {}
-        """Of what has arrived."""
+        """Facts of the received tensors."""
         self.summary: dict[str, Any] = {}
-        """What the sender says in the end."""
+        """Final message of the sender."""
         self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def room(self, number: int, num_bytes: int) -> Tensor:
-        """Memory of a bucket; two of them take turns, since fresh pages are slow."""
+        """Return memory for a bucket; two buffers alternate, since fresh pages are slow."""
         which = number % 2
         if len(self._rooms[which]) < num_bytes:
             self._rooms[which] = new_room(num_bytes, self.device)
@@ -192,9 +192,10 @@ class Channel:
         summary: Callable[[], dict[str, Any]] = dict,
         drops_first: bool = False,
     ) -> None:
-        """Broadcast buckets, each of which must stay as it is until the next but one, and an end.
+        """Broadcast buckets and an end; a bucket must not change until the one after the next is
+        sent.
 
-        With `drops_first` the first gets lost: a fault on purpose.
+        With `drops_first` the first bucket is lost, for fault injection.
         """
         num_buckets, before = 0, list[Finish]()
         for number, bucket in enumerate(buckets):
@@ -210,9 +211,9 @@ class Channel:
         _finish([*before, *self._start_header(END, {"number": num_buckets, **summary()})])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the sender broadcasts, tensor by tensor, each valid until the next.
+        """Yield the tensors that the sender broadcasts, each valid until the next.
 
-        Damage is noted in `corrupt`.
+        Damage is recorded in `corrupt`.
         """
         number, before = 0, None
         while True:
@@ -232,7 +233,7 @@ class Channel:
             number, before = number + 1, (number, payload, header)
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether every rank, the sender included, says ok."""
+        """Return True if every rank, including the sender, votes ok."""
         votes = torch.tensor([0 if ok else 1])
         with explained("a rank left before the vote"):
             options = dist.AllreduceOptions()
@@ -243,7 +244,7 @@ class Channel:
     def _verified(
         self, expected: int, payload: Tensor, header: dict[str, Any] | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one bucket, from its bytes and its header."""
+        """Yield the tensors of one bucket, from its bytes and its header."""
         if header is None:
             self.corrupt.append(f"what bucket {expected} is said to hold")
             return
@@ -260,28 +261,28 @@ class Channel:
 
         self.num_bytes += bucket.num_bytes
         with self.watch.running():
-            found = hashes_of(bucket.pieces())
-        for (name, *_, sent), value in zip(bucket.facts, found, strict=True):
+            hashes = hashes_of(bucket.pieces())
+        for (name, *_, sent), value in zip(bucket.facts, hashes, strict=True):
             if value != sent:
                 self.corrupt.append(name)
         yield from bucket.tensors()
 
     def _end(self, header: dict[str, Any], num_buckets: int) -> None:
-        """The last header: how many buckets there were, and what else the sender says."""
+        """Read the last header: the number of buckets, and the summary of the sender."""
         sent = header.pop("number")
         if sent != num_buckets:
             self.corrupt.append(f"{num_buckets} of {sent} buckets")
         self.summary = header
 
     def _start_header(self, size: int, header: dict[str, Any]) -> list[Finish]:
-        """Begin to send the size of the next bucket, and what it holds, signed."""
+        """Start sending the size and the signed header of the next bucket."""
         text = json.dumps(header).encode()
         first = _LENGTHS.pack(size, len(text)) + self._sign(b"%d" % size, text)
         parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (first, text)]
         return [self._start_broadcast(part) for part in parts]
 
     def _receive_header(self) -> tuple[int, dict[str, Any] | None]:
-        """The next bucket's size and header; none where it is not what the sender has signed."""
+        """Return the next bucket's size and header; None if the signature is wrong."""
         first = self._received(_LENGTHS.size + SIGNATURE_BYTES)
         size, length = _LENGTHS.unpack(first[: _LENGTHS.size])
         text = self._received(length)
@@ -298,7 +299,7 @@ class Channel:
         return self._start_broadcast(payload, self.connection.gpus)
 
     def _start_broadcast(self, tensor: Tensor, group: Any = None) -> Finish:
-        """Begin to broadcast these bytes; what is returned waits until they are there."""
+        """Start broadcasting these bytes; the result waits until they have arrived."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
         with explained("a broadcast could not begin"):
@@ -310,7 +311,7 @@ class Channel:
 def sending(
     links: Connections, address: Address, num_receivers: int, device: torch.device
 ) -> Iterator[Channel]:
-    """The sender's end at this address, once all receivers have come."""
+    """Open the sender's end at this address, once all receivers are connected."""
     with (
         links.store(address) as store,
         links.sending(address, store, num_receivers, device) as connection,
@@ -328,7 +329,7 @@ def receiving(
     device: torch.device,
     name: str,
 ) -> Iterator[Channel]:
-    """A receiver's end: `rank` counts from 1, `name` is that of all receivers."""
+    """Open a receiver's end: `rank` counts from 1, `name` is the same for all receivers."""
     with (
         links.store(address) as store,
         links.receiving(address, store, rank, num_receivers, device, name) as connection,
@@ -337,7 +338,7 @@ def receiving(
 
 
 def new_room(num_bytes: int, device: torch.device = HOST) -> Tensor:
-    """Memory that goes back to the system when it is freed: every sync takes its own."""
+    """Allocate memory that returns to the system when freed; every sync allocates its own."""
     from workers.cpu.allocator import freed_at_once
 
     with freed_at_once():

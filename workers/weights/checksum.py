@@ -1,7 +1,7 @@
-"""Hashes of full (unsharded) weights, taken where a tensor lies.
+"""Hashes of full (unsharded) weights, computed on the device of the tensors.
 
-checksum_of(named_tensors)    every byte: two roles hold the same weights
-hashes_of, copy_hashed        hashes of tensors on their way
+checksum_of(named_tensors)    every byte: two roles have the same weights
+hashes_of, copy_hashed        hashes of tensors in transfer
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 NumberedTensor = tuple[torch.Size, Tensor]
 """The shape of a tensor, and its hash as a tensor of one number."""
 CHUNK = 2**18
-"""Bytes that are copied and hashed in turn, so that the hash finds them in the L2 cache."""
+"""Bytes that are copied and then hashed, so that the hash finds them in the L2 cache."""
 DEVICE_CHUNK = 2**20
 """32-bit words that are hashed at a time on a device."""
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, without a copy."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def hash_of(payload: Tensor) -> int:
-    """64 bits of a byte tensor: XXH3 in host memory, `hash_on_device` elsewhere.
+    """Return 64 bits of a byte tensor: XXH3 in host memory, `hash_on_device` elsewhere.
 
-    Hashes are compared only with those of the same kind of memory.
+    Hashes can only be compared if they come from the same kind of memory.
     """
     return hashes_of([payload])[0]
 
 
 def hashes_of(payloads: Sequence[Tensor]) -> list[int]:
-    """`hash_of` of each; those on a device are fetched together, 8 bytes each."""
+    """Return `hash_of` each tensor; hashes on a device are fetched together, 8 bytes each."""
     if not payloads or payloads[0].is_cpu:
         return [xxhash.xxh3_64_intdigest(payload.numpy()) for payload in payloads]
     numbers = torch.stack([hash_on_device(payload) for payload in payloads])
-    found: list[int] = to_host(numbers).tolist()
-    return found
+    values: list[int] = to_host(numbers).tolist()
+    return values
 
 
 def to_host(numbers: Tensor) -> Tensor:
-    """Hashes: all of a device's weights that the host gets to see."""
+    """Copy hashes to the host; nothing else of a device's weights is copied."""
     return numbers.cpu()
 
 
 def hash_on_device(payload: Tensor) -> Tensor:
-    """64 bits of a byte tensor by torch's operations, the same on every device, left there.
+    """Hash a byte tensor to 64 bits with torch operations, equal on every device; stays there.
 
-    The sum of its 32-bit words times odd numbers: a changed word changes it. A swap of words, or
-    any other change, goes unnoticed once in 2**32 at most.
+    It is the sum of the 32-bit words times odd numbers, so one changed word always changes it. Any
+    other change, such as swapped words, goes unnoticed with probability 2**-32 at most.
     """
     size = payload.numel()
     if size % 4 or payload.storage_offset() % 4:
@@ -74,32 +74,32 @@ _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 @lru_cache(maxsize=16)
 def _multipliers(device: torch.device) -> Tensor:
-    """Odd numbers that are no arithmetic progression, as splitmix64 makes them."""
+    """Return odd numbers without an arithmetic progression, as in splitmix64."""
     mixed = torch.arange(1, DEVICE_CHUNK + 1, device=device) * _FACTORS[0]
     mixed = (mixed ^ (mixed >> 30)) * _FACTORS[1]
     return (mixed ^ (mixed >> 27)) | 1
 
 
 def copy_hashed(into: Tensor, source: Tensor) -> int:
-    """Copy bytes within host memory and take their hash, at less than half the price of both."""
+    """Copy bytes within host memory and hash them, for less than half the cost of both."""
     hasher = xxhash.xxh3_64()
-    target, own = into.numpy(), source.numpy()
-    for start in range(0, len(own), CHUNK):
-        chunk = own[start : start + CHUNK]
+    target, content = into.numpy(), source.numpy()
+    for start in range(0, len(content), CHUNK):
+        chunk = content[start : start + CHUNK]
         target[start : start + CHUNK] = chunk
         hasher.update(chunk)
     return hasher.intdigest()
 
 
 class Stopwatch:
-    """Adds up the seconds spent within it."""
+    """Sums the seconds spent in `running`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context whose duration is added to `seconds`."""
+        """Context whose duration is added to `seconds`."""
         began = time.perf_counter()
         try:
             yield
@@ -108,19 +108,20 @@ class Stopwatch:
 
 
 def checksum_of(tensors: NamedTensors) -> str:
-    """A hash of names, shapes and float32 bytes of full tensors: whatever their order, dtype and
-    device.
+    """Return a hash of names, shapes and float32 bytes of full tensors.
+
+    It does not depend on their order, dtype and device.
     """
-    return checksum_of_hashes({name: (each.shape, float32_hash(each)) for name, each in tensors})
+    return checksum_of_hashes({name: (t.shape, float32_hash(t)) for name, t in tensors})
 
 
 def float32_hash(tensor: Tensor) -> Tensor:
-    """`hash_on_device` of a tensor's numbers as float32."""
+    """Return `hash_on_device` of a tensor's numbers as float32."""
     return hash_on_device(byte_view(tensor.detach().float().contiguous()))
 
 
 def checksum_of_hashes(hashes: Mapping[str, NumberedTensor]) -> str:
-    """The checksum of tensors by their shapes and `float32_hash`es."""
+    """Return the checksum of tensors from their shapes and `float32_hash`es."""
     numbers = [number for _, number in hashes.values()]
     fetched: list[int] = to_host(torch.stack(numbers)).tolist() if numbers else []
     parts = zip(hashes, hashes.values(), fetched, strict=True)
@@ -128,6 +129,6 @@ def checksum_of_hashes(hashes: Mapping[str, NumberedTensor]) -> str:
 
 
 def digest_of(hashes: Iterable[tuple[str, Iterable[int], int]]) -> str:
-    """One hash of (name, shape, hash) of every tensor, in any order."""
+    """Return one hash of (name, shape, hash) of every tensor, in any order."""
     parts = sorted(f"{name} {list(shape)} {number % 2**64:016x}" for name, shape, number in hashes)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""How the ranks of a sync find each other, and the groups that the weights travel over.
+"""Connect the ranks of a sync, and create the groups that the weights travel over.
 
-The sender has a store. Each sync has a part of it, whose address the driver hands to both sides;
-there every rank says that it has come, so one that does not is named. The groups last: they are
-formed at the first sync of a sender with its receivers, and again only where a rank does not hold
-them, since it is new or the sync before has broken off.
+The sender has a store. Each sync uses a part of it, whose address the driver passes to both sides.
+Every rank registers there, so an error can name missing ranks. Groups are created at the first sync
+of a sender with its receivers and reused. They are created again only if a rank does not have them,
+because it is new or the previous sync broke off.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from verl_like.process.store import SignedStore, open_store
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)
-"""How long a rank waits for the others to come."""
+"""Time that a rank waits for the others."""
 TRANSFER_TIMEOUT = timedelta(seconds=120)
-"""How long one broadcast may take, the gathering of its tensors included."""
+"""Time limit of one broadcast, including the gathering of its tensors."""
 LOOK_S = 0.5
-"""How often a rank that joins the store or forms its groups looks whether the sync goes on."""
+"""How often a rank that joins the store or creates its groups checks that the sync continues."""
 GIVEN_UP = "given up"
-"""In the place of what a rank says of itself: nobody is to wait for it."""
+"""Replaces what a rank says about itself: the others must not wait for it."""
 Manifest = dict[str, list[Any]]
-"""Of tensors, by name: dtype, shape and hash."""
+"""Facts of tensors by name: dtype, shape and hash."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Of one sync. Its text is what travels; the secret is not shown in errors."""
+    """The address of one sync. Its text is transferred; errors do not show the secret."""
 
     place: str
     """`host:port` of the sender's store."""
     number: int
-    """Which of its syncs."""
+    """Number of the sync at this sender."""
     secret: str
 
     @classmethod
     def read(cls, text: str) -> Address:
-        """The counterpart of `str`."""
+        """Parse the output of `str`."""
         place, number, secret = text.split("/")
         return cls(place, int(number), secret)
 
@@ -60,14 +60,14 @@ class Address:
         return f"{self.place}/{self.number}/{self.secret}"
 
     def part_of(self, store: dist.TCPStore) -> SignedStore:
-        """What this sync alone has of the store at `place`."""
+        """Return the part of the store at `place` that belongs to this sync."""
         return SignedStore(store, self.secret, f"sync {self.number}")
 
 
 def open_weight_store(toward: str = "") -> tuple[dist.TCPStore, str]:
-    """A store on a free port, and its place `host:port`, which the host `toward` can reach.
+    """Open a store on a free port; return it and its `host:port`, which host `toward` can reach.
 
-    By default that is whoever is in this run: on one machine loopback.
+    By default the processes of this run can reach it: on one machine over loopback.
     """
     host = LOOPBACK
     if toward or os.environ.get("GLOO_SOCKET_IFNAME") != "lo":
@@ -78,7 +78,7 @@ def open_weight_store(toward: str = "") -> tuple[dist.TCPStore, str]:
 
 
 def _own_host(toward: str) -> str:
-    """The address from which this node reaches that host: a sender may be on another node."""
+    """Return the address of this node for that host: a sender may be on another node."""
     with suppress(OSError):  # no name of that kind, or no route
         family, kind, _, _, place = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as connected:
@@ -88,9 +88,9 @@ def _own_host(toward: str) -> str:
 
 
 def join_weight_store(place: str) -> dist.TCPStore:
-    """The sender's store, from another process or over another connection.
+    """Connect to the sender's store, from another process or over another connection.
 
-    Torch tries a port for 20 s and more; where nobody listens any longer, the sender is gone.
+    Torch tries a port for 20 s or more; if nobody listens any longer, the sender is gone.
     """
     host, _, port = place.rpartition(":")
     join = partial(dist.TCPStore, host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
@@ -108,57 +108,59 @@ class Connection:
 
     place: str
     number: int
-    """The sync in which they were formed."""
+    """The sync in which they were created."""
     size: int
     group: Any
-    """What is agreed on goes over gloo, and buckets too, unless there are `gpus`."""
+    """Gloo group for votes, and for buckets unless there are `gpus`."""
     gpus: Any = None
-    """NCCL's group, where every rank has a GPU of its own."""
+    """NCCL group, if every rank has its own GPU."""
     held: Manifest = field(default_factory=dict)
-    """At the sender, of syncs of what has changed: what every receiver holds."""
+    """On the sender, for syncs of changes: the tensors that every receiver has."""
 
     def close(self) -> None:
-        """Let go of the groups, in a thread: gloo waits for what is still on its way."""
-        own = vars(self)
-        threading.Thread(target=lambda: own.update(group=None, gpus=None), daemon=True).start()
+        """Release the groups in a thread, because gloo waits for pending transfers."""
+        attributes = vars(self)
+        threading.Thread(
+            target=lambda: attributes.update(group=None, gpus=None), daemon=True
+        ).start()
 
 
 class Connections:
-    """What a process keeps from one sync to the next: groups, and connections to stores.
+    """Groups and store connections that a process reuses in later syncs.
 
-    A sync takes what it uses out and puts it back in the end, so that no two use the same, and what
-    a failed one has used is gone.
+    A sync takes what it uses and puts it back at the end. So two syncs never use the same
+    connection, and a failed sync does not return it.
     """
 
     def __init__(self, toward: str = "") -> None:
-        """`toward` is the receivers' host, where they are none of this run's processes."""
+        """Set the receivers' host in `toward` if they are not processes of this run."""
         self._toward = toward
         self._by_receivers: dict[str, Connection] = {}
         self._stores: list[tuple[str, dist.TCPStore]] = []
         self._own_store: tuple[dist.TCPStore, str] | None = None
         self._num_addresses = 0
         self._opening = threading.Lock()
-        """Addresses are asked for by several threads."""
+        """Several threads request addresses."""
 
     def new_address(self) -> Address:
-        """A part of this process's one store that nobody else was given, with its own secret."""
+        """Return an unused part of this process's store, with its own secret."""
         with self._opening:
             self._own_store = self._own_store or open_weight_store(self._toward)
             self._num_addresses += 1
             return Address(self._own_store[1], self._num_addresses, new_secret())
 
     def give_up(self, address: Address, num_receivers: int) -> None:
-        """Nobody waits any longer at this address, if it is one of this process's."""
+        """Stop all waiting at this address, if it belongs to this process."""
         if self._own_store is not None and self._own_store[1] == address.place:
-            # a connection of its own: the other one may be the one that waits
+            # a new connection: the other one may be waiting
             give_up(address.part_of(join_weight_store(address.place)), num_receivers)
 
     @contextmanager
     def store(self, address: Address) -> Iterator[SignedStore]:
-        """The sync's part of the sender's store.
+        """Return the sync's part of the sender's store.
 
-        Torch asks for the name of every peer, which a slow resolver makes long: so it is joined as
-        rarely as can be.
+        Torch resolves the name of every peer, which is slow with a slow resolver, so stores are
+        joined as rarely as possible.
         """
         try:
             place, store = self._stores.pop()
@@ -173,20 +175,23 @@ class Connections:
     def sending(
         self, address: Address, store: SignedStore, num_receivers: int, device: torch.device
     ) -> Iterator[Connection]:
-        """The sender's end of the groups, once all receivers have come."""
+        """Open the sender's end of the groups, once all receivers are connected."""
         with explained("who has come is not known"):
             others = wait_for_receivers(store, num_receivers)
         receivers = str(others[0]["name"])
-        held = self._by_receivers.pop(receivers, None)
+        existing = self._by_receivers.pop(receivers, None)
         numbers = {other["connection"] for other in others}
-        if held is not None and (numbers, held.size) != ({held.number}, num_receivers + 1):
-            held.close()
-            held = None
+        if existing is not None and (numbers, existing.size) != (
+            {existing.number},
+            num_receivers + 1,
+        ):
+            existing.close()
+            existing = None
         gpus = [gpu_of(device), *(other["gpu"] for other in others)]
         has_own_gpus = all(gpus) and len(set(gpus)) == len(gpus)
-        store.set("complete", json.dumps({"is_formed": held is not None, "gpus": has_own_gpus}))
+        store.set("complete", json.dumps({"is_formed": existing is not None, "gpus": has_own_gpus}))
         form = partial(form_groups, address, store, 0, num_receivers + 1, has_own_gpus)
-        with self._lent(receivers, held or form()) as connection:
+        with self._lent(receivers, existing or form()) as connection:
             yield connection
 
     @contextmanager
@@ -199,18 +204,18 @@ class Connections:
         device: torch.device,
         name: str,
     ) -> Iterator[Connection]:
-        """A receiver's end: `rank` counts from 1, `name` is that of all receivers."""
-        held = self._by_receivers.pop(name, None)
-        if held is not None and held.place != address.place:
-            held.close()
-            held = None
-        own = {"connection": held and held.number, "gpu": gpu_of(device), "name": name}
-        answer = wait_for_sender(store, rank, num_receivers, own)
-        if held is not None and not answer["is_formed"]:
-            held.close()
-            held = None
-        form = partial(form_groups, address, store, rank, num_receivers + 1, answer["gpus"])
-        with self._lent(name, held or form()) as connection:
+        """Open a receiver's end: `rank` counts from 1, `name` is the same for all receivers."""
+        existing = self._by_receivers.pop(name, None)
+        if existing is not None and existing.place != address.place:
+            existing.close()
+            existing = None
+        facts = {"connection": existing and existing.number, "gpu": gpu_of(device), "name": name}
+        reply = wait_for_sender(store, rank, num_receivers, facts)
+        if existing is not None and not reply["is_formed"]:
+            existing.close()
+            existing = None
+        form = partial(form_groups, address, store, rank, num_receivers + 1, reply["gpus"])
+        with self._lent(name, existing or form()) as connection:
             yield connection
 
     @contextmanager
@@ -224,25 +229,25 @@ class Connections:
 
 
 def gpu_of(device: torch.device) -> str:
-    """A name that no other GPU has; none on a CPU, or without nccl."""
+    """Return a unique name of the GPU; "" on a CPU or without nccl."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def wait_for_sender(
-    store: SignedStore, rank: int, num_receivers: int, own: dict[str, Any]
+    store: SignedStore, rank: int, num_receivers: int, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Say that this receiver has come; what the sender answers once all have."""
+    """Register this receiver; return the sender's reply once all have registered."""
     with explained("cannot reach the sender's store"):
-        store.set(f"joined/{rank}", json.dumps(own))
+        store.set(f"joined/{rank}", json.dumps(facts))
     with explained("the sender is gone"), _naming_absent(store, num_receivers):
         store.wait(["complete"], JOIN_TIMEOUT)
         return _read(store, "complete")
 
 
 def wait_for_receivers(store: SignedStore, num_receivers: int) -> list[dict[str, Any]]:
-    """What every receiver says of itself; an error that names those that did not come."""
+    """Return what every receiver registered; raise an error that names the missing ones."""
     with explained("cannot reach the sender's store"):
         store.set("joined/0", "{}")
     keys = [f"joined/{rank}" for rank in range(1, num_receivers + 1)]
@@ -252,7 +257,7 @@ def wait_for_receivers(store: SignedStore, num_receivers: int) -> list[dict[str,
 
 
 def give_up(store: SignedStore, num_receivers: int) -> None:
-    """Have whoever waits for the others go: a rank has failed, and will not come."""
+    """Release everybody who waits for the others: a rank has failed, and will not come."""
     for rank in range(1, num_receivers + 1):
         if not store.check([f"joined/{rank}"]):
             store.set(f"joined/{rank}", GIVEN_UP)
@@ -263,14 +268,14 @@ def _read(store: SignedStore, key: str) -> dict[str, Any]:
     text = store.get(key).decode()
     if text == GIVEN_UP:
         raise WeightSyncError("weight sync: it is given up, since another rank has failed.")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    facts: dict[str, Any] = json.loads(text)
+    return facts
 
 
 def form_groups(
     address: Address, store: SignedStore, rank: int, size: int, has_own_gpus: bool
 ) -> Connection:
-    """The groups of ranks that have all come."""
+    """Create the groups of ranks that are all connected."""
     with explained("the group of sender and receivers did not form"):
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
@@ -281,17 +286,17 @@ def form_groups(
         )
         connection = Connection(address.place, address.number, size, group)
         if has_own_gpus:
-            # NCCL looks into its store as long as it lives, from threads of its own
+            # NCCL threads use their store as long as the group lives
             other = SignedStore(join_weight_store(address.place), address.secret, "gpus")
             connection.gpus = group_of_gpus(other.unsigned(str(address.number)), rank, size)
         return connection
 
 
 def _gloo_devices(host: str) -> list[Any]:
-    """The interfaces of GLOO_SOCKET_IFNAME, else the one by which the store's host is reached.
+    """Return the interfaces of GLOO_SOCKET_IFNAME, or the one that reaches the store's host.
 
-    That a run is on one machine does not say so of the server that gets its weights. Torch's
-    default device is what the host's name resolves to, often loopback, and no variable counts.
+    A run on one machine may still send weights to a server elsewhere. Torch's default device is the
+    address of the host's name, which is often loopback, and ignores all variables.
     """
     gloo = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME") or "lo"
@@ -301,17 +306,17 @@ def _gloo_devices(host: str) -> list[Any]:
 
 
 def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:
-    """NCCL's group, which demands that every rank has a GPU of its own."""
+    """Create the NCCL group, which needs a separate GPU for every rank."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TRANSFER_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def unless_given_up(form: Callable[[], Any], store: SignedStore) -> Any:
-    """The group that `form` makes of ranks that have come, and may have died since.
+    """Return the group that `form` creates; ranks may have died since they connected.
 
-    Gloo waits for them for 20 s, on one connection five times as long, and cannot be told to stop.
-    It is left alone once the sync is given up.
+    Gloo waits 20 s for them, on one connection five times as long, and cannot be interrupted. Once
+    the sync is given up, its thread is abandoned.
     """
     forming = call_in_thread("forming its group", form)
     while not wait([forming], LOOK_S).done:
@@ -321,13 +326,13 @@ def unless_given_up(form: Callable[[], Any], store: SignedStore) -> Any:
 
 
 def call_in_thread(name: str, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """The future of a blocking call, in a thread that nobody has to wait for."""
+    """Return the future of a blocking call, in a thread that nobody has to wait for."""
     future = Future[Any]()
 
     def run() -> None:
         try:
             future.set_result(call(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised by result()
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"weight sync: {name}", daemon=True).start()
@@ -336,7 +341,7 @@ def call_in_thread(name: str, call: Callable[..., Any], *arguments: Any) -> Futu
 
 @contextmanager
 def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
-    """A wait in the store that ends in vain is an error about the ranks that did not come."""
+    """Context that turns a timeout of the store into an error about the missing ranks."""
     try:
         yield
     except dist.DistStoreError as error:
@@ -358,11 +363,11 @@ def _who(rank: int) -> str:
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Errors of torch's transport as `WeightSyncError`s that say what we were doing."""
+def explained(action: str) -> Iterator[None]:
+    """Context that turns torch's transport errors into `WeightSyncError`s that name the action."""
     try:
         yield
     except WeightSyncError:
         raise
     except (RuntimeError, OSError, dist.DistError) as error:
-        raise WeightSyncError(f"weight sync: {what}: {str(error).splitlines()[0]}") from error
+        raise WeightSyncError(f"weight sync: {action}: {str(error).splitlines()[0]}") from error

@@ -1,8 +1,8 @@
-"""A rollout's own copy of what the actor sent, in host memory, beside what its engine holds.
+"""A rollout's copy of the sent weights in host memory, in addition to its engine's.
 
-So what has not changed stays where it is (`rollout.sync=changed`). A LoRA layer is kept as base and
-factors, of which the factors alone change; they are merged anew from the base at each version, so
-that nothing accumulates.
+With it, unchanged tensors need not be sent again (`rollout.sync=changed`). A LoRA layer is stored
+as base and factors, of which only the factors change. They are merged from the base at each
+version, so that no error accumulates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.weights.module_writer import describe_problems, refuse_problems
 
 
 class HostCopy:
-    """What one rank of a rollout has been sent so far, verified."""
+    """Verified weights that one rank of a rollout has received so far."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -29,9 +29,10 @@ class HostCopy:
         self.merging: dict[str, Any] = {"adapters": {}, "dtype": None}
 
     def effective(self, device: torch.device = HOST) -> Iterator[tuple[str, Tensor]]:
-        """All weights: each adapter added to its base on this device, cast as the actor would.
+        """Yield all weights: each adapter added to its base on this device, cast as the actor
+        would.
 
-        `merging` holds "adapters", by layer, and "dtype", that of the rollout's weights.
+        `merging` contains "adapters", by layer, and "dtype", the type of the rollout's weights.
         """
         dtype = dtype_of(self.merging["dtype"]) if self.merging["dtype"] else None
         for name, tensor in self.tensors.items():
@@ -41,24 +42,24 @@ class HostCopy:
                 yield name, tensor
             elif part == "weight":
                 parts = (tensor, self.tensors[f"{layer}.lora_A"], self.tensors[f"{layer}.lora_B"])
-                base, a, b = (each.to(device) for each in parts)
+                base, a, b = (tensor.to(device) for tensor in parts)
                 merged = merged_weight(base, a, b, adapter["scaling"], adapter["transposed"])
                 yield name, merged.to(tensor.dtype).to(dtype or tensor.dtype)
 
     def take(self, channel: Channel) -> None:
-        """Copy what arrives; a `WeightSyncError` where that and what was held is not the whole.
+        """Copy the arriving tensors; raise a `WeightSyncError` if they do not complete the weights.
 
-        After an error all is sent again.
+        After an error everything is sent again.
         """
         for name, tensor in channel.receive():
             self.manifest.pop(name, None)
-            own = self.tensors.get(name)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                self.tensors[name] = own = torch.empty_like(tensor, device=HOST)
-            own.copy_(tensor)
+            stored = self.tensors.get(name)
+            if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
+                self.tensors[name] = stored = torch.empty_like(tensor, device=HOST)
+            stored.copy_(tensor)
         if not channel.summary and not channel.corrupt:
-            what = "what the whole is said to hold, if the actor sends changes at all"
-            channel.corrupt.append(what)
+            missing = "what the whole is said to hold, if the actor sends changes at all"
+            channel.corrupt.append(missing)
         if channel.corrupt:
             self.manifest = {}
             raise WeightSyncError(describe_problems("transfer", corrupt=channel.corrupt))

@@ -1,4 +1,4 @@
-"""Writing full (unsharded) weights into a module, with an account of those that do not fit."""
+"""Write full (unsharded) weights into a module, and report tensors that do not fit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from verl_like.errors import WeightSyncError
 
 
 class ModuleWriter:
-    """Writes tensors into a module's state, and notes what is missing, unknown or does not fit.
+    """Writes tensors into a module's state, and records missing, unknown and unfit ones.
 
-    A tensor may arrive in another dtype than the weight's if no bit is lost (float32 that came from
-    bfloat16); tied weights arrive under one of their names. Persistent buffers are weights too.
+    A tensor may arrive in another dtype than the weight's if no bit is lost (float32 from
+    bfloat16). Tied weights arrive under one of their names. Persistent buffers are weights, too.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -23,7 +23,7 @@ class ModuleWriter:
         self.changed: list[str] = []
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Copy one full tensor; into another dtype, compare what was written."""
+        """Copy one full tensor; if the dtype differs, compare the result."""
         target = self.targets.get(name)
         if target is None:
             self.extra.append(name)
@@ -43,7 +43,7 @@ class ModuleWriter:
             self.changed.append(f"{name} (is {weight.dtype}, was sent {sent.dtype})")
 
     def verify(self, who: str) -> None:
-        """Raise one error that lists everything wrong."""
+        """Raise one error that lists all problems."""
         first_names = {id(weight): name for name, weight in reversed(self.targets.items())}
         missing = [name for key, name in first_names.items() if key not in self.received][::-1]
         other = {"of another shape": self.unfit, "that lost bits": self.changed}
@@ -51,13 +51,13 @@ class ModuleWriter:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one dtype are equal bit for bit, NaN and signed zeros included."""
+    """True if two tensors of one dtype are equal bit for bit, NaN and signed zeros included."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     return left.view(words).equal(right.view(words))
 
 
 def describe_problems(who: str, **problems: list[str]) -> str:
-    """What is wrong in words: the tensors of each kind of problem; nothing where all is well."""
+    """Describe the problems by kind, with the names of tensors; "" if there are none."""
     parts = []
     for kind, names in problems.items():
         if names:

@@ -1,4 +1,4 @@
-"""The receiving side of weights, in the worker of a rollout, or of a frozen role that follows."""
+"""The receiving side of weights, in the worker of a rollout or of a frozen role that follows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _ReceivingEngine(Protocol):
 class WeightReceiver:
     """Mixed into the rollout's worker: needs `rank`, `world_size`, `device` and `engine`.
 
-    `copy` holds what was sent beside the engine, where what has changed alone is sent.
+    `copy` stores the received weights outside the engine, if only changes are sent.
     """
 
     rank: int
@@ -40,12 +40,12 @@ class WeightReceiver:
 
     @cached_property
     def connections(self) -> Connections:
-        """To its sender, which last from one sync to the next."""
+        """Connections to the sender, reused in later syncs."""
         return Connections()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
-        """Load what the actor sends; the version flips if every rank has verified its copy."""
+        """Load what the actor sends; the version changes if every rank has verified its copy."""
         problems: list[str] = []
         who = self.rank + 1, self.world_size, self.device, str(getattr(self, "role", ""))
         try:
@@ -61,7 +61,7 @@ class WeightReceiver:
         return SyncReport(error, channel.num_bytes, channel.watch.seconds)
 
     def commit_if_all_loaded(self, version: int, error: str | None) -> None:
-        """The ranks vote; the version counts if none has an error."""
+        """Vote over all ranks; commit the version if none has an error."""
         votes = torch.tensor([0 if error is None else 1])
         if self.world_size > 1:
             dist.all_reduce(votes)
@@ -69,14 +69,14 @@ class WeightReceiver:
             self.engine.commit(version)
 
     def _load(self, channel: Channel) -> list[str]:
-        """Load what arrives; what is wrong with it, in words."""
+        """Load the arriving weights; return descriptions of problems."""
         arriving = channel.receive() if self.copy is None else self._taken(self.copy, channel)
         problems: list[str] = []
         try:
             self.engine.load_weights(arriving)
         except WeightSyncError as problem:
             problems.append(str(problem))
-            deque(arriving, maxlen=0)  # what is still coming, ahead of the vote
+            deque(arriving, maxlen=0)  # receive the rest before the vote
         if self.copy is not None:
             return problems
         if channel.summary:

@@ -1,8 +1,8 @@
-"""The sending side of weights, in the actor's and the critic's worker.
+"""The sending side of weights, in the worker of the actor or critic.
 
-A sync sends them as they are, gathered tensor by tensor by all of its ranks. What is published
-stands in host memory and is delivered to any number of rollouts, in threads beside the worker's own
-calls: it goes from host memory to host memory, over gloo.
+A sync sends the current weights, gathered tensor by tensor by all ranks. Published weights are in
+host memory and are delivered to any number of rollouts, in threads next to the worker's calls: from
+host memory to host memory, over gloo.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from workers.weights.connection import Address, Connections, Manifest
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one rank has published: nothing, if it was not asked to send.
+    """What one rank has published: nothing, if it does not send.
 
-    `changed_share` is that of the tensors that are not as in the version before, if there was one.
+    `changed_share` is the fraction of tensors that differ from the previous version, if there was
+    one.
     """
 
     num_bytes: int = 0
@@ -48,9 +49,9 @@ class _SendingEngine(Protocol):
 class WeightSender:
     """Mixed into the actor's worker: needs `rank`, `device` and `engine`.
 
-    Weights are cast to `sent_dtype`, where there is one, before they are hashed: what arrives is
-    compared bit by bit, and no more travels than is kept. With `sends_changed` that which every
-    receiver holds is left out, and adapters come apart from their base.
+    Weights are cast to `sent_dtype`, if set, before they are hashed: received weights are compared
+    bit by bit, and no unused bits travel. With `sends_changed`, tensors that every receiver has are
+    not sent, and adapters are sent separately from their base.
     """
 
     rank: int
@@ -63,37 +64,38 @@ class WeightSender:
 
     @cached_property
     def connections(self) -> Connections:
-        """To its receivers, which last from one sync to the next."""
+        """Connections to the receivers, reused in later syncs."""
         return Connections()
 
     @cached_property
     def snapshots(self) -> Snapshots:
-        """What is published; made in `publish_weights`, by the thread of this role's calls."""
+        """Published weights; created in `publish_weights`, by the thread of this role's calls."""
         self.connections.new_address()  # opens the store, in the environment of this role's calls
         return Snapshots()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
-        """Rank 0 returns the address of a sync (`workers.weights.connection`)."""
+        """Return the address of a sync on rank 0 (`workers.weights.connection`), None on others."""
         return str(self.connections.new_address()) if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def give_up_sync(self, address: str, num_receivers: int) -> None:
-        """One side of the sync at this address has failed: nobody waits for it there any longer."""
+        """Stop all waiting at this address: one side of the sync has failed."""
         self.connections.give_up(Address.read(address), num_receivers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_next_bucket(self) -> None:
-        """The next sync from this rank loses its first bucket: a fault on purpose."""
+        """Lose the first bucket of the next sync from this rank, for fault injection."""
         self._drops_next = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(
         self, address: str, num_receivers: int, bucket_mb: float, as_trained: bool = False
     ) -> SyncReport:
-        """Gather tensor by tensor on all actor ranks; rank 0 sends them to all rollout ranks.
+        """Gather tensor by tensor on all actor ranks; rank 0 sends to all rollout ranks.
 
-        A rollout gets its own type and adapters as `merging` says, a reference all `as_trained`.
+        A rollout gets its own type, and adapters as in `merging`; a reference gets all weights
+        `as_trained`.
         """
         tensors = self._full_tensors(as_trained=as_trained)
         limit = int(bucket_mb * 2**20)
@@ -111,16 +113,17 @@ class WeightSender:
                 return SyncReport()
             return self._send_through(address, num_receivers, self.device, send)
         finally:
-            # The other actor ranks are in the same collectives: go through them to the end.
+            # The other actor ranks run the same collectives: finish them.
             deque(tensors, maxlen=0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(
         self, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
     ) -> PublishReport:
-        """Copy the full weights, in the type that a rollout gets them in, on these ranks.
+        """Copy the full weights on these ranks, in the type that a rollout gets.
 
-        The newest version alone is kept; one that is being delivered stays until that has ended.
+        Only the newest version is stored; a version that is being delivered stays until the end of
+        the delivery.
         """
         tensors = self._full_tensors(on_all_ranks=list(senders) != [0])
         try:
@@ -132,8 +135,9 @@ class WeightSender:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def open_delivery(self, version: int | None = None) -> tuple[str, int | None]:
-        """Asked of a sender alone: the address of a delivery and its version, which it holds for
-        it. Without a version it is the newest.
+        """Return the address of a delivery and its version, which this sender reserves for it.
+
+        The default version is the newest.
         """
         if "snapshots" not in vars(self):
             raise WeightSyncError(
@@ -145,7 +149,7 @@ class WeightSender:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, address: str, num_receivers: int) -> SyncReport:
-        """Asked of that sender: send what it holds for this address to those who come to it."""
+        """Send the version reserved for this address to the receivers that connect."""
         snapshot = self.snapshots.held[address]
 
         def send(channel: Channel) -> None:
@@ -164,7 +168,7 @@ class WeightSender:
     def _full_tensors(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """The full weights as a rollout gets them (a reference: `as_trained`); collective."""
+        """Yield the full weights for a rollout (for a reference: `as_trained`); collective."""
         return self.engine.named_full_tensors(
             on_all_ranks=on_all_ranks,
             dtype=None if as_trained else self.sent_dtype,
@@ -172,14 +176,14 @@ class WeightSender:
         )
 
     def _merging(self) -> dict[str, Any] | None:
-        """How the receivers of changes put base and adapters together."""
+        """Return how receivers of changes merge base and adapters."""
         if not self.sends_changed:
             return None
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
         return {"adapters": adapter_facts(self.engine.whole_module), "dtype": dtype}
 
     def _is_to_drop(self, version: int | None = None) -> bool:
-        """Whether the sync that begins is that one. A version that is known loses no second."""
+        """Return True once after `drop_next_bucket`; never twice for one published version."""
         if not self._drops_next or (version is not None and version == self._dropped_version):
             return False
         self._drops_next, self._dropped_version = False, version
@@ -192,7 +196,7 @@ class WeightSender:
         device: torch.device,
         send: Callable[[Channel], None],
     ) -> SyncReport:
-        """Meet the receivers, `send` to them and vote."""
+        """Connect to the receivers, `send` to them and vote."""
         where = Address.read(address)
         try:
             with sending(self.connections, where, num_receivers, device) as channel:
@@ -213,17 +217,17 @@ def send_changes(
     merging: Mapping[str, Any],
     drops_first: bool = False,
 ) -> None:
-    """Send what the receivers do not hold; in the end the manifest of the whole."""
+    """Send what the receivers do not have, then the manifest of all weights."""
     whole: Manifest = {}
-    held = channel.connection.held
+    received = channel.connection.held
 
     def changed() -> Iterator[tuple[str, Tensor]]:
-        for name, own in tensors:
-            tensor = own.detach().to(channel.device).contiguous()
+        for name, weight in tensors:
+            tensor = weight.detach().to(channel.device).contiguous()
             with channel.watch.running():
                 value = hash_of(byte_view(tensor))
             whole[name] = [str(tensor.dtype), list(tensor.shape), value]
-            if held.get(name) != whole[name]:
+            if received.get(name) != whole[name]:
                 yield name, tensor
 
     def summary() -> dict[str, Any]:
@@ -234,15 +238,16 @@ def send_changes(
 
 
 class Snapshot:
-    """The full weights of one version in host memory, packed in buckets: a delivery copies nothing,
-    and has next to nothing to do in Python beside the trainer's own work.
+    """The full weights of one version in host memory, packed in buckets.
+
+    A delivery copies nothing, and does almost no work in Python next to the trainer's.
     """
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.buckets: list[Bucket] = []
         self.merging: dict[str, Any] | None = None
-        """Where adapters come apart from their base: how they are put together."""
+        """How adapters are merged, if they are separate from their base."""
         self.watch = Stopwatch()
         self._rooms: list[Tensor] = []
 
@@ -253,14 +258,14 @@ class Snapshot:
         bucket_mb: float,
         merging: dict[str, Any] | None = None,
     ) -> None:
-        """Copy these tensors, into the memory of what it held before."""
+        """Copy these tensors, into the memory of the previous contents."""
         self.version, self.merging, self.watch = version, merging, Stopwatch()
         limit = int(bucket_mb * 2**20)
         self.buckets = list(pack(tensors, limit, self._room, self.watch, lends=False))
         del self._rooms[len(self.buckets) :]
 
     def _room(self, number: int, num_bytes: int) -> Tensor:
-        """The memory of a bucket, used again where it is large enough."""
+        """Return the memory of a bucket, reused if it is large enough."""
         if number == len(self._rooms):
             self._rooms.append(new_room(num_bytes))
         elif len(self._rooms[number]) < num_bytes:
@@ -268,26 +273,26 @@ class Snapshot:
         return self._rooms[number][:num_bytes]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What it holds, by name, without a copy."""
+        """Yield the tensors by name, without a copy."""
         for bucket in self.buckets:
             yield from bucket.tensors()
 
     def hashes(self) -> dict[str, int]:
-        """The hash of every tensor, by name."""
+        """Return the hash of every tensor, by name."""
         return {name: value for bucket in self.buckets for name, _, _, value in bucket.facts}
 
 
 class Snapshots:
-    """The newest version, and those that deliveries still read.
+    """The newest version, and older ones that deliveries still read.
 
-    The one before the newest gives its memory to the next, unless it is being read then: so there
-    are two, and one more for each older version that a delivery is slow to send.
+    The memory of the version before the newest is reused for the next one, unless it is being read.
+    So there are two snapshots, and one more for each older version in a slow delivery.
     """
 
     def __init__(self) -> None:
         self.newest: Snapshot | None = None
         self.held: dict[str, Snapshot] = {}
-        """By the address of a delivery, what it sends."""
+        """Snapshot of each delivery, by its address."""
         self._spare = Snapshot()
         self._lock = threading.Lock()
 
@@ -300,31 +305,33 @@ class Snapshots:
     ) -> PublishReport:
         """Copy the weights as `version`.
 
-        The share of tensors that the version before had not is None where there was none before, or
-        the version is the same and its weights are others.
+        The fraction of tensors that changed is None for the first version, and if the same version
+        is published again.
         """
         before = self.newest
         with self._lock:
             is_free = all(self._spare is not read for read in list(self.held.values()))
-            made = self._spare if is_free else Snapshot()
-        made.fill(version, tensors, bucket_mb, merging)
+            snapshot = self._spare if is_free else Snapshot()
+        snapshot.fill(version, tensors, bucket_mb, merging)
         with self._lock:
-            self._spare, self.newest = before or Snapshot(), made
-        num_bytes = sum(bucket.num_bytes for bucket in made.buckets)
+            self._spare, self.newest = before or Snapshot(), snapshot
+        num_bytes = sum(bucket.num_bytes for bucket in snapshot.buckets)
         share = None
         if before is not None and before.version != version:
-            old, new = before.hashes(), made.hashes()
+            old, new = before.hashes(), snapshot.hashes()
             share = sum(new[name] != old.get(name) for name in new) / max(1, len(new))
-        return PublishReport(num_bytes, made.watch.seconds, share)
+        return PublishReport(num_bytes, snapshot.watch.seconds, share)
 
     def hold(self, version: int | None, address: str) -> Snapshot:
-        """The snapshot of this version, or the newest; it stays as it is while it is in `held`."""
+        """Return the snapshot of this version, or the newest, unchanged while it is in `held`."""
         with self._lock:
             newest = None if self.newest is None else self.newest.version
             if self.newest is None or version not in (newest, None):
-                is_held = "none is held" if newest is None else f"the one that is held is {newest}"
+                available = (
+                    "none is held" if newest is None else f"the one that is held is {newest}"
+                )
                 raise WeightSyncError(
-                    f"version {version} is not there to be delivered: {is_held}. "
+                    f"version {version} is not there to be delivered: {available}. "
                     "actor.publish_weights(version) makes one, in the place of the one before."
                 )
             self.held[address] = self.newest

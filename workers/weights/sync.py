@@ -1,16 +1,14 @@
-"""Weights from the trainer to the rollout engines: versioned, verified, two-phase.
+"""Transfer weights from the trainer to the rollout engines: versioned, verified, two-phase.
 
-    sync_weights(actor, rollout, version)            # both stand still for it
-
+    sync_weights(actor, rollout, version)            # both wait for it
     publish_weights(actor, version)                  # between updates: a copy in host memory
-    deliver_weights(actor, rollout_1, version)       # from any thread, while the actor goes on
-    deliver_weights(actor, rollout_2, version)       # at the same time, from another
+    deliver_weights(actor, rollout_1, version)       # from any thread, while the actor continues
+    deliver_weights(actor, rollout_2, version)       # at the same time, from another thread
 
-A rollout in the actor's own processes takes them by reference or copies them
-(`rollout.update_weights`); to others they travel (`workers.weights.sender`, `.receiver`). Either
-way a rank first loads and verifies (names, shapes, bytes), then all ranks vote, and only a
-unanimous vote flips the version. Where it is not unanimous the engines stay stale: they refuse to
-generate.
+A rollout in the actor's processes uses them by reference or copies them (`rollout.update_weights`).
+To other rollouts they are sent (`workers.weights.sender`, `.receiver`). In both cases each rank
+first loads and verifies (names, shapes, bytes), then all ranks vote, and only a unanimous vote
+changes the version. Otherwise the engines stay stale and do not generate.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from workers.weights.sender import PublishReport
 
 logger = logging.getLogger(__name__)
 ALONE_S = 3.0
-"""How long one side of a sync may go on after the other has failed: it waits in vain."""
+"""Time that one side of a sync may continue after the other has failed."""
 
 
 class WeightsRefusedError(WeightSyncError):
-    """Every rank was there, and one has refused what it got."""
+    """All ranks were connected, and at least one rejected the weights."""
 
 
 def sync_weights(
@@ -44,10 +42,10 @@ def sync_weights(
     bucket_mb: float = 16.0,
     as_trained: bool = False,
 ) -> dict[str, float]:
-    """Bring every rollout engine to the actor's weights, proven equal, as `version`.
+    """Bring every rollout engine to the actor's weights, verified, as `version`.
 
-    They travel in the rollout's type, unless they shall arrive `as_trained`. What a rank refuses is
-    sent once more; then, or where a rank does not come, `WeightSyncError` is raised.
+    They are sent in the rollout's type, or `as_trained`. If a rank rejects them, they are sent once
+    more. `WeightSyncError` is raised if that fails, or if a rank is missing.
     """
 
     def sync() -> dict[str, float]:
@@ -55,8 +53,8 @@ def sync_weights(
         if rollout_group.shares_processes_with(actor_group):
             return _figures(rollout_group.update_weights(version), version, start)
         address = actor_group.open_weight_channel()[0]
-        what = address, rollout_group.world_size, bucket_mb, as_trained
-        send = partial(actor_group.send_weights.remote, *what)
+        arguments = address, rollout_group.world_size, bucket_mb, as_trained
+        send = partial(actor_group.send_weights.remote, *arguments)
         return _figures(
             _transfer(actor_group, rollout_group, version, address, send), version, start
         )
@@ -67,7 +65,7 @@ def sync_weights(
 def publish_weights(
     actor_group: Any, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
 ) -> dict[str, float]:
-    """Keep the actor's weights as `version` in the host memory of the ranks that send them."""
+    """Store the actor's weights as `version` in the host memory of the ranks that send them."""
     start = time.perf_counter()
     absent = [rank for rank in senders if not 0 <= rank < actor_group.world_size]
     if absent or not senders:
@@ -91,14 +89,14 @@ def publish_weights(
 def deliver_weights(
     actor_group: Any, rollout_group: Any, version: int | None = None, sender: int = 0
 ) -> dict[str, float]:
-    """Bring one rollout group to the published `version`, proven equal; call it from any thread.
+    """Bring one rollout group to the published `version`, verified; call it from any thread.
 
-    Without a version to the newest; `training/weight_version` says which one it was.
+    The default version is the newest; `training/weight_version` reports it.
 
-    The actor goes on with whatever it computes. The group takes the weights when it has ended the
-    calls before, and its next ones wait: where samples are running, between two takes. What a rank
-    refuses is sent once more. Raises `WeightSyncError` where it fails on any rank, with what both
-    sides say, and `WorkerDiedError` where a rank of either side is gone.
+    The actor continues its work. The group takes the weights after its running calls, and later
+    calls wait; with samples in progress, between two takes. If a rank rejects the weights, they are
+    sent once more. Raises `WeightSyncError` with the reports of both sides if it fails on any rank,
+    and `WorkerDiedError` if a rank of either side is gone.
     """
 
     def deliver() -> dict[str, float]:
@@ -108,16 +106,18 @@ def deliver_weights(
                 "weights cannot be delivered to a rollout in the actor's own processes: "
                 "sync_weights(actor_group, rollout_group, version) hands it over."
             )
-        address, held = actor_group.open_delivery.remote_on(sender, version).get()[0]
-        what = sender, address, rollout_group.world_size
-        send = partial(actor_group.deliver_weights.remote_on, *what)
-        return _figures(_transfer(actor_group, rollout_group, held, address, send), held, start)
+        address, sent_version = actor_group.open_delivery.remote_on(sender, version).get()[0]
+        arguments = sender, address, rollout_group.world_size
+        send = partial(actor_group.deliver_weights.remote_on, *arguments)
+        return _figures(
+            _transfer(actor_group, rollout_group, sent_version, address, send), sent_version, start
+        )
 
     return _once_more_if_refused(deliver)
 
 
 def _once_more_if_refused(sync: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The figures of a sync: of the second one, if the ranks have voted against the first."""
+    """Return the figures of a sync; repeat it once if the ranks rejected the weights."""
     try:
         return sync()
     except WeightsRefusedError as error:
@@ -128,7 +128,7 @@ def _once_more_if_refused(sync: Callable[[], dict[str, float]]) -> dict[str, flo
 def _transfer(
     actor_group: Any, rollout_group: Any, version: int, address: str, send: Callable[[], Any]
 ) -> list[SyncReport]:
-    """What the ranks of both sides report, bad ones as well; an error where one side has none."""
+    """Return the reports of both sides, including errors; raise if one side has no reports."""
     receive = partial(rollout_group.receive_weights.remote, address, version)
     give_up = partial(actor_group.give_up_sync.remote, address, rollout_group.world_size)
     sides = [_Side("receive_weights", receive, version, give_up)]
@@ -142,9 +142,9 @@ def _transfer(
 
 
 class _Side:
-    """One side of a transfer, for `gather`: it fails as soon as a rank came to no vote.
+    """One side of a transfer, for `gather`: it fails as soon as a rank misses the vote.
 
-    It has a thread: a group of one may run its call where it is made, and a failure is told to the
+    It runs in a thread: a group of one rank may run its call directly, and a failure must reach the
     other side at once.
     """
 
@@ -164,7 +164,7 @@ class _Side:
             if not all(report.voted for report in reports):
                 _raise_errors(reports, self._version)
         except Exception:
-            with suppress(VerlLikeError):  # the sender may be the one that is gone
+            with suppress(VerlLikeError):  # the sender may be gone
                 self._give_up().get(timeout=ALONE_S)
             raise
         return reports
@@ -174,7 +174,7 @@ class _Side:
 
 
 def _figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[str, float]:
-    """What a sync that began at `start` has cost; a `WeightSyncError` where a rank refused it."""
+    """Return the cost of a sync that began at `start`; raise if a rank rejected it."""
     _raise_errors(reports, version)
     return {
         "timing_s/weight_sync": time.perf_counter() - start,
@@ -185,7 +185,7 @@ def _figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[
 
 
 def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
-    """What the ranks have refused, or could not do, as one error."""
+    """Raise the errors of all ranks as one."""
     errors = [report.error for report in reports if report.error]
     if errors:
         was_voted = all(report.voted for report in reports)
