@@ -1,9 +1,9 @@
-"""What workers read of the configuration: typed, torch-free, one docstring under every field.
+"""The workers' part of the configuration: typed, torch-free, with a docstring under every field.
 
-A recipe's schema extends `WorkersConfig` with the driver's own sections; every worker is built as
-`cls(config)` with the whole tree. The rules of a key (range, when it is read, whether a resume may
-change it) stand at its field (`verl_like.config_key`). Sizes say their unit: a prompt, or a sample
-(one of a prompt's `rollout.n` responses).
+A recipe's schema extends `WorkersConfig` with the sections of the driver. Every worker is built as
+`cls(config)` with the whole tree. The rules of a key (range, condition under which it is read,
+whether it may change on a resume) are at its field (`verl_like.config_key`). Sizes name their unit:
+a prompt, or a sample (one of a prompt's `rollout.n` responses).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingCon
 
 @dataclass(kw_only=True)
 class ScoringSections(Section):
-    """What says how samples are scored, in a run that trains and in one that does not."""
+    """The sections that define how samples are scored, in runs with and without training."""
 
     rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
     """Weighted rewards, instead of the two sections below."""
@@ -85,59 +85,59 @@ class WorkersConfig(ScoringSections):
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
     """Distillation: a teacher's log-probs as token rewards."""
     data: Any
-    """Workers read the longest lengths, and the variables of the chat template."""
+    """Workers read the maximum lengths, and the variables of the chat template."""
     trainer: Any
     """Workers read `seed` and `device`."""
     algorithm: Any
     """Workers read `rollout_correction`."""
 
-    def axes(self, own: Mapping[str, Any]) -> ParallelConfig:
-        """Return the axes of a role that has some of its own."""
-        return replace(self.parallel, **own)
+    def axes(self, overrides: Mapping[str, Any]) -> ParallelConfig:
+        """Return the axes of a role, with the role's overrides."""
+        return replace(self.parallel, **overrides)
 
 
 def critic_model(config: WorkersConfig) -> ModelConfig:
-    """The critic's model settings, whole."""
-    own = dict(vars(config.critic.model))
-    del own["fsdp_config"]
-    return replace(config.actor_rollout_ref.model, **own)
+    """Return the critic's complete model settings."""
+    settings = dict(vars(config.critic.model))
+    del settings["fsdp_config"]
+    return replace(config.actor_rollout_ref.model, **settings)
 
 
 def teacher_model(config: WorkersConfig) -> ModelConfig:
-    """The teacher's model settings, whole."""
+    """Return the teacher's complete model settings."""
     path = config.distillation.teacher_model.model_path
     return replace(config.actor_rollout_ref.model, path=path, lora_rank=0)
 
 
 def reference_model(policy: ActorRolloutRefConfig) -> ModelConfig:
-    """The reference's model settings, whole."""
+    """Return the reference's complete model settings."""
     path = policy.ref.model.path
     return policy.model if path is None else replace(policy.model, path=path, lora_rank=0)
 
 
 def is_actors_module(policy: ActorRolloutRefConfig) -> bool:
-    """Whether the reference of the actor's process is the actor's module with its adapters off."""
+    """True if a reference in the actor's process is the actor's module without its adapters."""
     return policy.model.lora_rank > 0 and policy.ref.model.path is None
 
 
 def critic_optim(config: WorkersConfig) -> OptimConfig:
-    """The critic's optimizer settings, whole."""
+    """Return the critic's complete optimizer settings."""
     return replace(config.actor_rollout_ref.actor.optim, **config.critic.optim)
 
 
 def rewards_of(config: ScoringSections) -> list[RewardConfig]:
-    """`rewards`; without that list, what `custom_reward_function` and `reward_model` ask for.
+    """Return `rewards`, or the rewards of `custom_reward_function` and `reward_model`.
 
-    Those of an environment are added.
+    The reward of an environment is added.
     """
-    gives = bool(config.environment.path)
-    own = [RewardConfig(name="environment", kind="environment", on_failure="skip")] if gives else []
+    rewards = []
+    if config.environment.path:
+        rewards.append(RewardConfig(name="environment", kind="environment", on_failure="skip"))
     if config.rewards or has_no_reward(config):
-        return [*config.rewards, *own]
+        return [*config.rewards, *rewards]
 
     custom, model = config.custom_reward_function, config.reward_model
-    found = own
-    by_source = not own and (not model.enable or model.rule_weight != 0)
+    by_source = not rewards and (not model.enable or model.rule_weight != 0)
     if custom.path or by_source:
         rule = RewardConfig(
             name="rule",
@@ -148,10 +148,10 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
             function=custom.name,
             kwargs=custom.reward_kwargs,
         )
-        found.append(rule)
+        rewards.append(rule)
 
     if model.enable:
-        found.append(
+        rewards.append(
             RewardConfig(
                 name="model",
                 kind="model",
@@ -160,16 +160,16 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
                 micro_batch_size_per_gpu=model.micro_batch_size_per_gpu,
             )
         )
-    return found
+    return rewards
 
 
 def scores_by_rule(config: ScoringSections) -> bool:
-    """Whether a reward is the rule of each row's data_source."""
+    """True if a reward is the rule of each row's data_source."""
     return any(reward.kind == "function" and not reward.path for reward in rewards_of(config))
 
 
 def model_rewards(config: ScoringSections) -> dict[str, RewardConfig]:
-    """Role -> the reward whose model it holds; the first is the role `reward_model`."""
+    """Return role -> the reward whose model it loads; the first role is `reward_model`."""
     models = [reward for reward in rewards_of(config) if reward.kind == "model"]
     roles = ["reward_model", *(f"reward_model_{reward.name}" for reward in models[1:])]
     return dict(zip(roles, models, strict=False))

@@ -1,7 +1,7 @@
-"""Conditions of keys in several of the workers' sections, and what they look at.
+"""Conditions of keys in several of the workers' sections, and their helper functions.
 
-A condition of one section stands beside its field. Each takes the section that the key stands in
-and the whole configuration.
+A condition of a single section is next to its field. Each takes the section of the key and the
+whole configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from verl_like.registry import registry_of
 
 ACTOR = "actor_rollout_ref.actor"
 SAVE_EVERY_MINUTES = 30.0
-"""Default of `trainer.save_every_minutes`: so much work can be lost where nobody has asked."""
+"""Default of `trainer.save_every_minutes`: at most this much work can be lost."""
 
 
 def _asks_for_validations(_: Any, run: Any) -> bool:
@@ -22,31 +22,31 @@ def _asks_for_validations(_: Any, run: Any) -> bool:
 
 
 def has_teacher(run: Any) -> bool:
-    """Whether the policy is distilled from a teacher; in recipes without training it cannot be."""
+    """True if the policy is distilled from a teacher; impossible in recipes without training."""
     distillation = getattr(run, "distillation", None)
     return distillation is not None and bool(distillation.teacher_model.model_path)
 
 
 def teacher_is_alone(run: Any) -> bool:
-    """Whether advantages are the teacher's part alone."""
+    """True if advantages come only from the teacher."""
     return has_teacher(run) and not run.distillation.use_task_rewards
 
 
 def has_no_reward(run: Any) -> bool:
-    """Whether none is named, nor one by each row's data_source needed."""
+    """True if no reward is configured, and the teacher makes the built-in rules unnecessary."""
     custom, model = run.custom_reward_function, run.reward_model
     return teacher_is_alone(run) and not (run.rewards or custom.path or model.enable)
 
 
 def is_bare_config(path: str) -> bool:
-    """Whether it is a folder with a model's config.json and without weights."""
+    """True for a folder with a model's config.json and without weights."""
     folder = Path(path).expanduser()
     weights = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
     return (folder / "config.json").is_file() and not weights
 
 
 def policy_loss_of(run: Any) -> str:
-    """The policy loss by name; a REINFORCE bypass has its own, whatever `loss_mode` says."""
+    """Return the name of the policy loss; a REINFORCE bypass overrides `loss_mode`."""
     correction = run.algorithm.rollout_correction
     if correction.bypass_mode and correction.loss_type == "reinforce":
         return "reinforce"
@@ -105,8 +105,8 @@ SAVES = When(
     ),
     "no checkpoints are asked for by trainer.save_freq or trainer.save_every_minutes",
 )
-"""Checkpoints that only the default of `save_every_minutes` asks for do not count: they are written
-for safety, as the defaults of such keys say.
+"""Checkpoints that only the default of `save_every_minutes` causes do not count: they are a
+safeguard, as the descriptions of such keys say.
 """
 VALIDATES_OR_SAVES = When(
     "the run validates, or writes checkpoints",

@@ -1,4 +1,4 @@
-"""The value model; what it does not set of its own is the actor's."""
+"""The value model; settings that it does not override are the actor's."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from verl_like.process.sandbox import Sandbox
 
 
 def plays(run: Any) -> bool:
-    """Whether samples are trajectories of several turns."""
+    """True if samples are trajectories of several turns."""
     environment = getattr(run, "environment", None)
     return environment is not None and bool(environment.path or environment.tools)
 

@@ -1,4 +1,4 @@
-"""A model that is trained: its folder, sharding, optimizer, and what of it is saved."""
+"""A trained model: its folder, sharding, optimizer, and checkpoint contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRATEGIES = (
     "shard_grad_op+offload",
     "fsdp_offload",
 )
-"""How a model may lie over the ranks; fsdp_offload is fsdp+offload."""
+"""Ways to distribute a model over ranks; fsdp_offload is fsdp+offload."""
 STRATEGIES_ELSEWHERE = {
     "naive": "single",
     "no_shard": "ddp",
@@ -30,9 +30,9 @@ STRATEGIES_ELSEWHERE = {
     "colossalai_gemini": "fsdp",
     "colossalai_gemini_cpu": "fsdp+offload",
 }
-"""Other systems' words for the same."""
+"""Other systems' names for these strategies."""
 DTYPES = ("float32", "bfloat16")
-"""Types that weights may be kept in, and that passes compute in."""
+"""Types of stored weights and of passes."""
 ATTENTIONS = (
     "auto",
     "flash_attention_4",
@@ -44,9 +44,9 @@ ATTENTIONS = (
 COMPILES = ("auto", "on", "off")
 QUANTIZATIONS = ("int8",)
 PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
-"""How a role that is not trained may hold its linear weights."""
+"""Number formats for the linear weights of a role that is not trained."""
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
-"""What `checkpoint.save_contents` may name."""
+"""Allowed names in `checkpoint.save_contents`."""
 HAS_LORA = unless("lora_rank", 0)
 HAS_STAGES = unless("pp", 1)
 HAS_NO_WEIGHTS = When(
@@ -58,12 +58,12 @@ WARMS_UP_BY_SHARE = when("lr_warmup_steps", -1)
 
 
 def optimizer_takes(name: str) -> When:
-    """The optimizer's constructor has a parameter of that name."""
+    """Return the condition that the optimizer's constructor has a parameter of that name."""
     return entry_takes(name, "optimizer", "optimizer")
 
 
 def schedule_takes(name: str) -> When:
-    """The learning-rate schedule has a parameter of that name."""
+    """Return the condition that the learning-rate schedule has a parameter of that name."""
     return entry_takes(name, "learning-rate schedule", "lr_scheduler_type")
 
 

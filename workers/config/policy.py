@@ -1,4 +1,4 @@
-"""The policy in training: actor, loss, importance weights, reference, texts of PTX, teacher."""
+"""The policy in training: actor, loss, importance weights, reference, PTX texts, teacher."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
     "token-sum",
 )
-"""How token losses may become one number."""
+"""Ways to reduce token losses to one number."""
 SHUFFLE_SEED = 42
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_swapped")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
-"""Estimators of a KL; with a trailing +, the value has k2's gradient."""
+"""Estimators of a KL; a trailing + keeps the value and uses k2's gradient."""
 
 
 LOSS_IS_NAMED = When(
@@ -195,13 +195,13 @@ class ActorConfig(ShardedConfig):
 
 
 def replays_routing(policy: Any) -> bool:
-    """Whether the actor's tokens go to the experts that the rollout chose, if there is an actor."""
+    """True if there is an actor, and its tokens go to the experts that the rollout chose."""
     actor = getattr(policy, "actor", None)
     return actor is not None and actor.router_replay.mode == "R3"
 
 
 def shuffle_seed(actor: ActorConfig) -> int | None:
-    """The seed of the mini-batches' orders, of actor and critic; None where they stay."""
+    """Return the seed of the mini-batch orders of actor and critic; None without shuffling."""
     return SHUFFLE_SEED if actor.shuffle else None
 
 

@@ -1,4 +1,4 @@
-"""What the workers of preference training read beside a recipe's on rows: loss and reference."""
+"""The workers' part of preference training, on top of a supervised recipe: loss and reference."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from workers.config.rows import RowWorkerConfig
 
 
 def loss_reads(run: Any, name: str) -> bool:
-    """Whether the loss of this run has a parameter of that name."""
+    """True if the loss of this run has a parameter of that name."""
     loss = registry_of("preference loss").look_up(run.loss)
     return name in inspect.signature(loss).parameters
 
 
 def has_reference(run: Any) -> bool:
-    """Whether the loss of this run compares with a reference."""
+    """True if the loss of this run compares with a reference."""
     return loss_reads(run, "ref_log_probs") and not run.reference_free
 
 
 def takes(name: str) -> When:
-    """The loss has a parameter of that name."""
+    """Return the condition that the loss has a parameter of that name."""
     return entry_takes(name, "preference loss", "loss")
 
 

@@ -1,4 +1,4 @@
-"""Rewards: verl's sections of a rule and a model, or a list of any number; what holds for all."""
+"""Rewards: verl's sections of a rule and a model, or a list of rewards, and settings for all."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ class RewardModelConfig(Section):
 
 
 REWARD_KINDS = ("function", "model", "remote")
-"""What a reward may be; an environment's is added where there is one."""
+"""Kinds of rewards; an environment adds its own."""
 ON_FAILURE = ("default", "skip", "fail")
-"""What may become of a sample whose reward fails."""
+"""Treatments of a sample whose reward fails."""
 
 
 IS_FUNCTION, IS_MODEL, IS_REMOTE = (when("kind", kind) for kind in REWARD_KINDS)

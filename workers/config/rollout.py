@@ -1,4 +1,4 @@
-"""Generation: the engine, how it samples in training and in validation, its memory."""
+"""Generation: the engine, its sampling in training and validation, its memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workers.config.conditions import CUT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
 ENGINES: Registry[Any] = Registry("rollout engine")
-"""What `rollout.name` may be: the built-in ones, and a class by its dotted path."""
+"""Names for `rollout.name`: the built-in engines, and a class by its dotted path."""
 AUTO = "auto"
 for _built_in in (AUTO, "native", "hf", "vllm"):
     ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
 FP8 = "fp8"
 SYNCS = ("full", "changed")
-"""What a weight sync sends."""
+"""Contents of a weight sync."""
 
 
 def _is_apart(_: Any, run: Any) -> bool:
@@ -151,5 +151,5 @@ class RolloutConfig(Section):
 
     @property
     def validation(self) -> ValidationSamplingConfig:
-        """Sampling in validation, whole."""
+        """Complete sampling settings of validation."""
         return ValidationSamplingConfig(**self.val_kwargs)

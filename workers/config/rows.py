@@ -1,4 +1,4 @@
-"""What the worker of a recipe on rows reads: model, optimizer, rows, checkpoint."""
+"""The worker's part of a supervised recipe: model, optimizer, rows, checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.config.model import (
 )
 
 LONGEST_ROW = 1024
-"""Tokens that a row is cut to, unless the config says so or the model has fewer positions."""
+"""Default length, in tokens, that rows are cut to; less if the model has fewer positions."""
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,7 @@ class RowWorkerConfig(Section):
 
 
 SCORE_AT = ("last_token", "legacy_mean")
-"""Where a row's score may be read."""
+"""Positions at which a row's score may be read."""
 
 
 @dataclass(kw_only=True)
