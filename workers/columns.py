@@ -1,9 +1,9 @@
-"""The batch's columns as data: name, shape, dtype, who writes it, which method reads it.
+"""The batch's columns as data: name, shape, dtype, the writer, and the methods that read them.
 
 Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. These
-are widths of rectangles: columns of tokens are ragged, and hold no padding. In verl's layout
-prompts are padded on the left, responses on the right. A response mask is 1 at the tokens that the
-policy drew; it may have holes, and what lies in them is real, but read by no loss.
+are widths of rectangles; token columns are ragged, without padding. In verl's layout prompts are
+padded on the left, responses on the right. A response mask is 1 at the tokens that the policy
+sampled. It may have gaps, whose tokens are real, but in no loss.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Column:
     shape: str
     dtype: str
     note: str = ""
-    """Which part of the driver writes it, or when and how its writers do."""
+    """The part of the driver that writes the column, or details about its writers."""
     role: str = ""
-    """The role that writes it, if one does."""
+    """The role that writes it, if any."""
     method: str = ""
     is_loaded: bool = False
-    """Whether the data loader gives it, a prompt's part of it where a role writes it, too."""
+    """True if the data loader provides it, or the prompt's part of it."""
 
     @property
     def written_by(self) -> str:
-        """Who writes it, in words."""
+        """The writers, as text."""
         loader = ["the data loader"] if self.is_loaded else []
         role = [f"{self.role}.{self.method}"] if self.role else []
         return ", then ".join([*loader, *role]) + self.note
@@ -48,25 +48,25 @@ class Column:
 
 @dataclass(frozen=True)
 class MethodColumns:
-    """What a method of a role reads and writes."""
+    """The columns that a method of a role reads and writes."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     scores_as: str
-    """Of a method that the score stage calls: what it is called in tables of sizes."""
+    """Name of its passes in tables of sizes, for methods that the score stage calls."""
 
 
 _GENERATED = "rollout", "generate_sequences"
 
 
 def _of_role(name: str, writer: str, note: str = "") -> Column:
-    """A number for every response token, from a role's method."""
+    """Return a column with one number per response token, written by a role's method."""
     role, _, method = writer.partition(".")
     return Column(name, "[rows, R]", "float32", note, role, method)
 
 
 def _loaded(name: str, note: str = "") -> Column:
-    """What a prompt's row brings with it."""
+    """Return a column of the prompt's row."""
     return Column(name, "[rows]", "object", note, is_loaded=True)
 
 
@@ -135,7 +135,7 @@ COLUMNS: dict[str, Column] = {
 
 NAMED = ("uid", "sample_index")
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *NAMED)
-"""What a pass over the samples reads."""
+"""The columns that a pass over the samples reads."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -143,45 +143,47 @@ F = TypeVar("F", bound=Callable[..., Any])
 def batch_columns(
     reads: Sequence[str], writes: Sequence[Column] = (), scores_as: str = ""
 ) -> Callable[[F], F]:
-    """Say of a role's method what it reads of a batch, under any configuration, and writes into it.
+    """Declare the columns that a role's method reads under any configuration, and those it writes.
 
-    Columns that stand in the table with this method need not be said. A method that the score stage
-    is to call says what its passes are called in tables of sizes, `scores_as="teacher"`.
+    Columns that the table lists for this method need not be declared. `scores_as` names the passes
+    of a method of the score stage in tables of sizes, such as "teacher".
     """
 
     def mark(method: F) -> F:
         name = method.__name__
-        COLUMNS.update({each.name: replace(each, method=name) for each in writes})
-        written = tuple(each.name for each in COLUMNS.values() if each.method == name)
-        said = MethodColumns(tuple(reads), written, scores_as)
-        method.batch_columns = said  # type: ignore[attr-defined]
+        COLUMNS.update({column.name: replace(column, method=name) for column in writes})
+        written = tuple(c.name for c in COLUMNS.values() if c.method == name)
+        facts = MethodColumns(tuple(reads), written, scores_as)
+        method.batch_columns = facts  # type: ignore[attr-defined]
         return method
 
     return mark
 
 
 def columns_of(worker_class: type, method: str) -> MethodColumns | None:
-    """What a class, or the nearest one that it inherits from, says of a method."""
+    """Return the declared columns of a method of this class, or of the nearest base class."""
     for cls in worker_class.__mro__:
-        said: MethodColumns | None = getattr(vars(cls).get(method), "batch_columns", None)
-        if said is not None:
-            return said
+        facts: MethodColumns | None = getattr(vars(cls).get(method), "batch_columns", None)
+        if facts is not None:
+            return facts
     return None
 
 
 def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
-    """The columns that a worker's method reads; None where that is not known: it gets them all.
+    """Return the columns that a worker's method reads; None if unknown, so that it gets all of
+    them.
 
-    The method says it (`batch_columns`), or its class in an attribute `READS`, method name ->
-    columns, which is looked at first. A method that overrides another says it anew.
+    The attribute `READS` of the class (method name -> columns) takes precedence over the
+    declaration of the method (`batch_columns`). A method that overrides another needs its own
+    declaration.
     """
-    own: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
-    said: MethodColumns | None = getattr(getattr(worker_class, method), "batch_columns", None)
-    return own.get(method, None if said is None else said.reads)
+    declared: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
+    facts: MethodColumns | None = getattr(getattr(worker_class, method), "batch_columns", None)
+    return declared.get(method, None if facts is None else facts.reads)
 
 
 def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto:
-    """The batch with only those columns that the method reads and the batch has, by reference."""
+    """Return the batch with only the columns that the method reads, by reference."""
     names = reads_of(worker_class, method)
     if names is None:
         return batch
@@ -193,7 +195,7 @@ def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto
 
 
 def require(batch: DataProto, *names: str) -> None:
-    """Refuse a batch that lacks one of the columns, naming who writes it."""
+    """Reject a batch without one of the columns; the error names the writer."""
     present = {*batch.columns, *batch.non_tensor_batch}
     for name in names:
         if name not in present:
@@ -212,23 +214,23 @@ def _missing(name: str, present: set[str]) -> str:
 
 
 def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
-    """A rectangle [rows, R] as the batch holds its responses: ragged, or as it is."""
+    """Return a rectangle [rows, R] in the format of the batch's responses: ragged, or unchanged."""
     return held_as(batch.column("response_mask"), rectangle)
 
 
 def held_as(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
-    """A rectangle as a column of its shape is held."""
+    """Return a rectangle in the format of a column with the same shape."""
     return column.like(rectangle) if isinstance(column, Ragged) else rectangle
 
 
 def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
-    """These columns as rectangles; a missing one is an error that says who writes it."""
+    """Return these columns as rectangles; the error for a missing one names the writer."""
     require(batch, *names)
     return {name: batch.padded(name) for name in names}
 
 
 def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
-    """The rows of each of these columns: without padding if all are ragged, else with it."""
+    """Return the rows of each of these columns: without padding if all are ragged."""
     require(batch, *names)
     columns = [batch.column(name) for name in names]
     ragged = [column for column in columns if isinstance(column, Ragged)]
@@ -238,7 +240,7 @@ def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
 
 
 def token_counts(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """(prompt tokens, response tokens) of every row: what it attends to, in the loss or not."""
+    """Return (prompt tokens, response tokens) of every row, in the loss or not."""
     require(batch, "attention_mask", "responses")
     whole, responses = batch.column("attention_mask"), batch.column("responses")
     if isinstance(whole, Ragged) and isinstance(responses, Ragged):
@@ -249,32 +251,32 @@ def token_counts(batch: DataProto) -> tuple[Tensor, Tensor]:
 
 
 def count_ones(batch: DataProto, name: str) -> Tensor:
-    """[rows]: the sum of each row of a mask."""
+    """Return the sum of each row of a mask, [rows]."""
     require(batch, name)
     column = batch.column(name)
     return column.sums() if isinstance(column, Ragged) else column.sum(dim=-1)
 
 
 def rm_column(role: str) -> str:
-    """The column of a reward model's scores in a batch that may hold those of several."""
+    """Return the column of a reward model's scores in a batch with scores of several models."""
     return "rm_scores" if role == "reward_model" else f"rm_scores of {role}"
 
 
 def has_column(batch: DataProto, name: str) -> bool:
-    """Whether the batch has this tensor column."""
+    """Return True if the batch has this tensor column."""
     return name in batch.columns
 
 
 def drawn_from(columns: Any) -> str:
-    """The column of log-probs under the distribution that tokens were drawn from."""
+    """Return the log-prob column of the distribution that the tokens were sampled from."""
     truncated = "rollout_truncated_log_probs"
     return truncated if truncated in columns.keys() else "rollout_log_probs"
 
 
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
-    """The batch with these columns added or replaced.
+    """Return the batch with these columns added or replaced.
 
-    Columns of the responses' shape are held as the responses are.
+    Columns with the shape of the responses get the format of the responses.
     """
     responses = batch.columns.get("response_mask")
     shape = None if responses is None else responses.shape

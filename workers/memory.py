@@ -1,4 +1,4 @@
-"""The one model of memory: what a role takes on a device, from the shapes of its model.
+"""The memory model: the device memory of a role, computed from the shapes of its model.
 
     class TeacherWorker(Worker):
         @classmethod
@@ -6,9 +6,9 @@
 
     memory = memory_of(held, role, pool, ranks, device_type, LargestPass(tokens, reads))
 
-Roles of a pool share its devices. What they keep between calls is added up. They take turns, so
-only the largest call counts: whole layers, activations, logits, and what is offloaded or asleep
-between calls.
+Roles of a pool share its devices. Their memory between calls is added up. They take turns, so only
+the largest call counts: whole layers, activations, logits, and what is offloaded or asleep between
+calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _meta_modules: dict[str, Any] = {}
-"""Modules without memory, by model, head and whether it trains."""
+"""Modules without memory, by model, head, and training or not."""
 EngineT = TypeVar("EngineT")
 
 
@@ -62,15 +62,15 @@ class HeldModel:
     trains: bool = False
     quantization: str | None = None
     has_average: bool = False
-    """Whether the role keeps a moving average of the weights in float32."""
+    """True if the role has a float32 moving average of the weights."""
     saved: Sequence[str] = ()
     """The parts of it that a checkpoint contains."""
     section: str = ""
     """The section of `fsdp_config`, for messages."""
     rows: int | None = None
-    """Samples of a pass without gradients, where passes are cut by samples."""
+    """Samples per pass without gradients, if passes are limited by samples."""
     tokens: int | None = None
-    """Tokens of a pass, where the role has its own key."""
+    """Tokens per pass, if the role has a separate key."""
 
     @property
     def sharding(self) -> Sharding:
@@ -80,7 +80,7 @@ class HeldModel:
 
     @property
     def axes_key(self) -> str:
-        """The name of its `parallel`."""
+        """The name of its `parallel` section."""
         return axes_key(self._fsdp_key)
 
     @property
@@ -88,7 +88,7 @@ class HeldModel:
         return f"{self.section}.fsdp_config".lstrip(".")
 
     def check_axes(self, num_ranks: int) -> None:
-        """Raise if the model cannot have its axes on so many ranks; nothing is loaded."""
+        """Raise if the model does not support its axes on `num_ranks` ranks; nothing is loaded."""
         dims = dims_of(num_ranks, self.sharding)
         if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
             from workers.training.axes import check_axes  # with the engine: a second
@@ -107,7 +107,7 @@ class HeldModel:
         return _meta_modules[key]
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
-        """Return a training engine of it."""
+        """Return a training engine of the model."""
         return engine_class(
             self.model,
             self.fsdp,
@@ -130,25 +130,25 @@ class RoleMemory:
     gradients: float = 0
     moments: float = 0
     whole: float = 0
-    """Whole weights during a call, and the gradients of them that are not yet sharded."""
+    """Whole weights during a call, and their gradients that are not yet sharded."""
     activations: float | None = 0
-    """None where nobody can count them."""
+    """None if they cannot be computed."""
     kv_cache: float = 0
     host: float = 0
-    """Bytes of weights and moments that are in the machine's memory between calls."""
+    """Bytes of weights and moments in host memory between calls."""
     copies: float = 0
-    """Further bytes in the machine's memory, from which a checkpoint is written."""
+    """Further bytes in host memory, from which a checkpoint is written."""
     sync: float = 0
-    """Bytes that an engine's pool holds while it gets weights, before it has a cache."""
+    """Bytes of an engine's pool while it receives weights, before it has a cache."""
     sleeps: bool = False
-    """Whether an engine gives back all that it has while others compute."""
+    """True if an engine releases all its memory while others compute."""
     takes_a_share: bool = False
-    """Whether an engine takes a fixed share of the device, its own workspaces included."""
+    """True if an engine takes a fixed share of the device, including its workspaces."""
     beside_engine: bool = False
-    """Whether it computes while an engine that sleeps otherwise is awake."""
+    """True if the role computes while an engine that otherwise sleeps is awake."""
 
     def offloaded(self, sharding: Sharding, device_type: str) -> RoleMemory:
-        """Return it with weights and moments where `sharding` has them between calls."""
+        """Return it with weights and moments offloaded between calls as in `sharding`."""
         if device_type != "cuda":
             return self
         weights = sharding.param_offload * self.weights
@@ -156,7 +156,7 @@ class RoleMemory:
 
     @property
     def kept(self) -> float:
-        """Bytes that stay on the device between calls, or are taken next to an engine's."""
+        """Bytes that stay on the device between calls, or are needed next to an engine's."""
         if self.sleeps:
             return 0.0
         stays = self.weights + self.moments - self.host + self.kv_cache
@@ -164,7 +164,7 @@ class RoleMemory:
 
     @property
     def call(self) -> float:
-        """Bytes that a call takes on top, offloaded ones included."""
+        """Additional bytes of a call, including offloaded ones."""
         return 0.0 if self.beside_engine else self._of_call
 
     @property
@@ -176,11 +176,11 @@ class RoleMemory:
 
 
 def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:
-    """Return the bytes on a device of each pool: what its roles keep, and the largest call."""
+    """Return the bytes per device of each pool: all roles between calls, and the largest call."""
     pools: dict[str, float] = {}
     for pool in dict.fromkeys(role.pool for role in roles):
-        own = [role for role in roles if role.pool == pool]
-        pools[pool] = sum(role.kept for role in own) + max(role.call for role in own)
+        roles_here = [role for role in roles if role.pool == pool]
+        pools[pool] = sum(role.kept for role in roles_here) + max(role.call for role in roles_here)
     return pools
 
 
@@ -188,11 +188,11 @@ LEAST_RESERVE, RESERVED_SHARE = 4 * GIB, 0.08
 
 
 def usable_bytes(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> float:
-    """Bytes of a device that the plan of a pool with these roles may fill.
+    """Return the bytes of a device that the plan of a pool with these roles may fill.
 
     CUDA contexts, buffers of communicators, workspaces of kernels and gaps between tensors are not
-    counted, so a GPU keeps a reserve for them. A pool of vLLM engines needs none: their share of a
-    GPU includes their own workspaces.
+    counted, so a GPU needs a reserve for them. A pool of vLLM engines needs none: their share of a
+    GPU includes their workspaces.
     """
     if device_type != "cuda" or all(role.takes_a_share for role in roles):
         return device_bytes
@@ -201,16 +201,16 @@ def usable_bytes(roles: Sequence[RoleMemory], device_type: str, device_bytes: in
 
 @dataclass(frozen=True)
 class LargestPass:
-    """Tokens of a role's largest pass, all rows of full length, and those that get a head."""
+    """Tokens of a role's largest pass, with full rows, and positions that need the head."""
 
     tokens: int
     reads: int
     alone: LargestPass | None = None
-    """The largest of a trained role's passes that only read."""
+    """The largest pass without gradients of a trained role."""
 
 
 def memory_of(
-    held: HeldModel,
+    model: HeldModel,
     role: str,
     pool: str,
     ranks: int,
@@ -218,22 +218,22 @@ def memory_of(
     largest: LargestPass,
     copies: bool = False,
 ) -> RoleMemory:
-    """Return what a training engine of this model takes on the rank that takes the most.
+    """Return the memory of a training engine of this model, on the rank that needs the most.
 
-    `copies` says that a checkpoint is written from copies while the run goes on. A model that is
-    not trained keeps its weights in the type that it computes in, or in int8.
+    With `copies`, a checkpoint is written from copies while the run continues. A model that is not
+    trained stores its weights in its compute type, or in int8.
     """
-    dims, schedule = dims_of(ranks, held.sharding), held.sharding.pp_schedule
+    dims, schedule = dims_of(ranks, model.sharding), model.sharding.pp_schedule
     stages: list[StageOf | None] = [None]
     if dims.pp > 1:
         stages = [StageOf(rank, dims.pp, schedule, dims.ep) for rank in range(dims.pp)]
-    ranks_of_stages = [_Rank(held, dims, device_type, stage) for stage in stages]
+    ranks_of_stages = [_Rank(model, dims, device_type, stage) for stage in stages]
     memories = [rank.memory(role, pool, largest, copies) for rank in ranks_of_stages]
     return max(memories, key=lambda memory: memory.kept + memory.call)
 
 
 class _Rank:
-    """A rank of a training engine, by the shapes of what it holds."""
+    """A rank of a training engine, by the shapes of its model."""
 
     def __init__(
         self, held: HeldModel, dims: ParallelDims, device_type: str, stage: StageOf | None
@@ -247,7 +247,7 @@ class _Rank:
         self.shards = dims.shard * dims.sp if is_sharded else 1
 
     def memory(self, role: str, pool: str, largest: LargestPass, copies: bool) -> RoleMemory:
-        """Return what it takes."""
+        """Return the memory of the rank."""
         trained = self.held.trains * self.shapes.num_trained * self.kept.itemsize
         weights = self.shapes.held(self.kept, self.held.quantization) + self._averages()
         whole, activations = self._largest_moment(largest)
@@ -267,7 +267,7 @@ class _Rank:
         return memory.offloaded(self.held.sharding, self.device_type)
 
     def _averages(self) -> int:
-        """Bytes of a moving average in float32: of trained weights, or of those kept narrower."""
+        """Return the bytes of a float32 moving average: of trained weights, or of narrower ones."""
         if self.held.has_average and self.held.trains:
             return self.shapes.num_trained * torch.float32.itemsize
         if self.held.has_average and self.kept != torch.float32:
@@ -275,7 +275,7 @@ class _Rank:
         return 0
 
     def _copied_for_checkpoints(self, trained: float) -> float:
-        """Bytes of the copies that a checkpoint is written from."""
+        """Return the bytes of the copies that a checkpoint is written from."""
         model = self._averages() + (trained or self.shapes.held(self.kept))
         saved = {"optimizer": 2 * trained, "model": model}
         writers = self.dims.per_stage if self.shards == self.dims.tp == 1 else self.shards
@@ -287,7 +287,7 @@ class _Rank:
         return copied
 
     def _largest_moment(self, largest: LargestPass) -> tuple[float, float | None]:
-        """Bytes of whole weights and of activations, when both together take the most."""
+        """Return the bytes of whole weights and of activations when their sum is largest."""
         passes = [(largest, self.held.trains)]
         if self.held.trains and largest.alone is not None:
             passes.append((largest.alone, False))
@@ -303,13 +303,13 @@ class _Rank:
         return max(moments, key=lambda moment: moment[0] + (moment[1] or 0))
 
     def _whole(self, trains: bool) -> Moments:
-        """Bytes of whole weights, and of their gradients that are not yet sharded.
+        """Return the bytes of whole weights, and of their gradients that are not yet sharded.
 
-        A rank that holds all weights has a copy in the type of computation. FSDP gathers them: what
-        is outside the layers is whole throughout. In a layer two layers are whole, one of them on
-        its way, with a gradient of each. At the head, the buffer of the last layer is left. All
-        layers are whole under shard_grad_op, or in a small model. The gradient of embeddings comes
-        when the activations have gone. Of the experts, a rank gathers its own.
+        A rank with all weights has a copy in the compute type. FSDP gathers weights: those outside
+        the layers are whole throughout. In a layer, two layers are whole (one is being prefetched),
+        each with a gradient. At the head, only the buffer of the last layer remains. Under
+        shard_grad_op, or in a small model, all layers are whole. The gradient of embeddings comes
+        after the activations are freed. A rank gathers only its own experts.
         """
         shapes = self.shapes
         if self.shards == 1:
@@ -330,13 +330,13 @@ class _Rank:
         return Moments(at_head, in_layer)
 
     def _head(self, largest: LargestPass, trains: bool) -> int:
-        """Bytes of a head at its peak: the states that it reads, logits, and gradients of both.
+        """Return the peak bytes of a head: its input states, logits, and the gradients of both.
 
-        The gradient of logits overwrites them. The gradient of the head's weight is held next to
-        the one that it is added to, unless the rank gathers weights: then `_whole` counts it.
+        The gradient of logits overwrites them. The gradient of the head's weight is stored next to
+        the accumulated one, unless the rank gathers weights: then `_whole` counts it.
         """
         shapes, model = self.shapes, self.held.model
-        if shapes.outputs_per_read == 0:  # another stage has it
+        if shapes.outputs_per_read == 0:  # the head is on another stage
             return 0
         if shapes.outputs_per_read == 1:  # it reads every token, in float32
             return largest.tokens * (4 + (shapes.compute_bytes < 4) * 4 * shapes.hidden_size)
@@ -351,7 +351,7 @@ class _Rank:
         states = largest.reads * shapes.hidden_size * shapes.compute_bytes
         logits = at_once * shapes.outputs_per_read
         # float32 buffers of the log-softmax: one more for the entropies of a trained policy, one
-        # for the gradient, and one where logits are narrower
+        # for the gradient, and one if logits are narrower
         num_buffers = 1 + self.held.trains + trains + (shapes.compute_bytes < 4)
         softmax = num_buffers * min(slice_bytes(self.device_type), 4 * logits)
         of_logits = logits * shapes.compute_bytes
@@ -360,7 +360,7 @@ class _Rank:
             return of_logits + max(of_all + states, states * (at_once < largest.reads) + softmax)
 
         weight = shapes.trains_head * shapes.hidden_size * shapes.outputs_per_read
-        if at_once < largest.reads:  # `workers.training.lm_head`: the weight's gradient in float32
+        if at_once < largest.reads:  # `workers.training.lm_head`: the weight's gradient is float32
             return 2 * states + 4 * weight + of_logits + softmax
         gradient = weight * shapes.compute_bytes * (self.shards == 1)
         return states + of_logits + max(softmax, states + gradient)
@@ -375,20 +375,20 @@ def _positions_at_once(
 
 
 def hf_config_of(model: ModelConfig) -> Any:
-    """Return the configuration of transformers in the model's folder, which is only read."""
+    """Return the transformers configuration of the model's folder; do not change it."""
     return shared_hf_config(model_folder(model.path, weights=False))
 
 
-def sync_bytes(held: HeldModel, memory: RoleMemory, device_type: str) -> float:
-    """Return the bytes on a device while a trained model's weights go to an engine next to it.
+def sync_bytes(model: HeldModel, memory: RoleMemory, device_type: str) -> float:
+    """Peak extra device memory while a trained model's weights are copied to a colocated engine.
 
-    They are those of offloaded weights, and the largest weight whole, as it is kept and as it is
-    sent.
+    It consists of the offloaded weights, which are brought back, and of the largest weight,
+    gathered in both its stored and its sent type.
     """
-    precision = precision_of(held.model, device_type)
-    shapes = model_shapes(held.model, held.head, precision.compute)
+    precision = precision_of(model.model, device_type)
+    shapes = model_shapes(model.model, model.head, precision.compute)
     largest = shapes.outputs_per_read * shapes.hidden_size
-    back = held.sharding.param_offload * memory.weights if memory.host else 0
+    back = model.sharding.param_offload * memory.weights if memory.host else 0
     return back + largest * (precision.weights.itemsize + precision.compute.itemsize)
 
 
@@ -402,8 +402,7 @@ def rollout_memory(
     ranks_of_actor: int | None,
     actor_axes: ParallelConfig | None = None,
 ) -> RoleMemory:
-    """Return what an engine of rows of `width` tokens takes: its weights, if it has its own, and
-    its cache.
+    """Return the memory of an engine for rows of `width` tokens: its own weights, and its cache.
 
     vLLM takes a fixed share of a GPU. `ranks_of_actor` counts the ranks of an actor on the same
     pool, and `actor_axes` are its axes.
@@ -427,7 +426,7 @@ def rollout_memory(
     is_whole = ranks_of_actor == 1 or (ranks_of_actor and is_copied)
     may_share = rollout.name == "native" and not rollout.quantization
     if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:
-        weights = 0  # it is the actor's module
+        weights = 0  # it uses the actor's module
     types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
     return RoleMemory(
         role, pool, types, weights=weights, kv_cache=cache, takes_a_share=takes_a_share

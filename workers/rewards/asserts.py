@@ -1,10 +1,10 @@
-"""Asserts as tests of a program that never sees what they expect.
+"""Turn asserts into tests of a program that never sees the expected values.
 
     read_assert("assert add(1, 2) == 3")    # Check("add(1, 2)", ("3",), EQUAL)
 
-The first side runs after the program and its value comes back. The other side is evaluated where no
-code of a model runs, and compared there: so a program cannot find it, nor pretend to be equal to
-it. Asserts of other forms have no such sides.
+The computed side runs after the program, and its value is sent back. The expected side is evaluated
+and compared in a process without code of a model, so a program can neither look it up nor fake
+equality. Asserts of other forms cannot be split like this.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _KNOWN = {*dir(builtins), "math"}
 
 @dataclass(frozen=True)
 class Check:
-    """An assert in two sides."""
+    """An assert, split into two sides."""
 
     computed: str
     """The expression that needs the program."""
     expected: tuple[str, ...]
-    """The expression of the other side, and those of a tolerance."""
+    """The expected expression, and the expressions of a tolerance."""
     relation: str
     is_negated: bool = False
 
     def holds(self, value: Any, expected: Sequence[Any]) -> bool:
-        """Return whether the assert holds for the program's value."""
+        """Return True if the assert holds for the program's value."""
         return self._compare(value, *expected) is not self.is_negated
 
     def _compare(self, value: Any, *expected: Any) -> bool:
@@ -51,15 +51,16 @@ class Check:
             distance = abs(value - expected[0])
             is_below: bool = distance < expected[1]
             return is_below or (self.relation == AT_MOST and bool(distance == expected[1]))
-        except TypeError:  # no numbers
+        except TypeError:  # not numbers
             return False
 
 
 @lru_cache(maxsize=4096)
 def read_assert(line: str) -> Check | None:
-    """Split an assert into its sides; None if its expected side cannot be kept from the program.
+    """Split an assert into its sides; None if its expected side cannot be hidden from the program.
 
-    A row's asserts are read at the start of a run and for each of its samples, hence the cache.
+    A row's asserts are read at the start of a run and again for each of its samples, hence the
+    cache.
     """
     try:
         statements = ast.parse(line.strip()).body
@@ -111,16 +112,16 @@ def _read_comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Ch
     return _check(difference.left, difference.right, _DISTANCES[type(operator)], right)
 
 
-def _check(left: ast.expr, right: ast.expr, relation: str, *more: ast.expr) -> Check | None:
-    """The check of two sides, one of which stands without the program."""
-    if _needs_program(left) == _needs_program(right) or any(map(_needs_program, more)):
+def _check(left: ast.expr, right: ast.expr, relation: str, *tolerances: ast.expr) -> Check | None:
+    """Return the check of two sides, or None unless exactly one of them needs the program."""
+    if _needs_program(left) == _needs_program(right) or any(map(_needs_program, tolerances)):
         return None
     computed, expected = (left, right) if _needs_program(left) else (right, left)
-    return Check(ast.unparse(computed), tuple(map(ast.unparse, (expected, *more))), relation)
+    return Check(ast.unparse(computed), tuple(map(ast.unparse, (expected, *tolerances))), relation)
 
 
 def _needs_program(expression: ast.expr) -> bool:
-    """Return whether the expression uses a name that the program has to define."""
+    """Return True if the expression uses a name that the program has to define."""
     names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
     bound = {
         name.id
@@ -133,7 +134,7 @@ def _needs_program(expression: ast.expr) -> bool:
 
 
 def value_of(text: str) -> Any:
-    """Return the value that a process has written with `repr`, or the text if it is no literal."""
+    """Return the value of a text that `repr` wrote, or the text itself if it is not a literal."""
     try:
         return literal(text)
     except ValueError:
@@ -147,7 +148,7 @@ def literal(text: str) -> Any:
         for node in ast.walk(tree):
             for name, child in ast.iter_fields(node):
                 if isinstance(child, list):
-                    setattr(node, name, [_number(each) for each in child])
+                    setattr(node, name, [_number(element) for element in child])
                 else:
                     setattr(node, name, _number(child))
         return ast.literal_eval(tree)
@@ -156,6 +157,6 @@ def literal(text: str) -> Any:
 
 
 def _number(node: Any) -> Any:
-    """Numbers that `repr` writes as names."""
+    """Replace the names inf and nan, which `repr` writes, by numbers."""
     is_number = isinstance(node, ast.Name) and node.id in ("inf", "nan")
     return ast.copy_location(ast.Constant(float(node.id)), node) if is_number else node

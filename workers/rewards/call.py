@@ -1,10 +1,10 @@
-"""How a reward function is called: by keyword, with the fields of a sample that it asks for.
+"""Call a reward function by keyword, with the fields of a sample that it requests.
 
-    call = Call.of(function, kwargs, columns)   # refuses a parameter that nothing fills
+    call = Call.of(function, kwargs, columns)   # rejects a parameter that nothing fills
     call(sample)                                # of one sample
-    call.whole_batch(samples)                   # of a function whose parameters are plurals
+    call.whole_batch(samples)                   # of a function with plural parameters
 
-Nothing here imports torch: it runs in reward processes, which start often.
+Nothing here imports torch, because it runs in reward processes, which start often.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 
 Sample = dict[str, Any]
-"""What a reward function may read of a sample, by the names in `SAMPLE_FIELDS` and by those of the
-row's other columns.
-"""
+"""A sample as a reward function may read it: `SAMPLE_FIELDS` and the row's other columns."""
 SAMPLE_FIELDS = {
     "data_source": "the data set that the prompt is from",
     "solution_str": "the response as text",
@@ -29,10 +27,10 @@ SAMPLE_FIELDS = {
     "uid": "the prompt's row and epoch",
     "num_tokens": "tokens of the response",
 }
-"""Parameter of a reward function -> what it gets; in the plural, a list over the whole batch."""
+"""Parameter of a reward function -> its argument; in the plural, a list over the whole batch."""
 TRUTH = "ground_truth"
 SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
-"""Other parameters -> the field that they get."""
+"""Alternative parameter names -> the field that they get."""
 SHORT_PLURALS = [f"{name}s" for name in SHORT_NAMES]
 BATCH_MARKS = ("solution_strs", "responses")
 """A function with one of these parameters scores a whole batch in one call."""
@@ -40,16 +38,16 @@ BATCH_MARKS = ("solution_strs", "responses")
 
 @dataclass(frozen=True)
 class Call:
-    """A reward function with what each of its calls gets."""
+    """A reward function and the arguments of its calls."""
 
     function: Callable[..., Any]
     fields: dict[str, str]
     """Parameter -> the entry of a sample that it gets."""
     kwargs: dict[str, Any]
     takes_batches: bool = False
-    """Whether one call scores a whole batch and returns a list."""
+    """True if one call scores a whole batch and returns a list."""
     takes_rest: bool = False
-    """Whether it gets all other entries of a sample by their names."""
+    """True if the function gets all other entries of a sample by name."""
 
     @classmethod
     def of(
@@ -59,10 +57,10 @@ class Call:
         columns: Sequence[str] = (),
         has_truth: bool = True,
     ) -> Call:
-        """The call of a function with these keyword arguments of the configuration's.
+        """Build the call of a function with the keyword arguments of the configuration.
 
-        `columns` are those that the rows of the data have besides; `has_truth` says whether any row
-        has a ground truth.
+        `columns` are the other columns of the data rows; `has_truth` is True if any row has a
+        ground truth.
         """
         if not callable(function):
             raise ConfigError(
@@ -70,7 +68,7 @@ class Call:
             )
         try:
             parameters = inspect.signature(function).parameters
-        except (TypeError, ValueError):  # written in C: it says nothing of itself
+        except (TypeError, ValueError):  # written in C, without a signature
             return cls(function, {name: name for name in SAMPLE_FIELDS}, kwargs)
 
         takes_batches = any(mark in parameters for mark in BATCH_MARKS)
@@ -81,23 +79,23 @@ class Call:
             _check_filled(parameter, {*fills, *kwargs}, columns, has_truth)
 
         fields = {name: fills[name] for name in parameters if name in fills}
-        takes_rest = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if takes_rest and takes_batches:
             fields = {name: fills[name] for name in fills if name not in SHORT_PLURALS} | fields
         return cls(function, fields, kwargs, takes_batches, takes_rest)
 
     @property
     def reads(self) -> list[str] | None:
-        """The entries of a sample that it may get; None: all of them."""
+        """The entries of a sample that the function may get; None means all of them."""
         return None if self.takes_rest else list(self.fields.values())
 
     @property
     def runs_side_by_side(self) -> bool:
-        """Whether calls wait without computing, so that many go at the same time."""
+        """True if the function is a coroutine function, so that calls can run concurrently."""
         return inspect.iscoroutinefunction(self.function)
 
     def __call__(self, sample: Sample) -> Any:
-        """What the function says of a sample; a coroutine of one of its kind."""
+        """Call the function on a sample; a coroutine function returns a coroutine."""
         read = dict(sample) if self.takes_rest else {}
         for name, entry in self.fields.items():
             if entry in sample:
@@ -105,7 +103,7 @@ class Call:
         return self.function(**(read | self.kwargs))
 
     def whole_batch(self, samples: Sequence[Sample]) -> Any:
-        """What the function says of all samples at once."""
+        """Call the function on all samples at once."""
         read = {}
         for name, entry in self.fields.items():
             read[name] = [sample.get(entry) for sample in samples]
@@ -113,7 +111,7 @@ class Call:
 
 
 def _what_fills(takes_batches: bool, columns: Sequence[str]) -> dict[str, str]:
-    """Parameter -> the entry of a sample that fills it."""
+    """Return parameter -> the entry of a sample that fills it."""
     fills = {column: column for column in columns}
     for name, entry in [*((name, name) for name in SAMPLE_FIELDS), *SHORT_NAMES.items()]:
         fills[f"{name}s" if takes_batches else name] = entry

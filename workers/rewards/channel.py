@@ -1,7 +1,7 @@
-"""The socket between a process and one that runs untrusted code for it.
+"""The socket between a process and another process that runs untrusted code for it.
 
-Requests go to that process as a pickle behind its length, since they are our own; what it answers
-is JSON, one answer a line, of bounded length, and is checked before it is believed.
+Requests are pickled with a length prefix, since our own code writes them. Replies are JSON, one per
+line, of limited length, and are checked before use.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 LONGEST_ANSWER = 2**22
-"""Bytes of one answer beyond which it is none."""
+"""Replies with more bytes are rejected."""
 _LENGTH = struct.Struct("!Q")
 
 
 class NoAnswerError(Exception):
-    """What came through the socket is no answer."""
+    """The socket delivered something that is not a reply."""
 
 
 class DriverEnd:
-    """The end of the process that asks; each call has a deadline, by `time.monotonic`."""
+    """The end of the requesting process; each call has a deadline, in `time.monotonic` time."""
 
     def __init__(self, pipe: Connection) -> None:
-        """Takes the pipe of `start_child` over."""
+        """Take over the pipe of `start_child`."""
         self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
         pipe.close()
         self._lines: deque[bytes] = deque()
         self._rest = b""
 
     def send(self, message: Any, deadline: float) -> None:
-        """Send it; a TimeoutError if the process does not read, an OSError if it is gone."""
+        """Send a message, or raise TimeoutError (nobody reads) or OSError (nobody is there)."""
         content = pickle.dumps(message)
         self._socket.settimeout(_left(deadline))
         self._socket.sendall(_LENGTH.pack(len(content)) + content)
 
     def receive(self, deadline: float) -> Any:
-        """The next answer; a TimeoutError, OSError, EOFError or NoAnswerError if there is none."""
+        """Return the next reply, or raise TimeoutError, OSError, EOFError or NoAnswerError."""
         while not self._lines:
             self._socket.settimeout(_left(deadline))
             chunk = self._socket.recv(65536)
@@ -61,7 +61,7 @@ class DriverEnd:
             raise NoAnswerError(f"wrote on its socket what is no answer: {line!r:.80}") from err
 
     def shut(self) -> None:
-        """From another thread: nothing more is read or sent, and the process sees that."""
+        """Stop reading and sending, from another thread; the process notices."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class DriverEnd:
 
 
 class FunctionEnd:
-    """The end of the process that answers."""
+    """The end of the replying process."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -77,7 +77,7 @@ class FunctionEnd:
         self._sending = threading.Lock()
 
     def receive(self) -> Any:
-        """What the other end sends next; an EOFError when it has closed."""
+        """Return the next message; raise EOFError when the other end has closed."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return pickle.loads(self._read(length))
 
@@ -94,5 +94,5 @@ class FunctionEnd:
 
 
 def _left(deadline: float) -> float | None:
-    """Seconds until then, never 0: a socket would not wait at all."""
+    """Return the seconds until the deadline, never 0: a socket would not wait at all."""
     return None if deadline == float("inf") else max(0.001, deadline - time.monotonic())

@@ -1,13 +1,13 @@
 """Rewards of programs: the last block of code in a response is run on tests.
 
-The rule of the data sources codecontests, apps, codeforces and taco, with verl's form of
+This is the rule of the data sources codecontests, apps, codeforces and taco, with verl's form of
 `ground_truth` (a dict, or its JSON):
 
     {"inputs": [text, ...], "outputs": [text, ...]}                    # standard input and output
     {"fn_name": name, "inputs": [arguments, ...], "outputs": [...]}    # calls of a function
     {"asserts": ["assert f(1) == 2", ...]}                             # see `asserts`
 
-Programs run in processes of `workers.rewards.program`, which never hold what a test expects.
+Programs run in processes of `workers.rewards.program`, which never contain the expected values.
 Nothing here imports torch.
 """
 
@@ -36,9 +36,9 @@ NOT_TRUSTED = (
     "for calls of a function), or trust the programs: {way}."
 )
 START_S = 5.0
-"""Time beside the tests' own: the start of the process, and of its forks."""
+"""Time in addition to the tests: the start of the process, and of its forks."""
 CLOSE = 1e-6
-"""Numbers in an output may differ from the expected ones by so much, absolutely or as a share."""
+"""Allowed absolute or relative difference between a number in an output and the expected one."""
 
 
 def run_tests(
@@ -54,10 +54,11 @@ def run_tests(
     network: bool = False,
     trust_programs: bool = False,
 ) -> dict[str, float]:
-    """The share of the first `num_tests` tests that the program passes; `acc`: whether all.
+    """Return the fraction of the first `num_tests` tests that pass; `acc` is 1 if all do.
 
-    A test has `time_s` seconds, all together `total_s`: less than a sample's deadline. Asserts
-    whose expected side cannot be kept from the program are rejected unless `trust_programs`.
+    A test may take `time_s` seconds, all tests together `total_s`, which is less than a sample's
+    deadline. Asserts whose expected side cannot be hidden from the program are rejected unless
+    `trust_programs`.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
     open_assert = find_open_assert(tests)
@@ -87,7 +88,7 @@ def _evaluate(
     values = {}
     for source in {source for check in checks for source in check.expected}:
         with contextlib.suppress(ValueError):
-            values[source] = literal(source)  # most are, and then need no process
+            values[source] = literal(source)  # most expressions are literals, and need no process
     sources = list(dict.fromkeys(s for check in checks for s in check.expected if s not in values))
     program = Program("import math", sources, "value", **limits)
     results = runner.results(program) if sources else {}
@@ -102,7 +103,7 @@ def _evaluate(
 def _read_tests(
     tests: Mapping[str, Any], most: int, is_open: bool
 ) -> tuple[str, list[Any], list[Any]]:
-    """(kind, inputs, expected outputs) of the first tests."""
+    """Return (kind, inputs, expected outputs) of the first tests."""
     if "asserts" in tests:
         lines = [str(line) for line in tests["asserts"]][:most]
         if is_open:
@@ -114,7 +115,7 @@ def _read_tests(
         inputs, outputs = list(tests["inputs"])[:most], list(tests["outputs"])[:most]
         kind = "function" if tests.get("fn_name") else "stdin"
         read = _arguments if kind == "function" else _text
-        inputs = [read(given) for given in inputs]
+        inputs = [read(test_input) for test_input in inputs]
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(
             f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; as many, and one "
@@ -124,7 +125,7 @@ def _read_tests(
 
 
 def find_open_assert(ground_truth: Any) -> str | None:
-    """The first assert whose expected side cannot be kept from a program, if there is one."""
+    """Return the first assert whose expected side cannot be hidden from a program, or None."""
     if isinstance(ground_truth, str):
         if '"asserts"' not in ground_truth:
             return None
@@ -137,27 +138,27 @@ def find_open_assert(ground_truth: Any) -> str | None:
     return next((str(a) for a in ground_truth["asserts"] if read_assert(str(a)) is None), None)
 
 
-def _text(given: Any) -> str:
-    """An input or output as text: lists have a line each."""
-    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
+def _text(content: Any) -> str:
+    """Return an input or output as text; a list has one line per element."""
+    return "\n".join(map(str, content)) if isinstance(content, list) else str(content)
 
 
-def _arguments(given: Any) -> list[Any]:
-    """Arguments of a call: a list, or JSON with one a line."""
-    if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
-    return list(given)
+def _arguments(arguments: Any) -> list[Any]:
+    """Return the arguments of a call: from a list, or from text with one JSON value per line."""
+    if isinstance(arguments, str):
+        return [json.loads(line) for line in arguments.splitlines() if line.strip()]
+    return list(arguments)
 
 
 def code_of(response: str) -> str:
-    """The last block of code in a response, after its thoughts; without one, all of it."""
-    answer = response.rpartition("</think>")[2]
-    blocks = _BLOCK.findall(answer)
-    return str(blocks[-1]) if blocks else answer
+    """Return the last block of code in a response, after its reasoning; without one, all of it."""
+    text = response.rpartition("</think>")[2]
+    blocks = _BLOCK.findall(text)
+    return str(blocks[-1]) if blocks else text
 
 
 def is_expected(kind: str, output: str, expected: Any) -> bool:
-    """Whether a program's output, or its function's result as JSON, is the expected one."""
+    """Return True if a program's output, or its function's result as JSON, is the expected one."""
     if kind == "assert":
         return True
     if kind == "value":
@@ -166,36 +167,36 @@ def is_expected(kind: str, output: str, expected: Any) -> bool:
     if kind == "stdin":
         return _alike(output.split(), _text(expected).split())
     try:
-        found = json.loads(output)
+        result = json.loads(output)
         wanted = json.loads(expected) if isinstance(expected, str) else expected
     except ValueError:
-        found, wanted = output, expected
-    in_a_list = isinstance(wanted, list) and len(wanted) == 1 and _equal(found, wanted[0])
-    return in_a_list or _equal(found, wanted)
+        result, wanted = output, expected
+    in_a_list = isinstance(wanted, list) and len(wanted) == 1 and _equal(result, wanted[0])
+    return in_a_list or _equal(result, wanted)
 
 
-def _equal(found: Any, wanted: Any) -> bool:
-    if isinstance(found, float) or isinstance(wanted, float):
-        return _alike([str(found)], [str(wanted)])
-    return bool(found == wanted)
+def _equal(actual: Any, wanted: Any) -> bool:
+    if isinstance(actual, float) or isinstance(wanted, float):
+        return _alike([str(actual)], [str(wanted)])
+    return bool(actual == wanted)
 
 
-def _alike(found: list[str], wanted: list[str]) -> bool:
-    """Whether words are the same, numbers among them nearly."""
-    if len(found) != len(wanted):
+def _alike(actual: list[str], wanted: list[str]) -> bool:
+    """Return True if the words are equal, with a tolerance for numbers."""
+    if len(actual) != len(wanted):
         return False
-    return all(a == b or _close(a, b) for a, b in zip(found, wanted, strict=True))
+    return all(a == b or _close(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
-def _close(found: str, wanted: str) -> bool:
+def _close(actual: str, wanted: str) -> bool:
     try:
-        return math.isclose(float(found), float(wanted), rel_tol=CLOSE, abs_tol=CLOSE)
+        return math.isclose(float(actual), float(wanted), rel_tol=CLOSE, abs_tol=CLOSE)
     except ValueError:
         return False
 
 
 class _Runner:
-    """The process that runs programs; started when it is needed, and anew when one has ended it."""
+    """The process that runs programs; started when needed, and again after a program ended it."""
 
     def __init__(self, network: bool) -> None:
         self._network = "on" if network else "off"
@@ -203,9 +204,9 @@ class _Runner:
         self._channel: DriverEnd | None = None
 
     def results(self, program: Program) -> dict[int, tuple[str, str | None]]:
-        """Output and problem of every test that was run."""
+        """Return the output and the problem of every test that ran."""
         deadline = time.monotonic() + program.total_s + START_S
-        found: dict[int, tuple[str, str | None]] = {}
+        results: dict[int, tuple[str, str | None]] = {}
         try:
             if self._channel is None:
                 self._process, pipe = start_child("workers.rewards.program", self._network)
@@ -216,13 +217,13 @@ class _Runner:
                 number, output, problem = self._channel.receive(deadline)
                 if number != expected:
                     raise NoAnswerError(f"answered for test {number!r:.40}")
-                found[expected] = str(output), problem
+                results[expected] = str(output), problem
         except (NoAnswerError, EOFError, OSError, TypeError, ValueError):
-            self.stop()  # the program has reached out of its fork: what is left of it has failed
-        return found
+            self.stop()  # the program broke out of its fork: the remaining tests fail
+        return results
 
     def stop(self) -> None:
-        """Kill it; its forks die with it."""
+        """Kill the process; its forks die with it."""
         if self._channel is not None and self._process is not None:
             self._channel.close()
             self._process.kill()

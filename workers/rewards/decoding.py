@@ -1,4 +1,4 @@
-"""Token ids to texts, many rows at once."""
+"""Convert token ids to texts, many rows at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def decode_rows(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
-    """The text of every row of ids, without special tokens.
+    """Return the text of every row of ids, without special tokens.
 
-    The tokenizer's own `batch_decode` looks at every id in Python before it decodes: twice the time
-    of the decoding itself, which the library of fast tokenizers does for all rows in one call.
+    The tokenizer's `batch_decode` inspects every id in Python, which takes twice as long as the
+    decoding. The library of fast tokenizers decodes all rows in one call.
     """
     from transformers import PreTrainedTokenizerFast
 

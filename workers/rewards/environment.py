@@ -1,4 +1,4 @@
-"""The rewards that environments gave, as one of a run's rewards."""
+"""The rewards of environments, as one of a run's rewards."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from workers.rewards.manager import FAILURES, Scored
 
 
 class EnvironmentScores:
-    """Reads what the rollout wrote; a trajectory whose environment failed has no score."""
+    """Reads the rewards that the rollout wrote; failed trajectories have no score."""
 
     def remote(self, batch: DataProto) -> Future[Scored]:
-        """The scores of a batch, which are there."""
-        found = read_columns(batch, "environment_rewards", "turn", "response_mask")
-        mask = found["response_mask"].bool()
+        """Return the scores of a batch, which are available immediately."""
+        columns = read_columns(batch, "environment_rewards", "turn", "response_mask")
+        mask = columns["response_mask"].bool()
         facts = batch.non_tensor_batch["episode"].tolist()
-        failed = torch.tensor([one["is_left_out"] for one in facts], dtype=torch.bool)
+        failed = torch.tensor([fact["is_left_out"] for fact in facts], dtype=torch.bool)
         uids = batch.non_tensor_batch["uid"]
-        problems = [(str(uid), one["problem"]) for uid, one in zip(uids, facts, strict=True)]
+        problems = [(str(uid), fact["problem"]) for uid, fact in zip(uids, facts, strict=True)]
         result = DataProto.from_dict(
             tensors={
-                "token_level_scores": found["environment_rewards"].masked_fill(failed[:, None], 0),
-                "step_ends": turn_ends(found["turn"], mask),
+                "token_level_scores": columns["environment_rewards"].masked_fill(
+                    failed[:, None], 0
+                ),
+                "step_ends": turn_ends(columns["turn"], mask),
                 "score_failed": failed,
             },
             meta_info={FAILURES: by_kind(pair for pair in problems if pair[1])},
@@ -38,11 +40,11 @@ class EnvironmentScores:
         return done
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; there are no resources."""
 
 
 def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[rows, R], true at the last drawn token of every turn."""
+    """Return [rows, R], True at the last sampled token of every turn."""
     place = torch.arange(mask.shape[-1]).expand(mask.shape)
     after = torch.where(mask, place, -1)
     num_turns = int(turn.max()) + 1 if turn.numel() else 0
@@ -55,21 +57,21 @@ def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def trajectory_metrics(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means and counts over trajectories, of what their column `episode` says."""
+    """Return means and counts over trajectories, from their column `episode`."""
     count = max(len(facts), 1)
-    ended = [one["ended"] for one in facts]
+    ended = [fact["ended"] for fact in facts]
     metrics = {
-        "reward/num_failed": float(sum(bool(one["problem"]) for one in facts)),
+        "reward/num_failed": float(sum(bool(fact["problem"]) for fact in facts)),
         "reward/num_timed_out": float(ended.count("deadline")),
-        "agents/num_retries": float(sum(one["attempts"] - 1 for one in facts)),
-        "agents/num_turns/mean": sum(one["num_turns"] for one in facts) / count,
-        "agents/num_turns/max": float(max((one["num_turns"] for one in facts), default=0)),
-        "agents/num_segments/mean": sum(one["num_segments"] for one in facts) / count,
-        "agents/num_calls/mean": sum(one["num_calls"] for one in facts) / count,
-        "agents/num_call_errors/mean": sum(one["num_call_errors"] for one in facts) / count,
-        "agents/engine_s/mean": sum(one["engine_s"] for one in facts) / count,
-        "agents/environment_s/mean": sum(one["environment_s"] for one in facts) / count,
-        "agents/waiting_s/mean": sum(one["waiting_s"] for one in facts) / count,
+        "agents/num_retries": float(sum(fact["attempts"] - 1 for fact in facts)),
+        "agents/num_turns/mean": sum(fact["num_turns"] for fact in facts) / count,
+        "agents/num_turns/max": float(max((fact["num_turns"] for fact in facts), default=0)),
+        "agents/num_segments/mean": sum(fact["num_segments"] for fact in facts) / count,
+        "agents/num_calls/mean": sum(fact["num_calls"] for fact in facts) / count,
+        "agents/num_call_errors/mean": sum(fact["num_call_errors"] for fact in facts) / count,
+        "agents/engine_s/mean": sum(fact["engine_s"] for fact in facts) / count,
+        "agents/environment_s/mean": sum(fact["environment_s"] for fact in facts) / count,
+        "agents/waiting_s/mean": sum(fact["waiting_s"] for fact in facts) / count,
     }
     for reason in ("terminated", "max_turns", "length", "deadline", "environment"):
         metrics[f"agents/ended/{reason}"] = ended.count(reason) / count

@@ -1,6 +1,7 @@
-"""Failures of rewards by their kind, so that each is said once: the place, or else the text.
+"""Group failures of rewards by kind, so that each kind is logged once.
 
-Thousands of samples fail in one line of a function, each with words of its own.
+The kind is the line of code, or the text if there is none. Thousands of samples may fail in one
+line of a function, each with a different text.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 MOST_KINDS = 10
-"""Kinds that are told apart; what comes later is one more."""
+"""Number of separate kinds; later ones are combined into one."""
 OTHERS = "other failures"
 
 
 @dataclass
 class Failure:
-    """A kind of failure: the first of its samples, and how many there are."""
+    """A kind of failure: its first sample, and its number of samples."""
 
     uid: str
     error: str
     count: int = 0
 
     def __str__(self) -> str:
-        more = f" and {self.count - 1} more" if self.count > 1 else ""
-        return f"{self.uid}{more}: {with_source(self.error)}"
+        others = f" and {self.count - 1} more" if self.count > 1 else ""
+        return f"{self.uid}{others}: {with_source(self.error)}"
 
 
 Failures = dict[str, Failure]
-"""The failures of one reward by their kind."""
+"""The failures of one reward by kind."""
 
 
 def by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
-    """(uid, error) of samples as kinds, in the order in which they came."""
+    """Group (uid, error) of samples by kind, in order of appearance."""
     kinds: Failures = {}
     for uid, error in failed:
         kind = error.rpartition("\n")[2]
@@ -45,22 +46,22 @@ def by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
 
 
 def with_source(error: str) -> str:
-    """The error with the line of code that its last line names, where that can be read."""
+    """Return the error with the line of code that its last line names, if it can be read."""
     file, _, number = error.rpartition("\n    at ")[2].rpartition(", line ")
     source = linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
     return f"{error}: {source}" if source else error
 
 
 class SaidOnce:
-    """The failures of a run's rewards: the first of a kind is logged, and at the end the sums."""
+    """Logs the first failure of each kind in a run, and the totals at the end."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Failures] = {}
         self._has_more = False
-        """Whether there were failures that were not logged."""
+        """True if some failures were not logged."""
 
     def note(self, name: str, num_samples: int, cost: str, failures: Failures) -> None:
-        """Those of one batch, of the reward of that name; `cost` says what its samples get."""
+        """Add the failures of one batch of a reward; `cost` says what the failed samples get."""
         sums = self._sums.setdefault(name, {})
         new = []
         for kind, failure in failures.items():
@@ -81,7 +82,7 @@ class SaidOnce:
             )
 
     def close(self) -> None:
-        """Log the sums, if what was logged before was not all."""
+        """Log the totals, if some failures were not logged."""
         for name, sums in self._sums.items():
             if self._has_more and sums:
                 logger.warning("the reward %r failed in all:%s", name, _below(sums.values()))

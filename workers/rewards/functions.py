@@ -1,10 +1,10 @@
 """Rule rewards: pure functions of strings, one per data source.
 
 Nothing here imports torch, so that a reward process starts fast. `default_compute_score` scores
-every sample when the config names no function of the user's own. A reward function takes
-`(data_source, solution_str, ground_truth, extra_info)` and returns a float, or a dict whose
-`"score"` is the reward and whose other numbers are logged. A new rule is one function and one line
-in `REWARDS`.
+every sample if the config names no user function. A reward function takes `(data_source,
+solution_str, ground_truth, extra_info)` and returns a float, or a dict whose `"score"` is the
+reward and whose other numbers are logged. To add a rule, write a function and add a line to
+`REWARDS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GIVE_REWARD = (
     "model scores alone, set reward_model.rule_weight=0"
 )
 GSM8K_TAIL_CHARS = 300
-"""An answer comes at the end: only this many last characters of a solution are searched."""
+"""An answer comes at the end: only this many characters at the end of a solution are searched."""
 
 _GSM8K_ANSWER = re.compile(r"#### (-?[\d.,]+)")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -34,7 +34,7 @@ def tiny_letters(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """Share of the solution's characters that equal the ground truth letter; 0 without any."""
+    """Fraction of the solution's characters that equal the ground truth letter; 0 if empty."""
     return solution_str.count(ground_truth) / len(solution_str) if solution_str else 0.0
 
 
@@ -44,7 +44,7 @@ def gsm8k(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1 when the last `#### number`, without commas, is the ground truth to the character."""
+    """1 if the last `#### number`, without commas, equals the ground truth text."""
     answers = _GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARS:])
     return float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth))
 
@@ -55,9 +55,9 @@ def gsm8k_flexible(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1 when the last number of the solution, marked or not, has the value of the ground truth.
+    """1 if the last number of the solution, marked or not, has the value of the ground truth.
 
-    Chosen by `custom_reward_function.path=workers.rewards.functions
+    Select it with `custom_reward_function.path=workers.rewards.functions
     custom_reward_function.name=gsm8k_flexible`.
     """
     numbers = _NUMBER.findall(solution_str[-GSM8K_TAIL_CHARS:])
@@ -73,11 +73,11 @@ def math(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    r"""1 when math-verify's answer of the solution (`\boxed{}` first) equals the ground truth."""
+    r"""1 if math-verify finds the ground truth as the solution's answer (`\boxed{}` first)."""
     from math_verify import parse, verify
 
-    # No timers of its own: the reward process has a deadline, and timers by signal work in main
-    # threads only.
+    # No timers: the reward process has a deadline, and signal-based timers work only in main
+    # threads.
     gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     answer = parse(solution_str, parsing_timeout=None)
     return float(verify(gold, answer, timeout_seconds=None))
@@ -90,7 +90,7 @@ def code(
     extra_info: Mapping[str, Any] | None = None,
     trust_programs: bool = False,
 ) -> dict[str, float]:
-    """The share of its tests that the program in the response passes."""
+    """The fraction of its tests that the program in the response passes."""
     from workers.rewards.code import run_tests
 
     return run_tests(
@@ -126,7 +126,7 @@ def default_compute_score(
     extra_info: Mapping[str, Any] | None = None,
     trust_programs: bool = False,
 ) -> float | dict[str, Any]:
-    """The score of one solution by the rule of its data source; an unknown source is rejected."""
+    """Score one solution by the rule of its data source; an unknown source is rejected."""
     if data_source not in REWARDS:
         check_rules([data_source])
     rule, sample = REWARDS[data_source], (data_source, solution_str, ground_truth, extra_info)
@@ -134,15 +134,15 @@ def default_compute_score(
 
 
 def trust_kwargs(path: str, name: str, trust_programs: bool) -> dict[str, bool]:
-    """What says to this function whether it may trust a model's programs.
+    """Return the argument that tells this function if it may trust a model's programs.
 
-    It is always said, so that no column of the data can say it.
+    It is always passed, so that no column of the data can set it.
     """
     return {"trust_programs": trust_programs} if (path, name) in PROGRAM_RULES else {}
 
 
 def check_rules(data_sources: Iterable[str]) -> None:
-    """Refuse data whose rule there is not, or whose rule lacks its package."""
+    """Reject data sources without a rule, or whose rule lacks its package."""
     # Imported here, so that the rules themselves load without torch.
     from verl_like.errors import ConfigError, nearest
 

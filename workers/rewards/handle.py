@@ -1,11 +1,11 @@
-"""One reward process, from the driver's side: started when it is needed, killed when it hangs.
+"""One reward process, from the driver's side: started when needed, killed when it hangs.
 
     process = RewardProcess(function, start_deadline)
-    process.start()                                     # a ConfigError if the function is refused
+    process.start()                                     # a ConfigError if the function is rejected
     for number, outcome in process.outcomes({3: sample}, end): ...
-    process.stop()                                      # nothing of it is left
+    process.stop()                                      # ends all of its processes
 
-`workers.rewards.process` is the program that it runs.
+The process runs `workers.rewards.process`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from workers.rewards.outcome import Outcome, read_answer
 from workers.rewards.process import FunctionSpec
 
 GRACE_S = 0.5
-"""What a sample gets beyond its deadline, which coroutines keep themselves, before the kill."""
+"""Time from a sample's deadline to the kill; coroutines end at the deadline themselves."""
 BLOCKED_SHARE = 1.25
-"""Deadlines in which a process says which of its coroutines blocks the others."""
+"""Deadlines until a process must report which of its coroutines blocks the others."""
 END_S = 10.0
-"""Time that a supervisor gets to kill what it watches."""
+"""Time for a supervisor to kill its child."""
 
 
 class ProcessEndedError(Exception):
-    """A reward process has ended, or what it says is no answer; the message says how."""
+    """A reward process has ended, or sent an invalid reply; the message has the details."""
 
 
 class RewardProcess:
-    """A process that scores samples by a function, with its supervisor."""
+    """A process that scores samples with a function, and its supervisor."""
 
     def __init__(self, function: FunctionSpec, start_deadline: float):
-        """Refuses a file that is not there; `start` starts the process."""
-        if function.path.endswith(".py"):  # the process works in a folder of its own
+        """Reject a missing file; `start` starts the process."""
+        if function.path.endswith(".py"):  # the process has a different working directory
             check_file(Path(function.path), f"{function.path_key}={function.path}")
             function = replace(function, path=str(Path(function.path).absolute()))
         self._function, self._start_deadline = function, start_deadline
@@ -57,19 +57,20 @@ class RewardProcess:
         self._closing = Lock()
         self._supervised: Supervised | None = None
         self.takes_all = False
-        """Whether it gets all that waits: calls run at the same time, or one takes a whole batch.
+        """True if it gets all waiting samples: calls are concurrent, or one call takes a whole
+        batch.
 
-        Known when the function is loaded.
+        Known once the function is loaded.
         """
         self.answers_together = False
-        """Whether one call scores a whole batch."""
+        """True if one call scores a whole batch."""
         self.is_new = False
-        """Whether it was started for what it was asked last."""
+        """True if it was started for the latest request."""
         self._reads: frozenset[str] | None = None
-        """What its calls read of a sample, if that is not all: more is not sent."""
+        """The entries of a sample that its calls read; others are not sent. None means all."""
 
     def start(self) -> None:
-        """Start the process if there is none; a ConfigError if the function is refused."""
+        """Start the process if there is none; raise a ConfigError if the function is rejected."""
         if self._channel is None:
             try:
                 self._start()
@@ -101,23 +102,25 @@ class RewardProcess:
         self.answers_together = bool(together)
         self.takes_all = self.answers_together or bool(side_by_side)
 
-    def outcomes(self, asked: Mapping[int, Sample], end: float) -> Iterator[tuple[int, Outcome]]:
-        """Numbers and outcomes of these samples, as they come.
+    def outcomes(
+        self, requested: Mapping[int, Sample], end: float
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yield numbers and outcomes of these samples, as they arrive.
 
-        A TimeoutError at a sample's deadline or at `end`, a ProcessEndedError if there will be no
-        more: then the process is to be stopped. Times are those of `time.monotonic`.
+        Raises TimeoutError at a sample's deadline or at `end`, and ProcessEndedError if no more
+        will come; stop the process then. Times are those of `time.monotonic`.
         """
         self.is_new = self._channel is None
         self.start()
         assert self._channel is not None, "it has been started"
-        missing = set(asked)
-        samples = [(number, self._part_of(sample)) for number, sample in asked.items()]
+        missing = set(requested)
+        samples = [(number, self._part_of(sample)) for number, sample in requested.items()]
         try:
             self._channel.send(samples, min(end, time.monotonic() + self._patience()))
         except TimeoutError:
             raise
         except OSError:
-            pass  # the process has ended: how is the next that it says
+            pass  # the process has ended: the next reply says how
         while missing:
             answer = self._receive(min(end, time.monotonic() + self._patience()))
             try:
@@ -128,20 +131,20 @@ class RewardProcess:
             yield number, outcome
 
     def _part_of(self, sample: Sample) -> Sample:
-        """What is sent of it."""
+        """Return the entries of a sample that are sent."""
         if self._reads is None or sample.keys() <= self._reads:
             return sample
         return {name: value for name, value in sample.items() if name in self._reads}
 
     def _patience(self) -> float:
-        """Seconds in which the next answer has to come."""
+        """Return the seconds in which the next reply must arrive."""
         if self.answers_together:
             return float("inf")
         shares = BLOCKED_SHARE if self.takes_all else 1.0
         return shares * self._function.deadline + GRACE_S
 
     def _receive(self, deadline: float) -> Any:
-        """What the process says next; a ProcessEndedError if that is how it ended, or no answer."""
+        """Return the next reply; ProcessEndedError if the process ended or the reply is invalid."""
         assert self._channel is not None, "it has been started"
         try:
             answer = self._channel.receive(deadline)
@@ -156,16 +159,16 @@ class RewardProcess:
         return answer
 
     def give_up(self) -> None:
-        """Kill the process, from another thread than that which asks it: there it has ended."""
+        """Kill the process from another thread; the requesting thread sees that it ended."""
         with self._closing, suppress(OSError):
             if self._channel is not None:
-                self._channel.shut()  # its supervisor sees it
+                self._channel.shut()  # its supervisor notices
 
     def stop(self) -> None:
         """End the process and all that it has started, if there is one."""
         with self._closing:
             if self._channel is not None:
-                self._channel.close()  # its supervisor sees it
+                self._channel.close()  # its supervisor notices
             self._channel = None
         if self._supervisor is not None:
             with suppress(ProcessLookupError):  # untrusted code may have stopped it
@@ -177,6 +180,6 @@ class RewardProcess:
                 self._supervisor.wait()
         if self._supervised is not None:
             if self._supervisor is not None and self._supervisor.returncode != 0:
-                self._supervised.end()  # a supervisor that is killed leaves it alone
+                self._supervised.end()  # a killed supervisor leaves its child running
             self._supervised.close()
         self._supervisor = self._supervised = None

@@ -1,10 +1,10 @@
-"""Scores of responses by a reward function: decoded here, scored in other processes.
+"""Score responses with a reward function: decode them here, score them in other processes.
 
     manager = RewardManager(tokenizer, Scorer(function, batch_deadline))  # loads the function
-    future = manager.remote(batch)          # decodes, then returns at once
+    future = manager.remote(batch)          # decodes, then returns immediately
     scores, metrics = future.result()       # token_level_scores, the function's other numbers
 
-A server scores as a function does (`workers.rewards.remote`); `workers.rewards.weighted` adds up
+A server scores like a function (`workers.rewards.remote`); `workers.rewards.weighted` adds up
 several rewards.
 """
 
@@ -30,22 +30,22 @@ from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
 RESPONSE_TEXT = "response_text"
-"""The column that keeps the texts: several rewards and the file of samples read them."""
+"""Column with the texts: several rewards and the sample log read them."""
 FAILURES = "reward_failures"
-"""meta_info of scores: what went wrong, by kind (`workers.rewards.failures`)."""
+"""Key in the meta_info of scores: failures by kind (`workers.rewards.failures`)."""
 Scored = tuple[DataProto, dict[str, float]]
-"""`token_level_scores` with what the rule returned beside them, and metrics of them."""
+"""`token_level_scores` with the rule's other results, and their metrics."""
 
 
 class RewardManager:
-    """Scores batches by a reward function, beside what the driver does meanwhile.
+    """Scores batches with a reward function, concurrently with the driver.
 
-    What it gives is a number, or a dict with "score"; with "step_scores" too, pairs [token, score]:
-    each score stands at that token of the response (at its last if it is shorter), the score itself
-    always at the last. A sample whose call raises, returns no finite number, or passes its deadline
-    gets `default_score`; so does what is left of a batch after the scorer's deadline. They are
-    counted in the metrics, marked in `score_failed` and named in the meta_info `FAILURES`; whether
-    they stop the step is for `workers.rewards.weighted` to say.
+    The function returns a number, or a dict with "score", and optionally "step_scores": pairs
+    [token, score]. Each step score is placed at its token of the response (at the last one if the
+    response is shorter), the score itself at the last token. A sample whose call raises, returns no
+    finite number, or exceeds its deadline gets `default_score`, and so does the rest of a batch
+    after the scorer's deadline. Failed samples are counted in the metrics, marked in `score_failed`
+    and named in the meta_info `FAILURES`; `workers.rewards.weighted` decides if they stop the step.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class RewardManager:
         scorer: Scorer | RemoteScorer,
         default_score: float = 0.0,
     ):
-        """Starts the scorer, which refuses a function that cannot be loaded."""
+        """Start the scorer, which rejects a function that cannot be loaded."""
         self._tokenizer = tokenizer
         self._default_score, self._scorer = default_score, scorer
         scorer.start()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def remote(self, batch: DataProto) -> Future[Scored]:
-        """Start scoring: reads responses, response_mask and what the data loader wrote.
+        """Start scoring; reads responses, response_mask and the columns of the data loader.
 
         Adds the column `RESPONSE_TEXT` to the batch.
         """
@@ -108,9 +108,9 @@ class RewardManager:
 
 
 def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Every row's scores at its tokens, and at which of them a scored step ends.
+    """Place each row's scores at their tokens, and mark the tokens at which a scored step ends.
 
-    A score of zero beside those of steps is no step of its own.
+    A total score of zero next to step scores is not a separate step.
     """
     last = last_places(mask)
     rows = torch.arange(len(values))
@@ -130,7 +130,7 @@ def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[T
 
 
 def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
-    """What the function returned beside the score, by name: numbers, and the text of a vote."""
+    """Return the function's other results by name: numbers, and the text of a vote."""
     columns = {}
     for name in sorted({name for _, extras, _ in outcomes for name in extras} - {STEPS}):
         values = [extras.get(name, np.nan) for _, extras, _ in outcomes]
@@ -141,7 +141,7 @@ def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
 def _score_metrics(
     outcomes: list[Outcome], extras: dict[str, np.ndarray[Any, Any]]
 ) -> dict[str, float]:
-    """Counts of samples without a score, and of those too late; the mean of every extra number."""
+    """Count samples without a score and late samples; average every other number."""
     num_late = sum(score is None and error == LATE for score, _, error in outcomes)
     num_failed = sum(score is None for score, _, _ in outcomes)
     metrics = {
@@ -155,7 +155,7 @@ def _score_metrics(
 
 
 def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
-    """Every row as a reward function may read it."""
+    """Return every row as a reward function may read it."""
     columns = batch.non_tensor_batch
     rows = range(len(batch))
     fields = {
@@ -176,10 +176,10 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
 
 
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
-    """The text of every response, up to its end: decoded once, and then added to the batch."""
+    """Return the text of every response; it is decoded once and added to the batch."""
     if RESPONSE_TEXT in batch.non_tensor_batch:
         return list(batch.non_tensor_batch[RESPONSE_TEXT])
-    # rows of arrays: rows of tensors would take 8 times as long
+    # array rows: tensor rows would take 8 times as long
     rows, masks = token_rows(batch, "responses", "response_mask")
     responses = [row[mask != 0].tolist() for row, mask in zip(rows, masks, strict=True)]
     texts = decode_rows(tokenizer, responses)

@@ -1,6 +1,6 @@
-"""What a reward function, a server or a reward process says of one sample, checked.
+"""Check what a reward function, a server or a reward process returns for one sample.
 
-Nothing here imports torch: it runs in reward processes, which start often.
+Nothing here imports torch, because it runs in reward processes, which start often.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 Steps = list[tuple[int, float]]
 """(token of the response, score) of every step."""
 Outcome = tuple[float | None, dict[str, Any], str | None]
-"""Score (None: failed), the other numbers of the function, `pred` and steps, what went wrong."""
+"""(score, or None if failed; other numbers, `pred` and steps; the error, or None)."""
 STEPS = "step_scores"
-"""The one list that is kept: scores of the response's steps, at the tokens where they end."""
+"""The only list that is used: scores of the response's steps, at the tokens where they end."""
 VOTE = "pred"
-"""The one text that is kept: a sample's answer, for the majority of a prompt's samples."""
+"""The only text that is used: a sample's answer, for the majority vote over a prompt's samples."""
 LATE = "passed its deadline"
 PLACE = "\n    at {}, line {}"
-"""How the text of an error ends whose line of the user's code is known."""
+"""Ending of an error text if the line of the user's code is known."""
 LARGEST_SCORE = 3.4028234e38
-"""Scores are float32 in a batch: what is larger would be infinite there."""
+"""Scores are float32 in a batch: a larger number would be infinite there."""
 
 
 def read_outcome(result: Any) -> Outcome:
-    """What the function returned: a finite number, or a dict with one; all else is refused.
+    """Check a function's result: a finite number, or a dict with one; raise a ValueError otherwise.
 
-    Beside scores of steps there need be none.
+    With step scores the number is optional.
     """
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     steps = read_steps(extras.pop(STEPS, None))
@@ -39,19 +39,19 @@ def read_outcome(result: Any) -> Outcome:
             "or a dict with one as 'score'"
         )
 
-    kept: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     for name, value in extras.items():
         if isinstance(value, Real):
-            kept[str(name)] = float(value)
+            checked[str(name)] = float(value)
     if VOTE in extras:
-        kept[VOTE] = str(extras[VOTE])
+        checked[VOTE] = str(extras[VOTE])
     if steps:
-        kept[STEPS] = steps
-    return float(score), kept, None
+        checked[STEPS] = steps
+    return float(score), checked, None
 
 
 def read_steps(steps: Any) -> Steps:
-    """[token, score] pairs, checked: tokens count from 0 in the response, scores are finite."""
+    """Check [token, score] pairs: tokens count from 0 in the response, scores are finite."""
     pairs = [(int(token), float(score)) for token, score in steps or []]
     for token, score in pairs:
         if token < 0 or not is_finite(score):
@@ -63,19 +63,19 @@ def read_steps(steps: Any) -> Steps:
 
 
 def is_finite(score: float) -> bool:
-    """Whether it is a finite number in float32, too."""
+    """Return True if the number is finite in float32, too."""
     return math.isfinite(score) and abs(score) <= LARGEST_SCORE
 
 
-def read_answer(answer: Any, asked: Collection[int]) -> tuple[int, Outcome]:
-    """(number of a sample, outcome) as a reward process answered; a ValueError if it is none."""
+def read_answer(answer: Any, requested: Collection[int]) -> tuple[int, Outcome]:
+    """Return (number of a sample, outcome) of a process's reply; ValueError if it is invalid."""
     try:
         number, (score, extras, error) = answer
-        if number not in asked:
+        if number not in requested:
             raise ValueError(f"nobody has asked for sample {number!r:.40}")
         if score is None:
             return number, (None, {}, str(error))
-        if not extras and type(score) is float and is_finite(score):  # as most are
+        if not extras and type(score) is float and is_finite(score):  # the usual case
             return number, (score, {}, None)
         return number, read_outcome({**extras, "score": score})
     except (TypeError, ValueError) as err:

@@ -3,9 +3,10 @@
     python -m verl_like.process.child workers.rewards.process FD
 
 `workers.rewards.handle` starts it, and sends a `FunctionSpec` through the socket FD. A supervisor
-(`verl_like.process.supervisor`) then has a child of its own run the function: it reads lists of
-(number, sample) from the socket and answers each sample at once. Coroutine functions run side by
-side, others one by one. Imports nothing heavy: it starts again after every sample that hangs.
+(`verl_like.process.supervisor`) then starts a child that runs the function. The child reads lists
+of (number, sample) from the socket and replies for each sample immediately. Coroutine functions run
+concurrently, others one by one. It imports nothing heavy, because it restarts after every sample
+that hangs.
 """
 
 from __future__ import annotations
@@ -31,36 +32,36 @@ from workers.rewards.channel import FunctionEnd
 from workers.rewards.outcome import LATE, PLACE, Outcome, read_outcome
 
 MAX_SIDE_BY_SIDE = 64
-"""Calls of a coroutine function that run at the same time."""
+"""Maximum number of concurrent calls of a coroutine function."""
 BATCH_SHARES = 12
-"""What a batch gets of a sample's deadline and processor time."""
+"""Deadline and processor time of a batch, as a multiple of a sample's."""
 NOT_THE_USERS = (
     "<frozen",
     *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
     *(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("verl_like", "workers")),
 )
-"""How file names begin of code that is of Python, installed, or ours."""
+"""Prefixes of file names of code that belongs to Python, installed packages, or this project."""
 Put = Callable[[int, Outcome], None]
-"""Answers a sample by its number."""
+"""Sends the outcome of a sample by its number."""
 
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """Which function, how it is called, and what it may have."""
+    """A function, its arguments, and its limits."""
 
     path: str = "workers.rewards.functions"
     name: str = "default_compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     deadline: float = 10.0
     columns: Sequence[str] = ()
-    """What the rows of the data have besides."""
+    """Other columns of the data rows."""
     has_truth: bool = True
-    """Whether any of them has a ground truth."""
+    """True if any row has a ground truth."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     path_key: str = "custom_reward_function.path"
-    """The setting that holds `path`, for refusals."""
+    """The setting of `path`, for error messages."""
     name_key: str = "custom_reward_function.name"
-    """The setting that holds `name`."""
+    """The setting of `name`."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
@@ -73,7 +74,7 @@ def main(control: Connection) -> None:
 
 
 def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
-    """Answer until the other end closes; `withheld` are variables that the driver alone has."""
+    """Reply until the other end closes; `withheld` are variables that only the driver has."""
     driver.send([os.getpid(), os.getcwd()])
     try:
         function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
@@ -99,7 +100,7 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
 def in_words(
     err: BaseException, withheld: Collection[str] = (), sandbox: str = "reward.sandbox"
 ) -> str:
-    """An error of a user's code, and the key of the sandbox that has caused it."""
+    """Describe an error in the user's code, with the sandbox key that may have caused it."""
     if isinstance(err, SystemExit):
         return f"SystemExit: it called sys.exit({'' if err.code is None else repr(err.code)})"
     words = f"{type(err).__name__}: {_text(err)}"
@@ -111,31 +112,31 @@ def in_words(
 
 
 def place_of(err: BaseException) -> str:
-    """A line with the user's own line that the error went through last; empty where it has none."""
-    own = [
+    """Return the last line of the user's code that the error passed through, or ""."""
+    places = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(err.__traceback__)
         if not frame.f_code.co_filename.startswith(NOT_THE_USERS)
     ]
-    return PLACE.format(*own[-1]) if own else ""
+    return PLACE.format(*places[-1]) if places else ""
 
 
 def _text(err: BaseException) -> str:
     try:
         return str(err)
-    except Exception:  # noqa: BLE001 - nor may its message be trusted
+    except Exception:  # noqa: BLE001 - its message may fail, too
         return "(its message cannot be read)"
 
 
 class Calls:
-    """The calls of one function, answered as they end; no method raises what the function does."""
+    """The calls of one function; its methods return the function's errors, never raise them."""
 
     def __init__(self, call: Call, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
-        """`withheld` as in `serve`."""
+        """Create the calls; `withheld` is as in `serve`."""
         self._call, self._spec, self._withheld = call, spec, withheld
 
     def answer(self, samples: list[tuple[int, Sample]], put: Put) -> None:
-        """Give the outcome of every sample, each as soon as it is known."""
+        """Put the outcome of every sample as soon as it is known."""
         if self._call.takes_batches:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             outcomes = self.score_batch([sample for _, sample in samples])
@@ -153,7 +154,7 @@ class Calls:
         return self._outcome(lambda: self._call(sample))
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
-        """Every sample's outcome, of a function that takes them all at once."""
+        """Return every sample's outcome, for a function that takes them all at once."""
         try:
             results = self._call.whole_batch(samples)
             if inspect.isawaitable(results):
@@ -208,9 +209,9 @@ class Calls:
 def _end_when_blocked(
     loop: asyncio.AbstractEventLoop, is_done: threading.Event, deadline: float, put: Put
 ) -> None:
-    """Name the coroutine that keeps all others from going on, at its deadline, and end the process.
+    """At its deadline, report the coroutine that blocks all others, and end the process.
 
-    The driver would not know which of them it is.
+    Otherwise the driver would not know which one it is.
     """
     while not is_done.wait(deadline / 4):
         ticked = threading.Event()

@@ -2,10 +2,10 @@
 
     python -m verl_like.process.child workers.rewards.program FD on|off
 
-`workers.rewards.code` starts it and asks it through the socket FD. Every test is a fork of this
-process with its own limits. It cannot start processes or signal others, writes below its own folder
-only, and has no network, as far as the machine has these bounds. What a test expects never comes
-here, so a program cannot look for it. The exception are trusted asserts (`kind="assert"`).
+`workers.rewards.code` starts it and sends requests through the socket FD. Every test is a fork of
+this process with separate limits. It cannot start processes or signal others, writes only below its
+own folder, and has no network, as far as the machine supports this. The expected values never reach
+this process, so a program cannot look for them. The exception is trusted asserts (`kind="assert"`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FILE_GB = 2**-6
 
 @dataclass(frozen=True)
 class Program:
-    """Code of a model, and what it is run on."""
+    """Code of a model, and its tests."""
 
     code: str
     inputs: list[Any]
@@ -60,9 +60,9 @@ class Program:
     function: str = ""
     """Name of the function, or of a method of `Solution`."""
     time_s: float = 2.0
-    """Of each test."""
+    """Time limit of each test."""
     total_s: float = 8.0
-    """Of all tests."""
+    """Time limit of all tests."""
     memory_gb: float = 1.0
 
 
@@ -91,7 +91,7 @@ def main(pipe: Connection, network: str) -> None:
 
 
 def run_test(program: Program, number: int, end: float) -> tuple[str, str | None]:
-    """What one test has printed or returned, and what went wrong."""
+    """Run one test; return what it printed or returned, and the problem or None."""
     sandbox = Sandbox(memory_gb=program.memory_gb, cpu_s=program.time_s, file_gb=FILE_GB)
     token = secrets.token_hex()
     output = bytearray()
@@ -104,7 +104,7 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
         os.environ.clear()
         os.environ.update({"HOME": folder, "TMPDIR": folder, "PATH": os.defpath})
         sandbox.allow_cpu()
-        with contextlib.suppress(ConfigError):  # said when this process started
+        with contextlib.suppress(ConfigError):  # reported when this process started
             keep_to(folder, os.devnull, more=(*PROCESSES, *SIGNALS))
         _act(program, program.inputs[number], token)
 
@@ -128,11 +128,11 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
     return text, None
 
 
-def _act(program: Program, given: Any, token: str) -> None:
+def _act(program: Program, test_input: Any, token: str) -> None:
     """Run the program on one test."""
     stdin = program.kind == "stdin"
     with tempfile.TemporaryFile() as file:
-        file.write(given.encode() if stdin else b"")
+        file.write(test_input.encode() if stdin else b"")
         file.seek(0)
         os.dup2(file.fileno(), 0)
     os.dup2(DATA if stdin else 2, 1)
@@ -147,12 +147,12 @@ def _act(program: Program, given: Any, token: str) -> None:
     if program.kind == "function":
         owner = names.get("Solution")
         function = names[program.function] if owner is None else getattr(owner(), program.function)
-        os.write(DATA, json.dumps(function(*given)).encode())
+        os.write(DATA, json.dumps(function(*test_input)).encode())
     elif program.kind == "value":
-        value = eval(compile(given, "test.py", "eval"), names)
+        value = eval(compile(test_input, "test.py", "eval"), names)
         for method in ("tolist", "item"):  # arrays and numbers of numpy and torch
             value = getattr(value, method)() if hasattr(value, method) else value
         os.write(DATA, repr(value).encode())
     elif program.kind == "assert":
-        exec(compile(given, "test.py", "exec"), names)
+        exec(compile(test_input, "test.py", "exec"), names)
         os.write(DATA, token.encode())

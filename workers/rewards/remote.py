@@ -1,8 +1,8 @@
-"""Scoring by a server that speaks HTTP: batches, retries, deadlines, a bearer token.
+"""Score with an HTTP server: batches, retries, deadlines, a bearer token.
 
-`RemoteScorer` stands where `workers.rewards.scorer.Scorer` stands: samples in, an outcome for every
-sample out. What is sent and what an answer means is a protocol: `samples` is that of our own server
-(`workers.rewards.server`), `openrlhf` that of OpenRLHF's remote reward models, `openai` asks a
+`RemoteScorer` has the same interface as `workers.rewards.scorer.Scorer`: samples in, one outcome
+per sample out. A protocol defines requests and replies: `samples` is for our own server
+(`workers.rewards.server`), `openrlhf` for OpenRLHF's remote reward models, and `openai` asks a
 language model for a verdict.
 """
 
@@ -27,18 +27,18 @@ from workers.rewards.outcome import LATE, Outcome
 from workers.rewards.remote_protocols import PROTOCOLS, as_json
 
 AT_ONCE = 8
-"""Requests that are under way at the same time."""
+"""Number of concurrent requests."""
 FIRST_WAIT_S = 0.25
-"""Wait before the first retry; it doubles with each, up to `LONGEST_WAIT_S`."""
+"""Wait before the first retry; it doubles each time, up to `LONGEST_WAIT_S`."""
 LONGEST_WAIT_S = 8.0
 LONGEST_ANSWER = 64 * 2**20
-"""Bytes of an answer beyond which it is refused."""
+"""Replies with more bytes are rejected."""
 WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""HTTP statuses after which the same request may well be answered."""
+"""HTTP statuses after which a retry may succeed."""
 
 
 class RemoteError(Exception):
-    """A request that was given up, in words."""
+    """A request that failed permanently, with the reason."""
 
 
 class RemoteScorer:
@@ -48,12 +48,12 @@ class RemoteScorer:
         self._config, self._batch_deadline = config, batch_deadline
         self._protocol = PROTOCOLS[config.protocol]
         self._token = _token(config.token_env)
-        self._random = random.Random(0)  # of the waits between retries alone
+        self._random = random.Random(0)  # only for the waits between retries
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="remote reward")
         self._given_up = threading.Event()
 
     def start(self) -> None:
-        """Ask for the scores of no samples; raises what is wrong with the server."""
+        """Request the scores of no samples; raise if the server does not work."""
         try:
             self._ask([], time.monotonic() + self._config.timeout_s)
         except (RemoteError, TimeoutError) as err:
@@ -63,7 +63,7 @@ class RemoteScorer:
             ) from err
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """An outcome for every sample; those of a request that fails say why."""
+        """Return one outcome per sample; those of a failed request have its error."""
         end = time.monotonic() + self._batch_deadline
         size = self._protocol.largest_batch or self._config.batch_size
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -71,12 +71,12 @@ class RemoteScorer:
         return [outcome for part in answers for outcome in part]
 
     def give_up(self) -> None:
-        """Requests that wait are not made, and none is made again."""
+        """Cancel waiting requests, and stop retrying."""
         self._given_up.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """Ask for nothing more."""
+        """Stop making requests."""
         self.give_up()
 
     def _outcomes(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
@@ -88,7 +88,7 @@ class RemoteScorer:
             return [(None, {}, str(err))] * len(samples)
 
     def _ask(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
-        """One batch, asked again after what may pass: waits grow, and differ between clients."""
+        """Request one batch, with retries after temporary errors; waits grow and are randomized."""
         body = as_json(self._protocol.request(samples, self._config))
         wait = FIRST_WAIT_S
         for attempt in range(self._config.retries + 1):
@@ -112,7 +112,7 @@ class RemoteScorer:
         raise AssertionError("the last attempt returns or raises")
 
     def _post(self, body: bytes, end: float) -> Any:
-        """The server's answer to one request, as JSON has it."""
+        """Return the server's reply to one request as parsed JSON."""
         patience = min(self._config.timeout_s, end - time.monotonic())
         if patience <= 0:
             raise TimeoutError(f"no time is left for a request to {self._config.url}")
@@ -125,9 +125,9 @@ class RemoteScorer:
             with _OPENER.open(request, timeout=patience) as response:
                 answer = response.read(LONGEST_ANSWER + 1)
         except urllib.error.HTTPError as err:
-            said = f"status {err.code}: {err.read(300).decode('utf-8', 'replace').strip()}"
-            raise (_WorthARetry if err.code in WORTH_A_RETRY else RemoteError)(said) from err
-        except OSError as err:  # refused, reset, too slow; urllib's own errors among them
+            problem = f"status {err.code}: {err.read(300).decode('utf-8', 'replace').strip()}"
+            raise (_WorthARetry if err.code in WORTH_A_RETRY else RemoteError)(problem) from err
+        except OSError as err:  # refused, reset or too slow, including urllib's errors
             raise _WorthARetry(str(getattr(err, "reason", err)) or type(err).__name__) from err
 
         if len(answer) > LONGEST_ANSWER:
@@ -136,11 +136,11 @@ class RemoteScorer:
 
 
 class _WorthARetry(Exception):
-    """A request that failed and may be answered the next time."""
+    """A request that failed temporarily."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A bearer token must not follow a redirection to another host."""
+    """Blocks redirects, because a bearer token must not reach another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -150,7 +150,7 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def check_url(url: str, name: str) -> None:
-    """Refuse what is no address of a server; `name` is the reward's."""
+    """Reject an invalid server address; `name` is the name of the reward."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"reward {name!r}: url={url!r} is not of the form http://HOST:PORT/PATH.")

@@ -1,4 +1,4 @@
-"""What a reward server is sent, and what its answer means: one class for each protocol."""
+"""Requests to a reward server and the interpretation of its replies, one class per protocol."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Answer: {solution_str}"""
 
 
 class RemoteProtocol(Protocol):
-    """How one kind of server is spoken to."""
+    """How to communicate with one kind of server."""
 
     largest_batch: int | None
-    """Samples of one request; None leaves it to the configuration."""
+    """Maximum samples per request; None uses the configuration."""
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
-        """What is posted, as JSON has it."""
+        """Return the request, as a JSON-compatible object."""
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """The outcome of every sample; a KeyError, TypeError or ValueError if it says none."""
+        """Return the outcomes; KeyError, TypeError or ValueError means an invalid reply."""
 
 
 class OwnProtocol:
@@ -38,14 +38,14 @@ class OwnProtocol:
     largest_batch = None
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
-        """The rows as a function in process would get them."""
+        """Return the rows as a function in process would get them."""
         return {"samples": list(samples)}
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """Scores with the function's other numbers, or its errors."""
-        found = _exactly(answer["outcomes"], count)
+        """Return scores with the function's other numbers, or its errors."""
+        rows = _exactly(answer["outcomes"], count)
         return [
-            (None, {}, str(row["error"])) if "error" in row else read_outcome(row) for row in found
+            (None, {}, str(row["error"])) if "error" in row else read_outcome(row) for row in rows
         ]
 
 
@@ -55,7 +55,7 @@ class OpenRLHFProtocol:
     largest_batch = None
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
-        """The query is the prompt with its response."""
+        """Return prompts with responses as queries, and the labels."""
         prompts = [prompt_text(sample) for sample in samples]
         return {
             "query": [
@@ -67,7 +67,7 @@ class OpenRLHFProtocol:
         }
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """One number a sample; `extra_logs` are lists of as many."""
+        """Return one number per sample; `extra_logs` are lists of the same length."""
         scores = _exactly(answer["rewards"], count)
         extras = {
             name: _exactly(values, count) for name, values in answer.get("extra_logs", {}).items()
@@ -80,21 +80,21 @@ class OpenRLHFProtocol:
 
 
 class JudgeProtocol:
-    """A chat completion for each sample; its first number is the score."""
+    """A chat completion per sample; the first number in the reply is the score."""
 
     largest_batch = 1
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
-        """The filled template as the user's message, greedily answered."""
-        asked = "Reply with 0."  # at the start, to see that the server answers
+        """Return the filled template as a user message, with greedy decoding."""
+        prompt = "Reply with 0."  # for the test at the start
         for sample in samples:
             fields = {**sample, "prompt": prompt_text(sample)}
-            asked = (config.template or JUDGE_TEMPLATE).format_map(fields)
-        message = {"role": "user", "content": asked}
+            prompt = (config.template or JUDGE_TEMPLATE).format_map(fields)
+        message = {"role": "user", "content": prompt}
         return {"model": config.model, "messages": [message], "temperature": 0}
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """The number in the reply."""
+        """Return the number in the reply."""
         reply = str(answer["choices"][0]["message"]["content"])
         if not count:
             return []
@@ -112,7 +112,7 @@ PROTOCOLS: dict[str, RemoteProtocol] = {
 
 
 def prompt_text(sample: Sample) -> str:
-    """The prompt as text: of a conversation, what each turn says."""
+    """Return the prompt as text: the contents of all turns of a conversation."""
     prompt = sample.get("raw_prompt", "")
     if isinstance(prompt, str):
         return prompt
@@ -120,7 +120,7 @@ def prompt_text(sample: Sample) -> str:
 
 
 def as_json(content: Any) -> bytes:
-    """For the wire; numbers of numpy become Python's."""
+    """Serialize to JSON; numpy numbers become Python numbers."""
     return json.dumps(content, default=_plain, ensure_ascii=True).encode()
 
 
@@ -130,8 +130,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{value!r:.80} in a sample cannot be sent as JSON")
 
 
-def _exactly(found: Any, count: int) -> list[Any]:
-    if not isinstance(found, list) or len(found) != count:
-        size = len(found) if isinstance(found, list) else type(found).__name__
+def _exactly(outcomes: Any, count: int) -> list[Any]:
+    if not isinstance(outcomes, list) or len(outcomes) != count:
+        size = len(outcomes) if isinstance(outcomes, list) else type(outcomes).__name__
         raise ValueError(f"{count} samples were sent, {size} outcomes came back")
-    return found
+    return outcomes

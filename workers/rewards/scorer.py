@@ -1,9 +1,9 @@
-"""Scoring by a reward function in processes of its own, which a deadline can kill.
+"""Score with a reward function in separate processes, which a deadline can kill.
 
-Each process is a `RewardProcess` (`workers.rewards.handle`). Only a batch that takes long starts
-more than the first of them. A process that ends or hangs is started again, and the samples that it
-has not answered are asked for in smaller parts, until it is known which of them it was: one that
-ended a process that was started for it.
+Each process is a `RewardProcess` (`workers.rewards.handle`). The second and later ones start only
+for a batch that takes long. A process that ends or hangs is restarted, and its unanswered samples
+are requested again in smaller groups until the culprit is known: a sample that ended a process that
+was started for it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from workers.rewards.process import FunctionSpec
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 8
-"""Processes that score a batch, where the machine has as many cores."""
+"""Maximum number of processes for a batch, at most one per core."""
 SLOW_S = 1.0
-"""A batch that is not done gets one process more whenever this time has passed."""
+"""An unfinished batch gets one more process each time this many seconds have passed."""
 MOST_AT_A_TIME = 64
-"""Samples that a process is asked for at once, unless its function takes all of them."""
+"""Maximum samples per request, unless the function takes all of them."""
 QUICK_S = 0.05
-"""A process that answers in less is asked for twice as many samples the next time."""
+"""A process that replies faster gets twice as many samples the next time."""
 
 
 class _Batch:
-    """The samples of one batch by their numbers: parts that wait for a process, and outcomes."""
+    """The samples of one batch by number: groups that wait for a process, and outcomes."""
 
     def __init__(self, samples: Sequence[Sample], seconds: float):
         self.samples = samples
@@ -45,7 +45,7 @@ class _Batch:
         self._taking = Lock()
 
     def take(self, most: int | None) -> dict[int, Sample]:
-        """The next part, or so many of its samples; none when nothing waits, or time is up."""
+        """Take the next group, or `most` of its samples; empty if none waits or time is up."""
         with self._taking:
             if not self.goes_on():
                 return {}
@@ -55,12 +55,12 @@ class _Batch:
             return {number: self.samples[number] for number in part[:most]}
 
     def put_back(self, *parts: list[int]) -> None:
-        """Put parts that were taken back in front of those that wait."""
+        """Return groups to the front of the queue."""
         with self._taking:
             self._parts.extendleft(part for part in reversed(parts) if part)
 
     def goes_on(self) -> bool:
-        """Whether samples wait and there is time left."""
+        """Return True if samples wait and there is time left."""
         return any(self._parts) and time.monotonic() < self.end
 
 
@@ -75,7 +75,7 @@ class Scorer:
         self._processes = [RewardProcess(function, batch_deadline) for _ in range(count)]
 
     def start(self) -> None:
-        """Have the function loaded once; raises what is wrong with it."""
+        """Load the function once; raise if that fails."""
         try:
             self._processes[0].start()
         except (OSError, ProcessEndedError) as err:
@@ -85,7 +85,7 @@ class Scorer:
             ) from err
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
-        """An outcome for every sample."""
+        """Return one outcome per sample."""
         batch = self._batch = _Batch(samples, self._batch_deadline)
         if self._is_given_up:
             return batch.outcomes
@@ -102,7 +102,7 @@ class Scorer:
         return batch.outcomes
 
     def give_up(self) -> None:
-        """Whoever scores a batch in another thread is soon done with it, and with any later one."""
+        """Make `score`, in another thread, end soon, now and in the future."""
         self._is_given_up = True
         batch = self._batch
         if batch is not None:
@@ -116,7 +116,7 @@ class Scorer:
             process.stop()
 
     def _score_by(self, process: RewardProcess, batch: _Batch) -> None:
-        """Have a process take samples of the batch until none waits.
+        """Let a process take samples of the batch until none waits.
 
         A process that does not start leaves its samples to the others.
         """
@@ -128,29 +128,29 @@ class Scorer:
             )
             return
         size = 1
-        while asked := batch.take(None if process.takes_all else size):
+        while samples := batch.take(None if process.takes_all else size):
             began = time.monotonic()
-            _ask(process, asked, batch)
+            _ask(process, samples, batch)
             is_quick = time.monotonic() - began < QUICK_S
             size = min(2 * size, MOST_AT_A_TIME) if is_quick else 1
 
 
-def _ask(process: RewardProcess, asked: dict[int, Sample], batch: _Batch) -> None:
-    """Fill in the outcomes of these samples; those that a failure left unanswered wait again."""
+def _ask(process: RewardProcess, samples: dict[int, Sample], batch: _Batch) -> None:
+    """Store the outcomes of these samples; put back the samples that a failure left unanswered."""
     answered = set()
     try:
-        for number, outcome in process.outcomes(asked, batch.end):
+        for number, outcome in process.outcomes(samples, batch.end):
             batch.outcomes[number] = outcome
             answered.add(number)
     except (ConfigError, OSError, ProcessEndedError) as err:
         process.stop()
-        missing = [number for number in asked if number not in answered]
+        missing = [number for number in samples if number not in answered]
         is_late = isinstance(err, TimeoutError)
         if isinstance(err, ProcessEndedError) and not process.is_new:
-            num_culprits = 0  # something else may have killed it, or what it was asked before
+            num_culprits = 0  # another cause, or an earlier request, may have ended it
         elif isinstance(err, ConfigError) or process.answers_together:
             num_culprits = len(missing)
-        else:  # one by one the first of them is late; what ended a process may be an earlier one
+        else:  # one by one, the first is late; an earlier sample may have ended the process
             num_culprits = int(len(missing) == 1 or (is_late and not process.takes_all))
         for number in missing[:num_culprits]:
             batch.outcomes[number] = (None, {}, LATE if is_late else str(err))

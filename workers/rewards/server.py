@@ -1,11 +1,12 @@
-"""A reward function behind HTTP: `verl-like serve-reward`, for `kind: remote` of another machine.
+"""A reward function as an HTTP server: `verl-like serve-reward`, for `kind: remote` on other
+machines.
 
     server = RewardServer(FunctionSpec("rewards.py"), host="127.0.0.1", port=8000)
     server.serve_forever()
 
-POST anything to any path: `{"samples": [row, ...]}` gets `{"outcomes": [...]}`, and OpenRLHF's
-`{"query", "prompts", "labels"}` gets `{"rewards": [...]}`. The function runs in processes of its
-own, as beside the driver (`workers.rewards.scorer`), so its numbers are the same.
+POST to any path: `{"samples": [row, ...]}` returns `{"outcomes": [...]}`, and OpenRLHF's `{"query",
+"prompts", "labels"}` returns `{"rewards": [...]}`. The function runs in separate processes, as next
+to the driver (`workers.rewards.scorer`), so its results are the same.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from workers.rewards.remote_protocols import as_json
 from workers.rewards.scorer import Scorer
 
 LONGEST_REQUEST = 256 * 2**20
-"""Bytes of a request beyond which it is refused."""
+"""Requests with more bytes are rejected."""
 MOST_DROPPED = 65536
-"""Bytes of a request without the token that are read and dropped."""
+"""Bytes of an unauthorized request that are read and dropped."""
 PATIENCE_S = 60.0
-"""How long a client may take to send its request."""
+"""Time for a client to send its request."""
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Scores what it is posted; one batch at a time, as the function's processes are."""
+    """Scores posted samples, one batch at a time, because the function's processes are shared."""
 
     daemon_threads = True
 
@@ -44,7 +45,7 @@ class RewardServer(ThreadingHTTPServer):
         token: str = "",
         batch_deadline: float = 120.0,
     ):
-        """Loads the function, which may be refused; port 0 takes a free one."""
+        """Load the function, which may be rejected; port 0 selects a free port."""
         self.token = token
         self._scorer, self._turn = Scorer(function, batch_deadline), threading.Lock()
         try:
@@ -56,17 +57,17 @@ class RewardServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it is reached from this machine."""
+        """The address on this machine."""
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}/score"
 
     def score(self, samples: list[Sample]) -> list[Outcome]:
-        """An outcome for every sample."""
+        """Return one outcome per sample."""
         with self._turn:
             return self._scorer.score(samples)
 
     def server_close(self) -> None:
-        """Give back the port, and end the function's processes."""
+        """Release the port, and end the function's processes."""
         super().server_close()
         self._scorer.stop()
 
@@ -76,20 +77,20 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE_S
     protocol_version = "HTTP/1.1"
 
-    def do_POST(self) -> None:  # noqa: N802 - the base class calls it so
+    def do_POST(self) -> None:  # noqa: N802 - name in the base class
         """Score the posted samples."""
         length = self.headers.get("Content-Length", "")
-        given = self.headers.get("Authorization", "")
+        token = self.headers.get("Authorization", "")
         expected = f"Bearer {self.server.token}"
-        if self.server.token and not hmac.compare_digest(given.encode(), expected.encode()):
+        if self.server.token and not hmac.compare_digest(token.encode(), expected.encode()):
             self.close_connection = True
             self._answer(401, {"error": "the bearer token is missing, or another one"})
-            if length.isdecimal():  # closing a socket with unread bytes could drop the answer
+            if length.isdecimal():  # closing a socket with unread bytes could drop the reply
                 with suppress(OSError):  # the client is gone
                     self.rfile.read(min(int(length), MOST_DROPPED))
             return
         if not length.isdecimal() or int(length) > LONGEST_REQUEST:
-            self.close_connection = True  # what is not read would be taken for the next request
+            self.close_connection = True  # unread bytes would be taken for the next request
             self._answer(413, {"error": f"a request has a length of at most {LONGEST_REQUEST}"})
             return
 
@@ -97,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             content = json.loads(body)
             samples = read_samples(content)
-        except Exception as err:  # noqa: BLE001 - it is this request's error
+        except Exception as err:  # noqa: BLE001 - an error of this request only
             self._answer(400, {"error": f"no samples in the request: {err!r:.200}"})
             return
         self._answer(200, as_answer(content, self.server.score(samples)))
@@ -111,11 +112,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: there are many, and they hold the user's data."""
+        """Do nothing: there are many requests, and they contain the user's data."""
 
 
 def read_samples(content: dict[str, Any]) -> list[Sample]:
-    """The samples of a request of either form."""
+    """Return the samples of a request of either form."""
     if "samples" in content:
         samples = [dict(sample) for sample in content["samples"]]
         for sample in samples:
@@ -139,7 +140,7 @@ def read_samples(content: dict[str, Any]) -> list[Sample]:
 
 
 def as_answer(content: dict[str, Any], outcomes: list[Outcome]) -> dict[str, Any]:
-    """The outcomes in the form in which they were asked for."""
+    """Return the outcomes in the form of the request."""
     if "samples" in content:
         rows: list[dict[str, Any]] = []
         for score, extras, error in outcomes:

@@ -1,10 +1,10 @@
-"""All rewards of a run: launched together, added up by weight, each logged.
+"""All rewards of a run: launched together, added up by weight, logged separately.
 
     rewards = make_rewards(config, tokenizer, prompts)
-    future = rewards.launch(batch, call_model)      # returns at once
+    future = rewards.launch(batch, call_model)      # returns immediately
     scores, metrics = future.get()                  # token_level_scores, reward_extra/*
 
-Functions and servers are asked by a `RewardManager` each; `call_model` starts a model's role.
+Each function or server has a `RewardManager`; `call_model` starts the role of a model.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
 SKIPPED = "reward_extra/skipped"
-"""Column: 1 where a sample is left out of the update, since a reward of it failed."""
+"""Column: 1 if a sample is excluded from the update because a reward of it failed."""
 COUNTS = ("reward/num_failed", "reward/num_timed_out")
 """Metrics that are sums over all rewards."""
 NAMED = 3
-"""Samples that an error names."""
+"""Number of samples that an error names."""
 SMALLEST_SPREAD = 1e-6
 CHECK_S = 1.0
-"""Time between two looks at what could end the wait for a function or server."""
+"""Seconds between checks while waiting for a function or server."""
 
 
 class ScoredRows(Protocol):
-    """What rewards are asked about: prompts of a run."""
+    """The facts about a run's prompts that rewards need."""
 
     @property
     def data_sources(self) -> set[str]:
-        """Whose rules score, where no function does."""
+        """Data sources of the rows, which select rules if there is no function."""
 
     @property
     def columns(self) -> list[str]:
-        """What a function may read besides."""
+        """Other columns that a function may read."""
 
     @property
     def has_truth(self) -> bool:
-        """Whether a row has a ground truth."""
+        """True if a row has a ground truth."""
 
     @property
     def has_open_asserts(self) -> bool:
-        """Whether a row has asserts whose expected side a program could find."""
+        """True if a row has asserts whose expected side a program could find."""
 
 
 def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewards:
-    """The rewards that a run's configuration asks for.
+    """Create the rewards of a run's configuration.
 
-    Rejects a function that cannot be loaded or asks for what no row has, data without a rule, a
-    server that does not answer, and asserts on programs that are not trusted.
+    Rejects a function that cannot be loaded or requests a missing column, data without a rule, a
+    server that does not reply, and asserts on programs that are not trusted.
     """
     parts: list[Part] = []
     overlong = run.reward_model.overlong_buffer
@@ -102,7 +102,7 @@ def _scorer(
     sandbox: Sandbox,
     trust_programs: bool,
 ) -> Scorer | RemoteScorer:
-    """`section` of the configuration names the function; None: `custom_reward_function` does."""
+    """Create the scorer; `section` names its settings (None: `custom_reward_function`)."""
     deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
         return RemoteScorer(config, deadline)
@@ -127,7 +127,7 @@ def _scorer(
 
 
 def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
-    """Reject tests by which a model's program could forge its score."""
+    """Reject tests with which a model's program could forge its score."""
     if not trust_programs and rows.has_open_asserts:
         way = "reward.trust_programs=true"
         raise ConfigError(f"a row's ground_truth has an assert: {NOT_TRUSTED.format(way=way)}")
@@ -135,24 +135,24 @@ def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """One reward; a model has no manager, its role scores."""
+    """One reward; a model has no manager, because its role scores."""
 
     config: RewardConfig
     manager: RewardManager | EnvironmentScores | None
     max_failed_share: float = 1.0
-    """Share of a batch above which its failures end the run."""
+    """Share of failures in a batch above which the run ends."""
 
 
 @dataclass(frozen=True)
 class PartScores:
-    """What one reward says of a batch."""
+    """Result of one reward for a batch."""
 
     scores: Tensor
     """[rows, R], at the tokens where a step, or the response, ends."""
     step_ends: Tensor
-    """[rows, R], whether a scored step ends there."""
+    """[rows, R], True where a scored step ends."""
     failed: Tensor
-    """[rows], whether there is no score."""
+    """[rows], True without a score."""
 
 
 class Rewards:
@@ -163,13 +163,13 @@ class Rewards:
         parts: list[Part],
         overlong: OverlongBufferConfig | None = None,
     ):
-        """`overlong` punishes long responses, whatever they score."""
+        """Create the rewards; `overlong` penalizes long responses, independent of their scores."""
         self.parts, self.overlong = parts, overlong
         self.said = SaidOnce()
 
     @property
     def may_skip(self) -> bool:
-        """Whether a failure may leave a sample out of the update."""
+        """True if a failure may exclude a sample from the update."""
         return any(part.config.on_failure == "skip" for part in self.parts)
 
     def launch(
@@ -179,10 +179,10 @@ class Rewards:
         normalize: bool = True,
         check: Callable[[str], None] = lambda what: None,
     ) -> WeightedScores:
-        """Start every reward; without `normalize` scores stay what they are (validation).
+        """Start every reward; without `normalize` scores are not normalized (validation).
 
-        Functions and servers add the texts of the responses to the batch.
-        `check` is asked while functions and servers are waited for, and may end that wait.
+        Functions and servers add the texts of the responses to the batch. `check` is called during
+        the wait for functions and servers, and may end the wait by raising.
         """
         futures = []
         for part in self.parts:
@@ -199,7 +199,7 @@ class Rewards:
 
 
 class WeightedScores:
-    """Scores that are being computed: a future of all parts."""
+    """A future of the scores of all rewards."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class WeightedScores:
         normalize: bool,
         check: Callable[[str], None],
     ):
-        """`futures` has one for each part; `check` as in `Rewards.launch`."""
+        """Create the future; `futures` has one entry per reward, `check` as in `Rewards.launch`."""
         self._rewards, self._futures, self._normalize = rewards, futures, normalize
         self._check = check
         self._mask = read_columns(batch, "response_mask")["response_mask"].bool()
@@ -217,17 +217,17 @@ class WeightedScores:
         self._uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
 
     def __str__(self) -> str:
-        """The rewards, for messages about a failure."""
+        """Return the names of the rewards, for messages about a failure."""
         return f"rewards ({', '.join(part.config.name for part in self._rewards.parts)})"
 
     def done(self) -> bool:
-        """Whether `get` returns at once."""
+        """Return True if `get` returns immediately."""
         return all(future.done() for future in self._futures)
 
     def get(self, timeout: float | None = None) -> Scored:
-        """The weighted sum, the extras of every part, and metrics.
+        """Return the weighted sum, the extra columns of all rewards, and metrics.
 
-        Waits at most `timeout` seconds for each part.
+        Waits at most `timeout` seconds for each reward.
         """
         total = torch.zeros(self._mask.shape, dtype=torch.float32)
         step_ends = torch.zeros(self._mask.shape, dtype=torch.bool)
@@ -238,13 +238,13 @@ class WeightedScores:
         for part, future in zip(self._rewards.parts, self._futures, strict=True):
             is_model = part.manager is None
             result = future.get(timeout) if is_model else self._answer(future, timeout)
-            found = self._take(part, result, extras, metrics)
+            result_scores = self._take(part, result, extras, metrics)
             if part.config.normalize and self._normalize:
-                found = normalized(found, self._mask)
-            total += part.config.weight * found.scores
-            step_ends |= found.step_ends
+                result_scores = normalized(result_scores, self._mask)
+            total += part.config.weight * result_scores.scores
+            step_ends |= result_scores.step_ends
             if part.config.on_failure == "skip":
-                skipped |= found.failed
+                skipped |= result_scores.failed
 
         if self._rewards.overlong is not None:
             punishment = overlong_punishment(self._mask, self._rewards.overlong)
@@ -266,7 +266,7 @@ class WeightedScores:
         return DataProto.from_dict(columns, extras), metrics
 
     def _answer(self, future: Future[Scored], timeout: float | None) -> Scored:
-        """Of a function or server: while it is waited for, no call would notice a lost worker."""
+        """Wait for a function or server, with checks for lost workers, which no call detects."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not future.done() and (left := end - time.monotonic()) > 0:
             wait([future], min(left, CHECK_S))
@@ -276,41 +276,43 @@ class WeightedScores:
     def _take(
         self, part: Part, result: Any, extras: dict[str, Any], metrics: dict[str, float]
     ) -> PartScores:
-        """What a part says; its extra columns and metrics are added to those of the others."""
+        """Return the result of one reward; add its columns and metrics to those of the others."""
         name, several = part.config.name, len(self._rewards.parts) > 1
         if part.manager is None:
             scores = read_columns(result, "rm_scores")["rm_scores"]
-            found = PartScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
+            scores_of_part = PartScores(
+                scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool)
+            )
         else:
             result, numbers = result
             columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
-            found = PartScores(*columns.values())
+            scores_of_part = PartScores(*columns.values())
             failures = result.meta_info[FAILURES]
-            _refuse(part, found.failed, failures)
+            _refuse(part, scores_of_part.failed, failures)
             cost = f"get the score {part.config.default_score:g}"
             if part.config.on_failure == "skip":
                 cost = "are left out of the update"
-            self._rewards.said.note(name, len(found.failed), cost, failures)
+            self._rewards.said.note(name, len(scores_of_part.failed), cost, failures)
             of_all = {count: metrics.get(count, 0.0) + numbers[count] for count in COUNTS}
             metrics |= _named(numbers, "reward/", name, several) | of_all
             extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
 
-        if several or name != "rule":  # a lone rule's score is critic/score/mean
-            sums = found.scores.sum(dim=-1)
+        if several or name != "rule":  # the only rule's score is critic/score/mean
+            sums = scores_of_part.scores.sum(dim=-1)
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()
             metrics[f"reward/{name}_score/mean"] = sums.mean().item()
-        return found
+        return scores_of_part
 
 
-def _named(found: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
-    """Of several rewards each has its name before its own words."""
+def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
+    """With several rewards, prefix names by the name of the reward."""
     if not several or name == "rule":
-        return found
-    return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in found.items()}
+        return values
+    return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in values.items()}
 
 
 def _refuse(part: Part, failed: Tensor, failures: Failures) -> None:
-    """End the run if failures are too many, with the first of each kind."""
+    """Raise if there are too many failures, with the first of each kind."""
     config, most, count = part.config, part.max_failed_share, int(failed.sum())
     if config.on_failure == "fail" and count:
         rule = "its on_failure is fail. Fix it, or set on_failure=default or skip."
@@ -319,14 +321,14 @@ def _refuse(part: Part, failed: Tensor, failures: Failures) -> None:
         rule = f"{section}.max_failed_share={most:g} allows fewer. Fix it, or raise the limit."
     else:
         return
-    said = "".join(f"\n  {failure}" for failure in failures.values())
+    text = "".join(f"\n  {failure}" for failure in failures.values())
     raise RewardError(
-        f"the reward {config.name!r} failed for {count} of {len(failed)} samples, and {rule}{said}"
+        f"the reward {config.name!r} failed for {count} of {len(failed)} samples, and {rule}{text}"
     )
 
 
 def _refuse_infinite(total: Tensor, uids: Any) -> None:
-    """Scores are float32: what is finite for each reward may not be in their sum."""
+    """Reject a sum that is not finite in float32, although each reward may be."""
     wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
     if wrong:
         named = ", ".join(str(uids[row]) for row in wrong[:NAMED])
@@ -337,27 +339,27 @@ def _refuse_infinite(total: Tensor, uids: Any) -> None:
         )
 
 
-def normalized(found: PartScores, mask: Tensor) -> PartScores:
-    """Scores whose sums over a row have mean 0 and spread 1 over the rows that did not fail.
+def normalized(raw: PartScores, mask: Tensor) -> PartScores:
+    """Normalize scores: sums over a row get mean 0 and spread 1 over the rows that did not fail.
 
-    The shift goes to each row's last token; a row that failed gets 0, the mean.
+    The shift is added at each row's last token; a failed row gets 0, the mean.
     """
-    sums = found.scores.double().sum(dim=-1)
-    good = sums[~found.failed]
+    sums = raw.scores.double().sum(dim=-1)
+    good = sums[~raw.failed]
     if not len(good):
-        return replace(found, scores=torch.zeros_like(found.scores))
+        return replace(raw, scores=torch.zeros_like(raw.scores))
 
     spread = good.std(correction=0).clamp(min=SMALLEST_SPREAD)
     shift = at_last_token(torch.full_like(sums, -float(good.mean())), mask)
-    moved = ((found.scores + shift) / spread).float().masked_fill(found.failed[:, None], 0.0)
+    moved = ((raw.scores + shift) / spread).float().masked_fill(raw.failed[:, None], 0.0)
     last = at_last_token(torch.ones(len(sums), dtype=torch.bool), mask)
-    return replace(found, scores=moved, step_ends=found.step_ends | last)
+    return replace(raw, scores=moved, step_ends=raw.step_ends | last)
 
 
 def without_influence(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
-    """Skipped rows get the mean of their group's other rows: no baseline moves by them.
+    """Give skipped rows the mean of their group's other rows, so that no baseline changes.
 
-    In a group of which every row is skipped it is 0.
+    If all rows of a group are skipped, they get 0.
     """
     sums = scores.sum(dim=-1)
     for uid in {uids[row] for row in skipped.nonzero()[:, 0].tolist()}:
@@ -368,16 +370,16 @@ def without_influence(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) 
 
 
 def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
-    """[rows] numbers at each row's last token."""
+    """Return [rows, R] with the numbers [rows] at each row's last token."""
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     placed[torch.arange(len(values)), last_places(mask)] = values
     return placed
 
 
 def overlong_punishment(mask: Tensor, buffer: OverlongBufferConfig) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of every response.
+    """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13) of every response.
 
-    0 up to `limit - buffer.len` tokens, from there falling evenly to `-buffer.penalty_factor` at
+    It is 0 up to `limit - buffer.len` tokens, and falls linearly to `-buffer.penalty_factor` at
     `limit`, the width of the mask.
     """
     excess = (mask.sum(dim=-1) - (mask.shape[-1] - buffer.len)).clamp(min=0)
