@@ -1,1 +1,1 @@
-"""Rollout engines: one interface, and the engines hf, native and vllm behind it."""
+"""Rollout engines: one interface, and the engines hf, native and vllm."""

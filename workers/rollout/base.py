@@ -22,7 +22,7 @@ from workers.weights.checksum import checksum_of
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn: bias, minimum length, then temperature, top-k, top-p, min-p."""
+    """How tokens are sampled: bias, minimum length, then temperature, top-k, top-p, min-p."""
 
     temperature: float = 1.0
     top_k: int = -1
@@ -38,7 +38,7 @@ class SamplingParams:
     routed_experts: bool = False
 
     def __post_init__(self) -> None:
-        """Reject values with which nothing can be sampled."""
+        """Reject values that make sampling impossible."""
         greedy = "for greedy decoding set do_sample=false"
         in_range = 0 <= self.min_tokens <= self.max_tokens
         checks = (
@@ -62,15 +62,15 @@ class SamplingParams:
 
     @property
     def num_log_probs(self) -> int:
-        """Log-probs per token: the policy's, and with `truncated_log_probs` the truncated one."""
+        """Log-probs per token: 1, or 2 with `truncated_log_probs`."""
         return 2 if self.truncated_log_probs else 1
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The sizes that an engine is built for: widths of columns, samples at once, cache memory.
+    """The sizes that an engine is built for: column widths, concurrent samples, cache memory.
 
-    With `keep_kv` new weights leave the KV cache of unfinished samples as it is.
+    With `keep_kv`, new weights do not change the KV cache of unfinished samples.
     """
 
     prompt_width: int
@@ -81,7 +81,7 @@ class EngineLimits:
 
 
 class Budget:
-    """The bounds of one `take`: sampled tokens of any sample, and seconds; None is no bound."""
+    """The limits of one `take`: sampled tokens of any sample, and seconds; None means no limit."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over."""
+        """True if the time is over."""
         return self.seconds_left == 0
 
 
@@ -109,30 +109,31 @@ class RolloutEngine(ABC):
 
         for version in count():
             engine.wake_up()
-            engine.load_weights(named_tensors)  # the engine is stale and refuses to generate ...
+            engine.load_weights(named_tensors)  # the engine is stale and does not generate ...
             engine.commit(version)              # ... until every rank has verified its weights
             ids = engine.submit(samples, sampling)
-            while engine.num_running:           # other samples may be submitted, and newer weights
-                done = engine.take(seconds=1.0) # be loaded, between two takes
-            engine.sleep()                      # training takes the memory
+            while engine.num_running:           # between two takes, more samples can be submitted,
+                done = engine.take(seconds=1.0) # and newer weights loaded
+            engine.sleep()                      # training uses the memory
 
-    A sample's tokens do not depend on the samples that run at the same time.
+    A sample's tokens do not depend on the other running samples.
+
     An engine that shares the trainer's module needs no `load_weights`. `version` is the last
-    commit's, None when stale.
+    committed version, None if stale.
     """
 
     version: int | None = None
     asleep: bool = False
     owns_weights: bool = True
     follows: bool = False
-    """Another rank of this engine leads: it schedules and returns the samples."""
+    """True if another rank of this engine leads: it schedules and returns the samples."""
     num_bytes: int = 0
     vocab_size: int
 
     def __init__(
         self, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
     ) -> None:
-        """`decode` turns token ids into text; only stop strings need it."""
+        """Create the engine; `decode` converts token ids to text, and only stop strings need it."""
         self.limits = limits
         self.decode = decode
         self._num_loads = 0
@@ -146,7 +147,7 @@ class RolloutEngine(ABC):
         return len(self._running)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
-        """Begin or continue these samples; return their numbers.
+        """Start or continue these samples; return their numbers.
 
         All samples that run together have the same sampling parameters.
         """
@@ -174,8 +175,9 @@ class RolloutEngine(ABC):
     ) -> dict[int, Sample]:
         """Generate until all samples are finished; return the finished samples by number.
 
-        It ends earlier with `until_one` when a sample is finished, with `max_tokens` when a sample
-        has so many more tokens, and with `seconds` after that time, but at least one step.
+        It returns earlier, but after at least one step: with `until_one` when a sample is finished,
+        with `max_tokens` when a sample has that many more tokens, and with `seconds` after that
+        time.
         """
         if not self._running:
             return {}
@@ -207,7 +209,7 @@ class RolloutEngine(ABC):
         return samples
 
     def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """Submit all and take all; return the samples in their order."""
+        """Submit all samples and take all; return them in order."""
         if self._running:
             raise RolloutError(
                 f"rollout: this engine is generating {self.num_running} samples already."
@@ -219,7 +221,7 @@ class RolloutEngine(ABC):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite every weight; names and shapes must be exactly the module's.
 
-        The engine is stale afterwards. Samples that are running continue with the new weights.
+        The engine is stale afterwards. Running samples continue with the new weights.
         """
         self.version = None
         self.wake_up()
@@ -227,11 +229,11 @@ class RolloutEngine(ABC):
         self._num_loads += 1
 
     def commit(self, version: int) -> None:
-        """Declare the loaded weights verified: from here on samples are those of `version`."""
+        """Declare the loaded weights verified: later samples belong to `version`."""
         self.version = version
 
     def sleep(self) -> None:
-        """Give memory back; an engine that owns its weights loses them and becomes stale."""
+        """Free memory; an engine that owns its weights loses them and becomes stale."""
         if self._running:
             raise RolloutError(
                 f"rollout: sleep with {self.num_running} samples in flight; abort() returns them "
@@ -243,65 +245,66 @@ class RolloutEngine(ABC):
         self.asleep = True
 
     def wake_up(self) -> None:
-        """Take the memory again; no effect when awake.
+        """Allocate the memory again; no effect when awake.
 
-        The engine's own weights are to be loaded next.
+        An engine that owns its weights needs to load them next.
         """
         if self.asleep and self.owns_weights:
             self._allocate()
         self.asleep = False
 
     def leading(self) -> AbstractContextManager[None]:
-        """Around a call in which the engine draws; where it has several ranks, all do."""
+        """Context of a call in which the engine samples; with several ranks, all take part."""
         return nullcontext()
 
     def follow(self) -> None:
-        """Draw what the first rank of the engine draws in one call."""
+        """Sample the same as the first rank of the engine in one call."""
         raise RolloutError("rollout: this engine has one rank, and no other to follow.")
 
     def weights_checksum(self) -> str:
-        """Hash of the full weights, comparable with the trainer's."""
+        """Return a hash of the full weights, comparable with the trainer's."""
         return checksum_of(self.named_weights())
 
     def no_choices(self) -> Tensor | None:
-        """[0, layers, choices] of an engine that notes which experts are chosen; else None."""
+        """Return [0, layers, choices] if the engine records expert choices; otherwise None."""
         return None
 
     @abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights as they are in the engine, under Hugging Face's names."""
+        """Return the weights in the engine, under Hugging Face's names."""
 
     @abstractmethod
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
-        """Begin checked samples, by number."""
+        """Start checked samples, by number."""
 
     @abstractmethod
     def _advance(self, budget: Budget) -> dict[int, Sample]:
-        """Generate until all is finished or the budget is spent; return the finished samples.
+        """Generate until everything is finished or the budget is spent; return the finished
+        samples.
 
-        The version may differ from that of the last call: later tokens have the new one.
+        The version may differ from the last call's: later tokens have the new version.
         """
 
     @abstractmethod
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        """Drop these samples and return them as they are; after an error, those that are left."""
+        """Drop these samples and return their current state; after an error, the remaining ones."""
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write every tensor, or raise one `WeightSyncError` that lists what does not fit."""
+        """Write every tensor, or raise one `WeightSyncError` that lists the unfit ones."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Drop the engine's own weights."""
+        """Free the engine's own weights."""
 
     @abstractmethod
     def _allocate(self) -> None:
-        """Make room for them again."""
+        """Allocate the engine's own weights."""
 
     def finish_reason(self, sample: Sample, tokens: Sequence[int], sampling: SamplingParams) -> str:
-        """Why a response of these tokens ends with the newest of them; `UNFINISHED` if it does not.
+        """Return why a response ends with its newest token; `UNFINISHED` if it does not.
 
-        The sample says where it ends for now.
+        The sample may have a limit of its own.
         """
         is_stop = tokens[-1] in sampling.stop_token_ids
         if is_stop or self.ends_with_stop_string(sample, tokens, sampling):
@@ -312,7 +315,7 @@ class RolloutEngine(ABC):
     def ends_with_stop_string(
         self, sample: Sample, tokens: Sequence[int], sampling: SamplingParams
     ) -> bool:
-        """Whether the newest token of a sample's response completes a stop string."""
+        """Return True if the newest token of a sample's response completes a stop string."""
         strings, decode = (*sampling.stop_strings, *sample.stop_strings), self.decode
         if not strings or decode is None or len(tokens) < sampling.min_tokens:
             return False

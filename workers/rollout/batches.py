@@ -1,4 +1,4 @@
-"""Rows of prompts as samples for an engine, and samples as rows of a batch."""
+"""Convert rows of prompts to samples for an engine, and samples to rows of a batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from workers.rollout.draws import draw_hash
 from workers.rollout.sample import Sample
 
 REQUEST = "request"
-"""The column that numbers submitted rows, for the client that takes their samples."""
+"""Column with the numbers of submitted rows, for the client that takes their samples."""
 TRUNCATED = "rollout_truncated_log_probs"
 NoiseOf = Callable[[str, int], int]
-"""The key of a sample's noise, by uid and sample index."""
+"""(uid, sample index) -> the key of the sample's noise."""
 
 
 def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sample]:
-    """Samples without a response, one for each row that is no padding."""
+    """Return samples without a response, one for each row that is not padding."""
     require(data, "input_ids", "attention_mask", "sample_index", "uid")
     ids = data.column("input_ids")
     if ids.shape[1] != prompt_width:
@@ -53,10 +53,10 @@ def batch_of(
     truncated: bool = False,
     no_choices: Tensor | None = None,
 ) -> DataProto:
-    """Rows with the prompts and responses of these samples, of the widths of both.
+    """Return rows with the prompts and responses of these samples; `widths` are those of both.
 
-    `version` is that of the engine, for responses without sampled tokens. With `no_choices`, the
-    choices of experts for no token, there is a column of the choices for every token.
+    `version` is the engine's version, for responses without sampled tokens. If `no_choices` (an
+    empty tensor of expert choices) is given, the batch has a column of the choices for every token.
     """
     prompts = [torch.tensor(sample.prompt, dtype=torch.long) for sample in samples]
     responses = Ragged.of_rows([sample.tokens for sample in samples], widths[1], fill=pad)
@@ -89,16 +89,16 @@ def batch_of(
 
 
 def _positions(sample: Sample) -> Tensor:
-    """Positions of the prompt and the response; they begin at 0 again with each segment."""
+    """Return positions of the prompt and the response; each segment begins at 0."""
     begins = [0, *(len(sample.prompt) + begin for begin in sample.segments)]
     ends = [*begins[1:], len(sample.prompt) + len(sample.tokens)]
     return torch.cat([torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)])
 
 
 def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
-    """[tokens, layers, choices]; zeros for tokens that the engine has not read, such as the last.
+    """Return [tokens, layers, choices], the prompt's tokens first.
 
-    The prompt's tokens are first.
+    Tokens that the engine has not read, such as the last one, have zeros.
     """
     chosen = no_choices if sample.routed_experts is None else sample.routed_experts
     drawn = sample.is_drawn.nonzero().flatten()
@@ -113,6 +113,6 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
 
 
 def _oldest_version(sample: Sample, current: int) -> int:
-    """The version of the oldest sampled token, or the current version."""
+    """Return the version of the oldest sampled token, or the current version."""
     drawn = sample.versions[sample.is_drawn]
     return int(drawn.min()) if len(drawn) else current

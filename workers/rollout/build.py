@@ -1,9 +1,9 @@
-"""From the configuration to this rank's rollout engine.
+"""Build this rank's rollout engine from the configuration.
 
-native, hf    an engine per rank; native decodes with the actor's own module where that is
-              whole in this process, and of the type `rollout.dtype`
-vllm          an engine per `tensor_model_parallel_size` ranks, with a share of the model in each
-one's own     an engine per rank, of a class (module, limits, decode=) with weights of its own
+native, hf    an engine per rank; native decodes with the actor's module if that is whole in
+              this process, and has the type `rollout.dtype`
+vllm          an engine per `tensor_model_parallel_size` ranks, each with a share of the model
+custom        an engine per rank, of a class (module, limits, decode=) with its own weights
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def engine_for(rollout: RolloutConfig, device_type: str) -> str:
-    """Return the engine's name, chosen by device if the user left it open."""
+    """Return the engine's name, chosen by device for "auto"."""
     if rollout.name != AUTO:
         return rollout.name
     return "vllm" if device_type == "cuda" and _has_vllm() else "native"
@@ -60,7 +60,7 @@ def _has_vllm() -> bool:
 
 
 def check_engine(config: WorkersConfig, world_size: int) -> None:
-    """Refuse a name that is none, and tensor parallelism that does not fit the pool."""
+    """Reject unknown names, and tensor parallelism that does not fit the pool."""
     rollout = config.actor_rollout_ref.rollout
     own_engine(rollout.name)
     check_options(rollout.engine_kwargs)
@@ -80,50 +80,50 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
 
 
 def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
-    """Refuse a type of linear weights that this engine has not on this device."""
-    own, passed_on = rollout.quantization, rollout.engine_kwargs.get("quantization")
-    what = f"rollout.quantization={own} with rollout.name={rollout.name}"
-    if own is None:
+    """Reject a quantization that this engine does not support on this device."""
+    quantization, passed_on = rollout.quantization, rollout.engine_kwargs.get("quantization")
+    pair = f"rollout.quantization={quantization} with rollout.name={rollout.name}"
+    if quantization is None:
         return
     if passed_on:
         raise ConfigError(
-            f"{what} and rollout.engine_kwargs.quantization={passed_on}: vLLM takes one. Leave one "
+            f"{pair} and rollout.engine_kwargs.quantization={passed_on}: vLLM takes one. Leave one "
             "of them out."
         )
-    if (own == FP8) != (rollout.name == "vllm"):
+    if (quantization == FP8) != (rollout.name == "vllm"):
         raise ConfigError(
-            f"{what}: vllm has fp8, on GPUs, and native and hf have int8, on CPUs. Leave it out, "
+            f"{pair}: vllm has fp8, on GPUs, and native and hf have int8, on CPUs. Leave it out, "
             "or set the other one."
         )
-    if own != FP8:
+    if quantization != FP8:
         check_device(device_type)
     elif device_type != "cuda":
         raise ConfigError(
-            f"{what}: vLLM rounds to fp8 on GPUs alone, and this role's device is {device_type}. "
+            f"{pair}: vLLM rounds to fp8 on GPUs alone, and this role's device is {device_type}. "
             "Leave it out."
         )
 
 
 def own_engine(name: str) -> type[RolloutEngine] | None:
-    """The user's class at a dotted path; None for a built-in engine."""
-    found = ENGINES.look_up(name)
+    """Return the user's class at a dotted path; None for a built-in engine."""
+    engine = ENGINES.look_up(name)
     if name in ENGINES:
         return None
-    if not (isinstance(found, type) and issubclass(found, RolloutEngine)):
+    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(
             f"rollout.name={name} is no class of rollout engines: make it a subclass of "
             "workers.rollout.base.RolloutEngine."
         )
     subject = f"rollout.name={name}"
-    check_methods(found, RolloutEngine, subject)
-    check_call(found, subject, Call("module", "limits", by_name=["decode"]))
-    return found
+    check_methods(engine, RolloutEngine, subject)
+    check_call(engine, subject, Call("module", "limits", by_name=["decode"]))
+    return engine
 
 
 def check_notes_routing(rollout: RolloutConfig) -> None:
-    """Refuse an engine that does not note which experts its model chooses."""
-    own = own_engine(rollout.name)
-    if rollout.server_urls or (own and own.no_choices is RolloutEngine.no_choices):
+    """Reject an engine that does not record which experts its model chooses."""
+    custom = own_engine(rollout.name)
+    if rollout.server_urls or (custom and custom.no_choices is RolloutEngine.no_choices):
         engine = "a server of vLLM's" if rollout.server_urls else rollout.name
         raise ConfigError(
             f"{ROUTING_KEY} with rollout.name={rollout.name}: {engine} does not note which experts "
@@ -133,13 +133,13 @@ def check_notes_routing(rollout: RolloutConfig) -> None:
 
 
 def ranks_per_engine(config: WorkersConfig) -> int:
-    """Consecutive ranks that share an engine."""
+    """Return the number of consecutive ranks that share an engine."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
 
 
 def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
-    """The engine of this rank, stale until the first sync."""
+    """Return the engine of this rank, stale until the first sync."""
     from workers.models.load import load_model
 
     policy = config.actor_rollout_ref
@@ -157,15 +157,15 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     if rollout.name == "vllm":
-        torch.cuda.empty_cache()  # what training left: vLLM allocates beside torch
+        torch.cuda.empty_cache()  # training's leftovers: vLLM allocates outside torch
         return _vllm_engine(config, worker, limits, decode)
 
     dtype = rollout_dtype(policy, worker.device.type)
     may_share = rollout.name == "native" and not rollout.quantization
     shared = shared_module(worker, dtype) if may_share else None
-    own = replace(policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
+    model = replace(policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
     if shared is None:
-        module = load_model(own, "token", worker.device, rollout.quantization)
+        module = load_model(model, "token", worker.device, rollout.quantization)
         set_buffer_dtype(module, precision_of(policy.model, worker.device.type).weights)
     else:
         module = shared
@@ -173,8 +173,8 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         from workers.rollout.hf import HFEngine
 
         return HFEngine(module, limits, decode=decode)
-    if own := own_engine(rollout.name):
-        make: Any = own  # its constructor is the user's
+    if custom := own_engine(rollout.name):
+        make: Any = custom  # the constructor is the user's
         engine: RolloutEngine = make(module, limits, decode=decode)
         return engine
     from workers.rollout.native.engine import NativeEngine
@@ -183,7 +183,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
 
 
 def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
-    """The module of the actor in this process, if it is there in one piece and has this type."""
+    """Return the module of the actor in this process, if it is whole there and has this type."""
     actor: Any = worker.sibling("actor")
     if actor is None or not getattr(actor, "lends_module", True):
         return None
@@ -196,7 +196,7 @@ def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
 
 
 def tokenizer_of(path: str) -> Any:
-    """The tokenizer of a model's folder."""
+    """Return the tokenizer of a model's folder."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False)
@@ -217,7 +217,7 @@ def _vllm_engine(
     if policy.rollout.quantization:
         options["quantization"] = policy.rollout.quantization
     settings = VllmSettings(
-        model_path=str(model_folder(policy.model.path, weights=False)),  # its weights come by sync
+        model_path=str(model_folder(policy.model.path, weights=False)),  # weights come by sync
         dtype=name_of(rollout_dtype(policy, worker.device.type)),
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
         device_type=worker.device.type,

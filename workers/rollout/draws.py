@@ -1,11 +1,11 @@
-"""Proof of draw: a hash of what an engine read and sampled, which the trainer compares.
+"""A hash of what an engine read and sampled, which the trainer checks.
 
     number = draw_hash(sample)      # next to the engine, for the column "draw_hash"
     check_draws(batch)              # before the update
 
-The hash covers the prompt, the response, the version of the weights for each token, which marks
-observed tokens, and the places where segments begin. So no tokenizer, stage or hook can change
-what was sampled without being noticed.
+The hash covers the prompt, the response, the version of the weights for each token, which also
+marks observed tokens, and the begins of segments. So no tokenizer, stage or hook can change a
+sample unnoticed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from workers.rollout.sample import Sample
 
 COLUMN = "draw_hash"
 NAMED = 3
-"""Samples that an error names."""
+"""Number of samples that an error names."""
 
 
 def draw_hash(sample: Sample) -> int:
-    """The hash of what a sample reads and of what was sampled for it."""
+    """Return the hash of a sample's inputs and sampled tokens."""
     prompt, versions = np.asarray(sample.prompt), sample.versions.numpy()
     return _hash(prompt, sample.tokens.numpy(), versions, sample.segments)
 
 
 def check_draws(batch: DataProto) -> dict[str, float]:
-    """Refuse rows that are not what was drawn, or train what was observed; counts as metrics.
+    """Reject rows that were changed since sampling, or that train observed tokens; return metrics.
 
-    A batch of samples that no engine of ours made has nothing to be compared with.
+    A batch from another engine has no hashes, and is not checked.
     """
     if not has_column(batch, COLUMN):
         return {}
@@ -65,7 +65,7 @@ def check_draws(batch: DataProto) -> dict[str, float]:
 
 
 def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.ndarray]:
-    """The rows of a column without padding."""
+    """Return the rows of a column without padding."""
     column = batch.column(name)
     if isinstance(column, Ragged):
         return [row.numpy() for row in column.rows()]
@@ -76,13 +76,13 @@ def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.
 
 
 def _segments(batch: DataProto) -> list[list[int]]:
-    """Places in every response where positions begin anew."""
+    """Return the positions in every response where position ids restart."""
     begins = batch.padded("position_ids")[:, -batch.column("responses").shape[-1] :] == 0
     begins &= torch.arange(begins.shape[1]) < token_counts(batch)[1][:, None]
-    found: list[list[int]] = [[] for _ in range(len(batch))]
+    segments: list[list[int]] = [[] for _ in range(len(batch))]
     for row, place in begins.nonzero().tolist():
-        found[row].append(place)
-    return found
+        segments[row].append(place)
+    return segments
 
 
 def _hash(

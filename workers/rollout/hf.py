@@ -1,9 +1,9 @@
-"""The reference engine: transformers' own `generate`, one sample at a time.
+"""The reference engine: transformers' `generate`, one sample at a time.
 
-It is there to compare with, not for speed. Where a class's cache is not proven right
-(`workers.rollout.hf_proof`) each token is computed from its whole row. Nothing of the native
-engine's loop, cache or attention is used here; only the choice of a token is (`rollout.sampling`),
-as a logits processor, so that one seed draws the same noise.
+It is for comparison, not for speed. If a class's cache is not proven correct
+(`workers.rollout.hf_proof`), each token is computed from its whole row. It shares nothing with the
+native engine's loop, cache or attention, except the choice of a token (`rollout.sampling`), as a
+logits processor, so that one seed gives the same noise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class HFEngine(ModuleEngine):
-    """Generates with a module of its own."""
+    """Generates with its own copy of the module."""
 
     def __init__(
         self, module: Any, limits: EngineLimits, *, decode: Callable[[list[int]], str] | None = None
@@ -38,7 +38,7 @@ class HFEngine(ModuleEngine):
         from transformers import GenerationConfig
 
         super().__init__(module, limits, decode)
-        # the model's own would change scores: penalties, forced tokens, n-grams not to be repeated
+        # the model's defaults would change scores: penalties, forced tokens, no-repeat n-grams
         module.generation_config = GenerationConfig()
         width = limits.prompt_width + limits.response_width
         _check_rotary(module.config, width)
@@ -54,7 +54,7 @@ class HFEngine(ModuleEngine):
         self._decodings: dict[int, _Decoding] = {}
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The module's parameters and persistent buffers."""
+        """Return the module's parameters and persistent buffers."""
         return named_state(self.module)
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
@@ -95,10 +95,10 @@ def _check_rotary(config: Any, width: int) -> None:
 
 
 class _Decoding:
-    """One sample: a logits processor that leaves one token, and a stop criterion.
+    """One sample: a logits processor that allows one token, and a stop criterion.
 
-    Tokens that the sample already has are fed one by one, as they were sampled. Tokens of older
-    weights are read at once with the prompt, unless their keys and values are kept.
+    Existing tokens of the sample are fed one by one, as they were sampled. Tokens of older weights
+    are read at once with the prompt, unless their keys and values are still cached.
     """
 
     def __init__(self, engine: HFEngine, sample: Sample, sampling: SamplingParams) -> None:
@@ -109,16 +109,16 @@ class _Decoding:
         self.finish_reason = UNFINISHED
         self.most = sample.longest(sampling.max_tokens)
         self.longest = self.most
-        """Tokens that the response may have at the end of this run."""
+        """Maximum response length at the end of this run."""
         self.version: int | None = None
         self.cache: Any = None
         self.position = 0
-        """Tokens of the response that the model has read, or will have with the next."""
+        """Tokens of the response that the model has read, including the next pass."""
         self.routers = engine.routers if sampling.routed_experts else None
         self.routed: Tensor | None = None
 
     def run(self, max_tokens: int | None) -> None:
-        """Generate until it is finished, or has so many more tokens."""
+        """Generate until the sample is finished, or has `max_tokens` more tokens."""
         from transformers import GenerationConfig
 
         self.finish_reason, self.longest = "", self.most
@@ -135,7 +135,7 @@ class _Decoding:
         row = torch.tensor([ids], device=self.engine.module.device)
         cache = {} if self.cache is None else {"past_key_values": self.cache}
         with nullcontext() if self.routers is None else self.routers.noting() as noted:
-            found = self.engine.module.generate(
+            output = self.engine.module.generate(
                 row,
                 attention_mask=torch.ones_like(row),
                 generation_config=GenerationConfig(
@@ -152,18 +152,18 @@ class _Decoding:
         if noted is not None:
             self._note_routed(noted.take())
         if self.engine.uses_cache:
-            self.cache = found.past_key_values
+            self.cache = output.past_key_values
 
     def _note_routed(self, chosen: Tensor) -> None:
-        """Note what routers chose for the tokens that this run has read."""
-        if not self.engine.uses_cache:  # each pass reads the whole row: that of the last one
+        """Record the routers' choices for the tokens of this run."""
+        if not self.engine.uses_cache:  # each pass reads the whole row: use the last one
             chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
         elif self.cache is not None and self.routed is not None:
             chosen = torch.cat([self.routed, chosen])
         self.routed = chosen
 
     def so_far(self) -> Sample:
-        """The sample with its tokens so far."""
+        """Return the sample with its tokens so far."""
         tokens = torch.tensor(self.tokens, dtype=torch.long)
         versions = torch.tensor(self.versions, dtype=torch.int32)
         log_probs = torch.tensor(self.log_probs).view(-1, self.sampling.num_log_probs)
@@ -172,7 +172,7 @@ class _Decoding:
         )
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores that leave greedy search one token: an earlier one, or a newly sampled one."""
+        """Return scores that allow greedy search only one token, an existing or a sampled one."""
         if self.position == len(self.tokens):
             self._draw(scores)
         token = torch.tensor([self.tokens[self.position]], device=scores.device)
@@ -190,12 +190,12 @@ class _Decoding:
         self.versions.append(self.engine.version or 0)
 
     def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """Whether transformers is to return."""
+        """Return True to end transformers' loop."""
         if self.position == len(self.tokens):
             self.finish_reason = self._reason()
         return torch.tensor([bool(self.finish_reason)], device=ids.device)
 
     def _reason(self) -> str:
-        """Why the run ends with the newest token; nothing if it does not."""
+        """Return why the run ends with the newest token; "" if it does not."""
         reason = self.engine.finish_reason(self.sample, self.tokens, self.sampling)
         return "" if reason == UNFINISHED and len(self.tokens) < self.longest else reason

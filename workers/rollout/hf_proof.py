@@ -1,12 +1,12 @@
-"""The proof that transformers' `generate` computes the same with a cache as without.
+"""Prove that transformers' `generate` computes the same with a cache as without.
 
-    reason = why_no_cache(config, longest)      # empty: the cache is right for rows so long
+    reason = why_no_cache(config, longest)      # "": the cache is correct for rows of this length
 
-Caches are the classes' own, and some are wrong: a linear attention's state is another than that of
-the whole row (minimax), or positions are counted anew. So a tiny stand-in of the class decodes a
-few rows greedily, longer than every limit that this run's rows can pass, and each step's logits are
-compared with a plain pass over the row. Only where these differ does the row decode without a
-cache, too: what a class computes of a part of a row may not be what it computes of the whole.
+Each class has its own cache, and some are wrong: the state of a linear attention differs from that
+of the whole row (minimax), or positions restart. So a tiny stand-in of the class decodes a few rows
+greedily, longer than every limit that this run's rows can exceed, and the logits of each step are
+compared with a plain pass over the row. If they differ, the row is also decoded without a cache,
+because a class may compute a part of a row differently from the whole.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from workers.models.support.proof import Proof, Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 
 PROMPTS, NUM_STEPS = (24, 3, 1), 24
-"""Tokens of the prompts that prove, one after the other, and of their responses.
+"""Lengths of the test prompts, one after the other, and of their responses.
 
-A class that keeps its state in its modules takes a prompt of one token for the last row's next.
+A class that stores its state in its modules takes a prompt of one token for the next token of the
+previous row.
 """
 LARGEST_ERROR = 2e-5
-"""Relative error of logits up to which it is rounding; beyond, the slower way is taken."""
+"""Largest relative error of logits that counts as rounding; beyond it, the cache is not used."""
 
 
 def why_no_cache(config: Any, longest: int) -> str:
-    """What is wrong with decoding such a model from a cache; nothing is an empty text."""
-    support = replace(Support.of(config), config=config)  # the class that generates, not its text's
+    """Return what is wrong with decoding such a model from a cache; "" if nothing is."""
+    support = replace(Support.of(config), config=config)  # not its text model's
     return support.why_not(generation_with_cache, longest)
 
 
 @Proof
 def generation_with_cache(model: Any) -> str:
-    """Return what is wrong with it on this model."""
-    # row after row from the cache, as in a run; a pass without it would clear what a row leaves
-    found = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
-    plain = [_logits_of_row(model, length, own) for length, own in zip(PROMPTS, found, strict=True)]
-    if max(map(relative_error, found, plain)) <= LARGEST_ERROR:
+    """Return what is wrong with cached decoding on this model."""
+    # row after row from the cache, as in a run; a pass without cache would clear left-over state
+    cached = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
+    plain = [_logits_of_row(model, n, steps) for n, steps in zip(PROMPTS, cached, strict=True)]
+    if max(map(relative_error, cached, plain)) <= LARGEST_ERROR:
         return ""
 
     plain = [_greedy_logits(model, length, use_cache=False) for length in PROMPTS]
-    worst = max(map(relative_error, found, plain))
+    worst = max(map(relative_error, cached, plain))
     return "" if worst <= LARGEST_ERROR else f"a small model of its class is off by {worst:.0e}"
 
 
@@ -53,20 +54,20 @@ def _prompt_of(length: int) -> Tensor:
     return 3 + torch.arange(length)[None] * 7 % (VOCABULARY - 3)
 
 
-def _logits_of_row(model: Any, length: int, found: Tensor) -> Tensor:
-    """[steps, vocabulary] of one pass over a prompt and the greedy tokens after it."""
-    row = torch.cat([_prompt_of(length), found.argmax(dim=1)[None, :-1]], dim=1)
+def _logits_of_row(model: Any, length: int, greedy: Tensor) -> Tensor:
+    """Return [steps, vocabulary] of one pass over a prompt and the greedy tokens after it."""
+    row = torch.cat([_prompt_of(length), greedy.argmax(dim=1)[None, :-1]], dim=1)
     logits: Tensor = model(row, use_cache=False).logits[0, length - 1 :]
     return logits.float()
 
 
 def _greedy_logits(model: Any, length: int, use_cache: bool) -> Tensor:
-    """[steps, vocabulary] of a response to a prompt of so many tokens."""
+    """Return [steps, vocabulary] of a response to a prompt of `length` tokens."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig()
     prompt = _prompt_of(length)
-    made = model.generate(
+    output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=NUM_STEPS,
@@ -76,4 +77,4 @@ def _greedy_logits(model: Any, length: int, use_cache: bool) -> Tensor:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return torch.cat(made.logits).float()
+    return torch.cat(output.logits).float()

@@ -1,4 +1,4 @@
-"""What the engines that decode with a torch module have in common: its weights."""
+"""The common base of engines that decode with a torch module: its weights."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ModuleEngine(RolloutEngine):
 
     @cached_property
     def routers(self) -> Routers:
-        """Those of the module; a ConfigError where it has none."""
+        """The routers of the module; raises a ConfigError if it has none."""
         return Routers(self.module)
 
     def no_choices(self) -> Tensor | None:
-        """Of no token."""
+        """Return empty choices of the module's routers."""
         return self.routers.no_choices
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -49,11 +49,11 @@ class ModuleEngine(RolloutEngine):
         writer.verify("engine")
 
     def weights_checksum(self) -> str:
-        """Hash of the full weights, comparable with the trainer's; of int8 ones as they arrived."""
+        """Return a hash of the full weights, like the trainer's; int8 weights as received."""
         return self.int8.checksum(self.named_weights())
 
     def _free(self) -> None:
-        """Drop every parameter's memory."""
+        """Free every parameter's memory."""
         self._shapes = [parameter.shape for parameter in self.module.parameters()]
         for parameter in self.module.parameters():
             if isinstance(parameter, Int8Weight):
@@ -62,7 +62,7 @@ class ModuleEngine(RolloutEngine):
                 parameter.data = parameter.data.new_empty(0)
 
     def _allocate(self) -> None:
-        """Memory for every parameter again; what it holds is undefined."""
+        """Allocate memory for every parameter; its contents are undefined."""
         for parameter, shape in zip(self.module.parameters(), self._shapes, strict=True):
             if isinstance(parameter, Int8Weight):
                 parameter.allocate()

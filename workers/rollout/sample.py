@@ -17,7 +17,7 @@ UNFINISHED = "abort"
 OBSERVED = -1
 """The version of a token that was observed, not sampled."""
 LONG_OBSERVATION = 128
-"""Observed tokens in one turn that are read one by one at most."""
+"""Maximum number of observed tokens per turn that are read one by one."""
 
 
 def _no_tokens() -> Tensor:
@@ -37,7 +37,7 @@ class States:
     """Keys and values of samples whose turns ended in the same step."""
 
     layers: Sequence[tuple[Tensor, Tensor] | None]
-    """[samples, heads, tokens, head size] of keys and of values, as wide as the longest."""
+    """[samples, heads, tokens, head size] of keys and of values, as wide as the longest sample."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,10 +47,10 @@ class States:
 
 @dataclass(eq=False)
 class KeptStates:
-    """Keys and values of a sample that an engine keeps for its next turn."""
+    """Keys and values of a sample that an engine stores for its next turn."""
 
     states: States | None = None
-    """None once they are in use, and so out of date."""
+    """None once they are in use, and therefore outdated."""
     row: int = 0
     """The sample's row in `states`."""
     read: Sequence[int] = ()
@@ -63,12 +63,13 @@ class KeptStates:
 class Sample:
     """One row: prompt ids without padding, the noise key, a name for messages, and the response.
 
-    `tokens` is the response with its stop token; each token has its log-prob and the version of the
+    `tokens` is the response with its stop token. Each token has its log-prob and the version of the
     weights that sampled it (-1 marks a token that was observed, not sampled).
-    `finish_reason` is "stop" or "length"; "abort" is an unfinished response, which can be submitted
-    again and goes on where it ended; a sample that is yet to begin has none.
-    `truncated_log_probs` are those of the distribution that was drawn from, where the sampling asks
-    for them.
+
+    `finish_reason` is "stop" or "length". "abort" marks an unfinished response, which can be
+    submitted again and continues where it ended. A sample that has not started has none.
+    `truncated_log_probs` are log-probs of the distribution that was sampled from, if the sampling
+    requests them.
     """
 
     prompt: Sequence[int]
@@ -80,19 +81,19 @@ class Sample:
     finish_reason: str = ""
     truncated_log_probs: Tensor | None = None
     end_at: int | None = None
-    """Number of tokens at which the response ends for now; None: as the sampling says."""
+    """Number of tokens at which the response ends for now; None uses the sampling's limit."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end this sample, in addition to those of the sampling."""
     segments: tuple[int, ...] = ()
-    """Places in the response where a segment begins, which the policy reads without the rest."""
+    """Positions in the response where a segment begins, which the policy reads without the rest."""
     routed_experts: Tensor | None = None
-    """[tokens, layers, choices]: what routers chose for the tokens that are read, prompt first.
+    """[tokens, layers, choices]: the routers' choices for the tokens that are read, prompt first.
 
-    Where the sampling asks for it. A token that is read again, as new weights came, has the later
-    choices, which its keys and values are of.
+    Only if the sampling requests them. A token that is read again because new weights arrived has
+    the later choices, which match its keys and values.
     """
     kept: KeptStates | None = None
-    """Keys and values for a next turn; an empty object asks the engine to keep them."""
+    """Keys and values for the next turn; an empty object asks the engine to store them."""
 
     def with_response(
         self,
@@ -102,7 +103,7 @@ class Sample:
         finish_reason: str,
         routed_experts: Tensor | None = None,
     ) -> Sample:
-        """The sample with copies of this response; `log_probs` is [tokens, kinds]."""
+        """Return the sample with copies of this response; `log_probs` is [tokens, kinds]."""
         policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
         return replace(
             self,
@@ -116,7 +117,7 @@ class Sample:
 
     @property
     def is_drawn(self) -> Tensor:
-        """[tokens]: whether the policy sampled each token, which is the loss mask."""
+        """[tokens]: True where the policy sampled the token; this is the loss mask."""
         return self.versions >= 0
 
     @property
@@ -131,7 +132,7 @@ class Sample:
         return int(self.tokens[-1]) if self.finish_reason == "stop" else None
 
     def with_observed(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> Sample:
-        """The sample with these observed tokens at its end, to be continued up to `end_at`."""
+        """Return the sample with these observed tokens appended, to be continued up to `end_at`."""
         gaps = torch.full((len(ids),), torch.nan)
         observed = Sample(
             [],
@@ -145,21 +146,21 @@ class Sample:
         return replace(whole, finish_reason=UNFINISHED, end_at=end_at, segments=segments)
 
     def last_segment(self, max_tokens: int) -> Sample:
-        """The part that an engine continues: the last segment as a sample of its own."""
+        """Return the part that an engine continues: the last segment as a separate sample."""
         if not self.segments:
             return self
         begin, routed = self.segments[-1], self.routed_experts
         return replace(
             self._between(begin + 1, None),
             prompt=self.tokens[begin : begin + 1].tolist(),
-            key=noise_key(self.key, "segment", len(self.segments)),  # places count from 0 again
+            key=noise_key(self.key, "segment", len(self.segments)),  # positions count from 0 again
             routed_experts=None if routed is None else routed[len(self.prompt) + begin :],
             end_at=self.longest(max_tokens) - begin - 1,
             segments=(),
         )
 
     def with_last_segment(self, segment: Sample) -> Sample:
-        """The sample with what an engine has made of its `last_segment`."""
+        """Return the sample with the engine's result for its `last_segment`."""
         if not self.segments:
             return segment
         whole = self._between(0, self.segments[-1] + 1)._followed_by(segment)
@@ -167,14 +168,14 @@ class Sample:
         routed = None
         if before is not None and after is not None:
             begin = len(self.prompt) + self.segments[-1]
-            # nobody has read the last tokens of the segments before: they have zeros
+            # the last tokens of earlier segments were not read: they have zeros
             unread = before.new_zeros(max(begin - len(before), 0), *before.shape[1:])
             routed = torch.cat([before[:begin], unread, after])
-        reason, kept = segment.finish_reason, segment.kept
-        return replace(whole, routed_experts=routed, finish_reason=reason, kept=kept)
+        reason, states = segment.finish_reason, segment.kept
+        return replace(whole, routed_experts=routed, finish_reason=reason, kept=states)
 
     def _between(self, begin: int, end: int | None) -> Sample:
-        """The sample with these tokens of its response only."""
+        """Return the sample with only these tokens of its response."""
         part, truncated = slice(begin, end), self.truncated_log_probs
         return replace(
             self,
@@ -185,7 +186,7 @@ class Sample:
         )
 
     def _followed_by(self, rest: Sample) -> Sample:
-        """The sample with the tokens of `rest` after its own."""
+        """Return the sample with the tokens of `rest` appended."""
         first, second = self.truncated_log_probs, rest.truncated_log_probs
         both = None if first is None or second is None else torch.cat([first, second])
         return replace(
@@ -197,11 +198,11 @@ class Sample:
         )
 
     def longest(self, max_tokens: int) -> int:
-        """Number of tokens at which the response ends, at most `max_tokens`."""
+        """Return the number of tokens at which the response ends, at most `max_tokens`."""
         return max_tokens if self.end_at is None else min(self.end_at, max_tokens)
 
     def stacked_log_probs(self, num_kinds: int) -> Tensor:
-        """[tokens, kinds]: the policy's log-probs, then the truncated ones."""
+        """Return [tokens, kinds]: the policy's log-probs, then the truncated ones."""
         kinds = [self.log_probs, self.truncated_log_probs][:num_kinds]
         return torch.stack([kind for kind in kinds if kind is not None], dim=1)
 
@@ -209,7 +210,7 @@ class Sample:
 def noise_key(
     seed: int, uid: str, sample_index: int, attempt: int = 0, stream: str = "train"
 ) -> int:
-    """The 64-bit key of a sample's noise.
+    """Return the 64-bit key of a sample's noise.
 
     `attempt` counts refills of the sample; `stream` separates validation from training.
     """
@@ -218,11 +219,11 @@ def noise_key(
 
 
 def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
-    """How many tokens of a response come before the first that only `version` drew since.
+    """Count the tokens of a response up to the last one that another version sampled.
 
-    What these were drawn after is read in one pass with the prompt, as it was when `version` came;
-    the tokens behind them are read one by one, as they were drawn. So a response that goes on has
-    the bits of one that was never cut off.
+    They are read in one pass with the prompt, as they were when `version` arrived. The tokens after
+    them are read one by one, as they were sampled. So a response that continues has the bits of an
+    uninterrupted one.
     """
     for count in range(len(versions), 0, -1):
         if versions[count - 1] != version:
@@ -231,12 +232,13 @@ def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
 
 
 def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
-    """Tokens of a response of one or more turns that are read in one pass with the prompt.
+    """Count the tokens of a response, of one or more turns, that are read in one pass with the
+    prompt.
 
-    Those up to the last that older weights drew or that a long observation has, and what was
-    observed right after it, or before anything was drawn. The others are read one by one, observed
-    ones too: so keys and values have the same bits whether they were kept between two turns or are
-    computed again.
+    These are the tokens up to the last one that older weights sampled or that belongs to a long
+    observation, and the observed tokens right after it, or before anything was sampled. The others,
+    including observed ones, are read one by one, so keys and values have the same bits whether they
+    were stored between two turns or are recomputed.
     """
     end = observed = 0
     for count, its in enumerate(versions, start=1):
@@ -251,10 +253,10 @@ def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
 def ends_with_stop_string(
     tokens: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Any], str]
 ) -> bool:
-    """Whether the newest token completes a stop string: it is in the text now, and was not before.
+    """Return True if the newest token completes a stop string: the text has it now, but not before.
 
-    Only a tail is decoded: every character of a stop string takes at least a byte and at most four
-    tokens of it.
+    Only the last tokens are decoded: every character of a stop string takes at least a byte, and at
+    most four tokens.
     """
     window = list(tokens[-(4 * max(map(len, stop_strings)) + 4) :])
     after, before = decode(window), decode(window[:-1])

@@ -1,4 +1,4 @@
-"""Drawing tokens so that a sample never depends on what else is in the batch.
+"""Sample tokens so that a sample never depends on the rest of the batch.
 
 The noise is counter-based: a 64-bit key per sample (`noise_key`) and one uniform number per (key,
 token position) (`uniforms`), so placement, ranks, neighbours and restarts cannot change it. A token
@@ -21,7 +21,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (key, position): that output of splitmix64, seeded by the key."""
+    """Return a number in [0, 1) per (key, position), from splitmix64 seeded by the key."""
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
@@ -31,7 +31,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def uniforms_of(keys: Tensor, positions: Tensor) -> Tensor:
-    """`uniforms`, computed where the tensors are; `keys` are int64 of the same bits."""
+    """Compute `uniforms` on the device of the tensors; `keys` are int64 with the same bits."""
     state = keys + (positions + 1) * _signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shifted(state, 27)) * _signed(_MIX_2)
@@ -44,47 +44,48 @@ def _signed(number: np.uint64) -> int:
 
 
 def _shifted(state: Tensor, places: int) -> Tensor:
-    """To the right, with zeros from the left, as of an unsigned number."""
+    """Shift to the right, with zeros from the left, as for an unsigned number."""
     return (state >> places) & ((1 << (64 - places)) - 1)
 
 
 def choose_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] and their log-probs [rows, kinds], from logits and a uniform number per row.
+    """Return tokens [rows] and log-probs [rows, kinds], from logits and a uniform number per row.
 
     The logits are [rows, vocabulary]. The first log-prob is the policy's: of the whole distribution
-    at the temperature, before bias, minimum length, top-k, top-p and min-p. The second, if asked
-    for, is that of the distribution after all of them; greedy decoding draws from one token.
-    `positions` [rows] are those of the tokens in their responses, which a minimum length reads.
+    at the temperature, before bias, minimum length, top-k, top-p and min-p. The second, if
+    requested, belongs to the distribution after all of them; greedy decoding samples from one
+    token. `positions` [rows] are the positions of the tokens in their responses, for the minimum
+    length.
     """
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     drawn = constrained(log_probs, sampling, positions)
 
-    kept: Tensor | None = None
+    filtered: Tensor | None = None
     if not sampling.do_sample:
         tokens = logits.argmax(dim=-1) if drawn is log_probs else drawn.argmax(dim=-1)
     elif _is_plain(sampling):
         tokens = _inverse_of_blocks(drawn.exp(), noise)
     else:
-        kept = filtered_probs(drawn, sampling)
-        tokens = _inverse(kept, noise)
+        filtered = filtered_probs(drawn, sampling)
+        tokens = _inverse(filtered, noise)
 
     chosen = tokens.unsqueeze(1)
     policy = log_probs.gather(1, chosen)
     if not sampling.truncated_log_probs:
         return tokens, policy
 
-    if kept is not None:
-        truncated = (kept.gather(1, chosen) / kept.sum(dim=-1, keepdim=True)).log().float()
+    if filtered is not None:
+        truncated = (filtered.gather(1, chosen) / filtered.sum(dim=-1, keepdim=True)).log().float()
     else:
         truncated = drawn.gather(1, chosen) if sampling.do_sample else torch.zeros_like(policy)
     return tokens, torch.cat([policy, truncated], dim=1)
 
 
 def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor | None) -> Tensor:
-    """Log-probs with the bias added and, before the minimum length, without stop tokens."""
+    """Return log-probs with the bias and, before the minimum length, without stop tokens."""
     drawn = log_probs
     if sampling.logit_bias:
         tokens, values = zip(*sampling.logit_bias, strict=True)
@@ -104,12 +105,12 @@ def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor |
 
 
 def _is_plain(sampling: SamplingParams) -> bool:
-    """Whether the whole distribution is drawn from."""
+    """Return True if the whole distribution is sampled from."""
     return sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0
 
 
 def _inverse(probs: Tensor, noise: Tensor) -> Tensor:
-    """The token at which the cumulative distribution passes the noise."""
+    """Return the token at which the cumulative distribution exceeds the noise."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     target = noise.to(cumulative).unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -120,9 +121,9 @@ _BLOCK = 256
 
 
 def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
-    """`_inverse` in two stages, blocks of tokens and then tokens of one block.
+    """Compute `_inverse` in two stages: blocks of tokens, then tokens of one block.
 
-    So a large vocabulary is read once.
+    A large vocabulary is then read only once.
     """
     rows, vocabulary = probs.shape
     if vocabulary <= 2 * _BLOCK:
@@ -135,16 +136,16 @@ def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
 
     chosen = blocks[torch.arange(rows, device=probs.device), block.squeeze(1)]
     inside = chosen.double().cumsum(dim=-1)
-    # Rounding must not run past the last token that has any probability.
+    # Rounding must not go beyond the last token with a positive probability.
     last = (inside < inside[:, -1:]).sum(dim=-1, keepdim=True)
     offset = torch.searchsorted(inside, target - start, right=True).minimum(last)
     return (block * _BLOCK + offset).squeeze(1)
 
 
 def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
-    """Probabilities [rows, vocabulary] in float64, zero outside top-k, top-p and min-p.
+    """Return probabilities [rows, vocabulary] in float64, zero outside top-k, top-p and min-p.
 
-    They are not normalised again. Ties with the k-th likeliest token stay; top-p keeps the fewest
+    They are not normalized again. Ties with the k-th likeliest token stay; top-p keeps the fewest
     likeliest tokens that reach it.
     """
     probs = log_probs.double().exp()

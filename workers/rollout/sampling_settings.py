@@ -1,4 +1,4 @@
-"""Sampling as configuration and `meta_info` spell it, turned into `SamplingParams`."""
+"""Convert sampling settings of the configuration and `meta_info` into `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from workers.config import RolloutConfig
 
 DRAWN_BY = ("temperature", "top_k", "top_p")
-"""What decides a draw; of no effect in greedy decoding."""
+"""Settings that affect sampling; without effect in greedy decoding."""
 
 STOPS = ("stop_strings", "stop_token_ids")
-"""Where a response ends, however it is sampled: of a training's settings all that validation reads.
-"""
+"""Settings that end a response; the only training settings that validation uses."""
 EXTRA_SAMPLING = ("min_p", "min_tokens", *STOPS, "logit_bias", "truncated_log_probs")
 """Fields that `rollout.sampling_kwargs` may set."""
 
@@ -35,20 +34,20 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_tokens": (_is_whole, "a whole number"),
     "truncated_log_probs": (lambda value: isinstance(value, bool), "true or false"),
 }
-"""What a field of these holds, as a test and in words."""
+"""Test and description of the values of these fields."""
 
 
 def sampling_params(
     settings: dict[str, Any], max_tokens: int, stop_token_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """From settings as configuration and `meta_info` spell them: lists, a table for the bias.
+    """Parse settings of the configuration and `meta_info`: lists, a table for the bias.
 
-    Their stop ids are added to `stop_token_ids`, those of the model.
+    Their stop ids are added to `stop_token_ids`, the model's.
     """
     settings = {"max_tokens": max_tokens, **settings}
-    for name, (is_one, what) in KINDS.items():
-        if name in settings and not is_one(settings[name]):
-            raise _refusal(name, settings[name], what)
+    for name, (is_valid, rule) in KINDS.items():
+        if name in settings and not is_valid(settings[name]):
+            raise _refusal(name, settings[name], rule)
     stops = (*stop_token_ids, *_stop_ids_in(settings))
     settings["stop_token_ids"] = tuple(dict.fromkeys(stops))
     settings["stop_strings"] = _stop_strings_in(settings)
@@ -70,7 +69,7 @@ def _stop_ids_in(settings: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _stop_strings_in(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Of one text or several."""
+    """Return the stop strings, from one text or several."""
     texts = settings.get("stop_strings", ())
     texts = (texts,) if isinstance(texts, str) else texts
     if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
@@ -88,7 +87,7 @@ def _biases_in(settings: dict[str, Any]) -> tuple[tuple[int, float], ...]:
 
 
 def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
-    """Refuse settings of training and of validation that nothing could be drawn by."""
+    """Reject settings of training and of validation that make sampling impossible."""
     for name in config.sampling_kwargs:
         if name not in EXTRA_SAMPLING:
             valid = ", ".join(EXTRA_SAMPLING)

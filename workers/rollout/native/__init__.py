@@ -1,1 +1,1 @@
-"""The embedded rollout engine: a decode loop with a KV cache of its own."""
+"""The embedded rollout engine: a decode loop with its own KV cache."""

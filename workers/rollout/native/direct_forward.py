@@ -1,9 +1,9 @@
-"""The forward pass of Llama-shaped models from the module's own weights, in few operations.
+"""The forward pass of Llama-shaped models from the module's weights, in few operations.
 
-A small step through transformers' modules costs more in calls than in arithmetic. `DirectForward`
-does the same sums on the same tensors (nothing is copied). `is_llama_shaped` says which modules it
-understands; `agrees` compares the two passes on a few tokens, once per engine. Everything else,
-LoRA layers and modules with hooks too, decodes by `ModuleForward`.
+A small step through transformers' modules spends more time in calls than in arithmetic.
+`DirectForward` computes the same sums on the same tensors (nothing is copied). `is_llama_shaped`
+says which modules it supports; `agrees` compares the two passes on a few tokens, once per engine.
+Everything else, including LoRA layers and modules with hooks, decodes by `ModuleForward`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from workers.rollout.native.kv_cache import SlotCache, Slots, heads_of, slot_wid
 from workers.rollout.native.linear import MIN_ROWS_OF_MKL, build_linear, goes_by_onednn
 
 PREFIXES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Of the classes understood here: grouped attention, rotary halves, RMS norms, a gated MLP."""
+"""Prefixes of supported classes: grouped attention, rotary halves, RMS norms, a gated MLP."""
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone."""
+"""Kinds of rotary embedding whose angles depend only on the position."""
 
 _Rotation = tuple[Tensor, Tensor]
 """The cosines of every token, once per head, and its sines.
@@ -33,7 +33,7 @@ Products of equal shapes are several times as fast, so the cosines are repeated 
 
 
 def is_llama_shaped(module: Any) -> bool:
-    """Whether `DirectForward` computes every part of the module, and none has a hook or patch."""
+    """True if `DirectForward` supports every part of the module, and none has a hook or patch."""
     name = type(module).__name__
     prefix = name.removesuffix("ForCausalLM")
     if prefix == name or prefix not in PREFIXES:
@@ -57,7 +57,7 @@ def _is_altered(child: nn.Module) -> bool:
 
 
 def agrees(module: Any) -> bool:
-    """Whether this pass and the module's own say the same about a few tokens, up to rounding."""
+    """True if this pass and the module's agree on a few tokens, up to rounding."""
     config = module.config
     ids = torch.arange(12, device=module.lm_head.weight.device).view(4, 3) % config.vocab_size
     prompts = [tuple(row) for row in ids[:, :2].tolist()]
@@ -67,12 +67,12 @@ def agrees(module: Any) -> bool:
     direct = DirectForward(module, SlotCache(config.num_hidden_layers, slots))
     first = direct.prefill(prompts, 2, torch.arange(4, device=ids.device), 0)
     second = direct.decode(ids[:, 2], torch.full((4,), 2, device=ids.device))
-    found = torch.stack([first, second], dim=1).float()
+    direct_logits = torch.stack([first, second], dim=1).float()
 
     expected = module(input_ids=ids).logits[:, 1:].float()
     is_rounded = direct.embedding.dtype != torch.float32 or is_quantized(module)
     tolerance = 0.1 if is_rounded else 1e-4
-    is_off = (found - expected).abs() > tolerance * expected.abs().max()
+    is_off = (direct_logits - expected).abs() > tolerance * expected.abs().max()
     return not bool(is_off.any())
 
 
@@ -107,7 +107,7 @@ class _Layer:
         self.down = build(mlp.down_proj)
 
     def project(self, hidden: Tensor, size: int) -> list[Tensor]:
-        """Queries, keys and values, [rows, heads, head size], before their rotation."""
+        """Return queries, keys and values, [rows, heads, head size], before their rotation."""
         normed = self.before_attention(hidden)
         parts = [linear(normed).unflatten(1, (-1, size)) for linear in self.qkv]
         for index, norm in enumerate(self.qk_norms):
@@ -115,14 +115,14 @@ class _Layer:
         return parts
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What follows the attention: its projection, and the MLP."""
+        """Compute what follows the attention: its projection, and the MLP."""
         hidden = self.out.added_to(hidden, attended)
         normed = self.before_mlp(hidden)
         return self.down.added_to(hidden, self.up.times(self.gate.silu(normed), normed))
 
 
 class _Step:
-    """Views that every decode step over so many rows of the same slots takes."""
+    """Views that all decode steps over `rows` rows of the same slots share."""
 
     def __init__(self, forward: DirectForward, rows: int) -> None:
         size, groups, width = forward.size, forward.groups, forward.slots.width
@@ -160,7 +160,7 @@ class DirectForward:
         cos, sin = (table[0] for table in module.model.rotary_emb(self.embedding, positions))
         half = self.size // 2
         self.angles = torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)], dim=1)
-        """[positions, 2, head size]: the cosines, and the sines with the sign of their product."""
+        """[positions, 2, head size]: the cosines, and the signed sines."""
 
         num_keys = self.slots.num_slots * self.groups
         first_columns = torch.arange(num_keys, device=self.embedding.device)
@@ -172,7 +172,7 @@ class DirectForward:
     def prefill(
         self, prompts: Sequence[tuple[int, ...]], width: int, sources: Tensor, first: int
     ) -> Tensor:
-        """Slots from `first` on get prompts `sources`; returns the logits after each prompt.
+        """Fill slots from `first` on with prompts `sources`; return the logits after each prompt.
 
         The logits are [prompts, vocabulary].
         """
@@ -203,7 +203,7 @@ class DirectForward:
         return self.head(self.norm(hidden))[:rows]
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Slots 0, 1, ... each read the token of this position; returns the logits after it.
+        """Let slots 0, 1, ... each read the token at its position; return the logits after it.
 
         The logits are [rows, vocabulary].
         """
@@ -230,19 +230,19 @@ class DirectForward:
         return self.head(self.norm(hidden))
 
     def _step_over(self, rows: int) -> _Step:
-        """The views of the step before, where it was over as many rows of the same memory."""
+        """Return the views of the previous step, or new ones if its rows or memory differ."""
         step, first_keys = self.step, self.cache.slot_layers[0].keys
         if step is None or step.rows != rows or step.first_keys is not first_keys:
             self.step = step = _Step(self, rows)
         return step
 
     def _rotation(self, angles: Tensor) -> _Rotation:
-        """From the angles of every token, [tokens, 2, head size]."""
+        """Return the rotation for the angles of every token, [tokens, 2, head size]."""
         return angles[:, :1].expand(-1, self.num_heads, -1).contiguous(), angles[:, 1:]
 
 
 def _rotated(states: Tensor, rotation: _Rotation, out: Tensor | None = None) -> Tensor:
-    """Queries or keys [tokens, heads, head size], rotated by their angles."""
+    """Return queries or keys [tokens, heads, head size], rotated by their angles."""
     cosines, sines = rotation
     half = states.shape[2] // 2
     rotated = torch.mul(states, cosines[:, : states.shape[1]], out=out)

@@ -1,14 +1,14 @@
 """The embedded rollout engine: a decode loop over any full-attention Hugging Face causal LM.
 
-Which classes those are `native.proof` finds out when the engine is built.
+`native.proof` determines when the engine is built if it supports a class.
 
     waiting prompts --prefill, in groups--> slots of the KV cache
-    slots           --decode, one token a pass--> finished samples leave, waiting prompts enter
+    slots           --decode, one token per pass--> finished samples leave, waiting prompts enter
 
-In float32 a sample's tokens and log-probs are the same bits whatever else is in the batch: at least
-`linear.least_rows` rows are always computed (fewer change the bits of a linear layer), on one CPU
-thread (several share the rows out by their number); attention runs over whole blocks of columns
-(`native.kv_cache`), and the noise is keyed by the sample (`rollout.sampling`).
+In float32 a sample's tokens and log-probs have the same bits in any batch. At least
+`linear.least_rows` rows are always computed (fewer rows change the bits of a linear layer), on one
+CPU thread (several threads divide the rows by their number). Attention covers whole blocks of
+columns (`native.kv_cache`), and the noise is keyed by the sample (`rollout.sampling`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from workers.rollout.sample import Sample
 
 
 class NativeEngine(ModuleEngine):
-    """Generates with a module of its own, or with the trainer's (`owns_weights=False`)."""
+    """Generates with its own module, or with the trainer's (`owns_weights=False`)."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class NativeEngine(ModuleEngine):
         check_decoding(self.config, width)
         self.owns_weights = owns_weights
         self.direct_agrees: bool | None = None
-        """Whether the direct pass computes what the module does; None while that is not known."""
+        """True if the direct pass agrees with the module; None if not yet compared."""
 
         first_weight = next(module.parameters())
         if first_weight.device.type == "cpu":
@@ -70,11 +70,11 @@ class NativeEngine(ModuleEngine):
         self._scheduler: Scheduler | None = None
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The module's parameters and persistent buffers, LoRA merged."""
+        """Return the module's parameters and persistent buffers, with LoRA merged."""
         return merged_tensors(self.module, named_state(self.module))
 
     def sleep(self) -> None:
-        """Give memory back, that of the cache too."""
+        """Free memory, including the cache."""
         super().sleep()
         self.cache_memory = CacheMemory()
 
@@ -96,7 +96,7 @@ class NativeEngine(ModuleEngine):
         finished = scheduler.take_finished()
         if scheduler.is_empty:
             self._scheduler = None
-            # Memory that holds numbers which are not finite is not used again: see `CacheMemory`.
+            # Memory with non-finite numbers is not reused: see `CacheMemory`.
             if scheduler.all_finite and scheduler.cache is not None:
                 scheduler.cache.release()
                 scheduler.memory.end()
@@ -112,7 +112,7 @@ class NativeEngine(ModuleEngine):
         return samples
 
     def _can_be_direct(self) -> bool:
-        """Whether the direct pass may run in place of the module's; they are compared once."""
+        """Return True if the direct pass may replace the module's; they are compared once."""
         if not is_llama_shaped(self.module):
             return False
         if self.direct_agrees is None:
@@ -136,10 +136,10 @@ def _limit_kernel_caches() -> None:
 
 @contextmanager
 def _inference(module: Any) -> Iterator[None]:
-    """Evaluation mode, no gradients, one CPU thread, fast decoding; all is given back as it was."""
+    """Context with evaluation mode, no gradients, one CPU thread, and fast decoding."""
     num_threads = torch.get_num_threads()
     was_training = module.training
-    if any(part.training for part in module.modules()):  # to ask costs less than to set
+    if any(part.training for part in module.modules()):  # reading is cheaper than setting
         module.eval()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
 """Attention for decode steps: one query per head against the slots' keys.
 
-transformers repeats the whole cache once per query head at every token, which costs more than the
-arithmetic. A decode step has one query per head, so the heads of a group can stand as rows of one
-query instead, and nothing is copied; two batched products are then faster than the general kernel.
+transformers repeats the whole cache for every query head at every token, which costs more than the
+arithmetic. A decode step has one query per head, so the heads of a group can be the rows of one
+query instead, and nothing is copied. Two batched products are then faster than the general kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from workers.models.attention import attending_by
 
 NAME = "grouped_sdpa"
-"""Of `grouped_attention` in transformers' interface."""
+"""Name of `grouped_attention` in the attention interface of transformers."""
 
 
 def grouped_attention(
@@ -31,9 +31,9 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[rows, heads, queries, size] attends to [rows, groups, columns, size].
+    """Attend from [rows, heads, queries, size] to [rows, groups, columns, size].
 
-    More than one query attends as transformers' "sdpa" does it.
+    With more than one query, use transformers' "sdpa".
     """
     rows, heads, num_queries, size = query.shape
     groups, columns = key.shape[1], key.shape[2]
@@ -46,7 +46,7 @@ def grouped_attention(
     grouped = query.reshape(rows * groups, heads // groups, size)
     keys = key.flatten(0, 1).transpose(1, 2)
     scale = size**-0.5 if scaling is None else scaling
-    unused = grouped.new_empty(())  # as beta=0, the first argument is not read
+    unused = grouped.new_empty(())  # not read, because beta=0
     scores = torch.baddbmm(unused, grouped, keys, beta=0, alpha=scale)
     scores.view(rows, heads, columns).add_(attention_mask[:, 0])
 
@@ -56,7 +56,7 @@ def grouped_attention(
 
 
 def grouped_mask(*args: Any, q_length: int, **kwargs: Any) -> Tensor | None:
-    """The boolean mask of "sdpa"; for one query as numbers to add, made once for all layers."""
+    """Return the boolean mask of "sdpa", or for one query a mask to add, shared by all layers."""
     mask: Tensor | None = sdpa_mask(*args, q_length=q_length, **kwargs)
     if q_length > 1 or mask is None:
         return mask
@@ -65,7 +65,7 @@ def grouped_mask(*args: Any, q_length: int, **kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def grouped_decoding(module: Any) -> Iterator[None]:
-    """Within, a module that attends by transformers' "sdpa" decodes by `grouped_attention`."""
+    """Context in which a module that uses transformers' "sdpa" decodes by `grouped_attention`."""
     config = module.config.get_text_config()
     has_interface = getattr(module, "_supports_attention_backend", False)
     if config._attn_implementation != "sdpa" or not has_interface:

@@ -25,7 +25,7 @@ class ModuleForward:
     def prefill(
         self, prompts: Sequence[tuple[int, ...]], width: int, sources: Tensor, first: int
     ) -> Tensor:
-        """Slots from `first` on get prompts `sources`; returns the logits after each prompt.
+        """Fill slots from `first` on with prompts `sources`; return the logits after each prompt.
 
         The logits are [prompts, vocabulary].
         """
@@ -39,7 +39,7 @@ class ModuleForward:
         return self._logits(ids, positions, mask, few)
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Slots 0, 1, ... each read the token of this position; returns the logits after it.
+        """Let slots 0, 1, ... each read the token at its position; return the logits after it.
 
         The logits are [rows, vocabulary].
         """

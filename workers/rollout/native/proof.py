@@ -1,13 +1,13 @@
-"""The proof that the native engine decodes a class of models as transformers computes it.
+"""Prove that the native engine decodes a class of models as transformers computes it.
 
-    check_decoding(config, longest)         # a ConfigError names the model type and what is wrong
+    check_decoding(config, longest)         # a ConfigError names the model type and the problem
 
-A slot cache keeps the keys and values of every token, nothing else: no recurrent state, no window,
-no index. Classes are many and their masks and caches differ, so none is believed. A tiny stand-in
-of the class decodes a few rows greedily, longer than every limit that this run's rows can pass, and
-each step's logits are compared with transformers' plain pass over the row by itself. One row
-decodes alone, too, from below the limits to beyond them: rotary factors that change with the
-longest row of a pass (longrope) leave keys of other factors in the cache.
+A slot cache stores the keys and values of every token, and nothing else: no recurrent state, no
+window, no index. Classes differ in masks and caches, so each is tested. A tiny stand-in of the
+class decodes a few rows greedily, longer than every limit that this run's rows can exceed, and the
+logits of each step are compared with transformers' pass over the single row. One row is also
+decoded separately, from below the limits to beyond them: rotary factors that change with the
+longest row of a pass (longrope) would leave keys with other factors in the cache.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from workers.rollout.native.kv_cache import (
 from workers.rollout.native.module_forward import ModuleForward
 
 PROMPTS = ((30, 3, 17, 24), (3,))
-"""Tokens of the prompts that prove, group by group."""
+"""Lengths of the test prompts, by group."""
 PROMPT_WIDTH, NUM_STEPS = 32, 24
-"""So many that the cache grows once."""
+"""Width and steps such that the cache grows once."""
 LARGEST_ERROR = 3e-4
-"""Relative error up to which logits agree; what is wrong is off by 2e-3 and more."""
+"""Largest relative error of correct logits; wrong ones are off by 2e-3 or more."""
 
 
 def check_decoding(config: Any, longest: int) -> None:
-    """Refuse a model whose class this engine does not decode right on rows of `longest` tokens."""
+    """Reject a model whose class this engine decodes incorrectly on rows of `longest` tokens."""
     reason = why_not_native(config, longest)
     if reason:
         raise ConfigError(
@@ -49,13 +49,13 @@ def check_decoding(config: Any, longest: int) -> None:
 
 
 def why_not_native(config: Any, longest: int) -> str:
-    """What is wrong with this engine's decoding of such a model; nothing is an empty text."""
+    """Return what is wrong with this engine's decoding of such a model; "" if nothing is."""
     return Support.of(config).why_not(slot_cache_decoding, longest)
 
 
 @Proof
 def slot_cache_decoding(model: Any) -> str:
-    """Return what is wrong with it on this model."""
+    """Return what is wrong with slot cache decoding on this model."""
     decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
     worst = max(_error_of_row(model, row, logits) for row, logits in decoded)
     if worst <= LARGEST_ERROR:
@@ -70,7 +70,7 @@ def slot_cache_decoding(model: Any) -> str:
 
 
 def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tensor]]:
-    """For each prompt its tokens with the greedy ones after it, and the logits of every step."""
+    """Return each prompt's tokens with the greedy ones after it, and the logits of every step."""
     prompts = [
         tuple(6 + (7 + row) * place % (VOCABULARY - 6) for place in range(length))
         for row, length in enumerate(lengths)
@@ -92,18 +92,18 @@ def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tens
     steps = torch.stack(logits, dim=1).float()
     tokens = steps.argmax(dim=2).tolist()
     return [
-        ([*prompt, *new[:-1]], own) for prompt, new, own in zip(prompts, tokens, steps, strict=True)
+        ([*prompt, *new[:-1]], row) for prompt, new, row in zip(prompts, tokens, steps, strict=True)
     ]
 
 
 def _error_of_row(model: Any, row: list[int], logits: Tensor) -> float:
-    """Of a row's logits, beside those of transformers' pass over the row."""
+    """Return the error of a row's logits against transformers' pass over the row."""
     plain = model(torch.tensor([row]), use_cache=False).logits[0, -len(logits) :].float()
     return relative_error(logits, plain)
 
 
 def check_model(config: Any, width: int) -> None:
-    """Refuse models that keep no key and value of every token, and rows longer than a model's."""
+    """Reject models without full attention, and rows longer than a model's positions."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and width > limit:
         raise ConfigError(

@@ -38,12 +38,12 @@ from workers.rollout.sample import KeptStates, Sample, States, num_read_at_once
 from workers.rollout.sampling import choose_tokens, uniforms
 
 ROWS_STEP = 16
-"""Passes over more rows than this compute whole multiples of it.
+"""Passes over more rows than this compute multiples of it.
 
-oneDNN builds kernels for every number of rows, so there should be few different ones.
+oneDNN builds a kernel for every number of rows, so there should be few different numbers.
 """
 PREFILL_PROMPTS = 64
-"""Most distinct prompts of one prefill pass, to bound its memory."""
+"""Maximum number of distinct prompts in a prefill pass, to bound its memory."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class _Waiting:
     number: int
     sample: Sample
     read_at_once: int
-    """Tokens of its response that are read in one pass with the prompt."""
+    """Tokens of the response that are read in one pass with the prompt."""
     kept: KeptStates | None = None
-    """Keys and values that make this pass unnecessary."""
+    """Cached keys and values that make this pass unnecessary."""
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -62,14 +62,14 @@ class _Waiting:
 
 
 class Scheduler:
-    """The running samples: they wait for a slot of the cache, or are in one.
+    """The running samples: each waits for a slot of the cache, or has one.
 
-    Samples in flight fill slots 0..num_active-1, each with a row in the table; the last samples
-    move into freed slots, so a pass runs over a prefix. A sample that is submitted with tokens
+    Running samples fill slots 0..num_active-1, each with a row in the table. The last samples move
+    into freed slots, so a pass runs over a prefix. A sample that is submitted with tokens
     (`forced`) reads the tokens of older weights in one pass with its prompt, and is fed the others
-    one by one instead of sampling. So its keys and values, and with them its bits, are those of an
-    uninterrupted run. A sample that returns with keys and values of an earlier turn is fed the
-    tokens that were observed since.
+    one by one instead of sampling. So its keys and values, and with them its bits, equal those of
+    an uninterrupted run. A sample that returns with the keys and values of an earlier turn is fed
+    the tokens observed since.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Scheduler:
         kept_memory: KeptMemory,
         most_active: int,
     ) -> None:
-        """At most `most_active` samples are in flight."""
+        """Create the scheduler; at most `most_active` samples have a slot."""
         self.config, self.most_active = engine.module.config.get_text_config(), most_active
         self.engine, self.sampling, self.memory = engine, sampling, memory
         self.kept_memory = kept_memory
@@ -107,11 +107,11 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sample runs or waits."""
+        """True if no sample runs or waits."""
         return not self.num_active and not self.waiting
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """Let these samples, by number, wait for a slot; continued samples enter first."""
+        """Queue these samples, by number, for a slot; continued samples enter first."""
         added = []
         for number, sample in samples.items():
             at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
@@ -123,18 +123,18 @@ class Scheduler:
         self.waiting.extend(sorted(added, key=lambda entry: entry.read_at_once == 0))
 
     def _usable(self, sample: Sample, at_once: int) -> KeptStates | None:
-        """Its kept keys and values, if they are what a pass would compute."""
-        kept = sample.kept
-        if kept is None or kept.states is None or kept.version != self.engine.version:
+        """Return the sample's cached keys and values, if they equal what a pass would compute."""
+        cached = sample.kept
+        if cached is None or cached.states is None or cached.version != self.engine.version:
             return None
         if self.routers is not None and sample.routed_experts is None:
             return None
-        num_read = len(kept.read) - len(sample.prompt)
+        num_read = len(cached.read) - len(sample.prompt)
         text = [*sample.prompt, *sample.tokens[: max(num_read, 0)].tolist()]
-        return kept if at_once <= num_read and text == kept.read else None
+        return cached if at_once <= num_read and text == cached.read else None
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
-        """Drop these samples; return them as they are."""
+        """Drop these samples; return their current state."""
         slots = np.flatnonzero(np.isin(self.table.numbers[: self.num_active], list(numbers)))
         removed = self._take_out(slots, ["abort"] * len(slots))
         for entry in self.waiting:
@@ -144,14 +144,14 @@ class Scheduler:
         return removed
 
     def take_finished(self) -> dict[int, Sample]:
-        """The samples that were finished since the last call."""
+        """Return the samples that finished since the last call."""
         finished, self._finished = self._finished, {}
         return finished
 
     def run(self, budget: Budget) -> None:
         """Generate until all samples are finished, or the budget is spent.
 
-        A group of prompts is prefilled when it can enter; otherwise every sample in flight gets a
+        A group of prompts is prefilled when it can enter; otherwise every sample with a slot gets a
         token.
         """
         self._take_newer_weights()
@@ -196,9 +196,9 @@ class Scheduler:
             self.forward = self.forward_class(self.engine.module, self.cache)
 
     def _take_newer_weights(self) -> None:
-        """Continue the samples in flight with the present weights.
+        """Continue the running samples with the current weights.
 
-        They are read again first, unless the old weights' keys and values are kept.
+        They are read again first, unless the old weights' keys and values may be used.
         """
         if self.engine.version == self.version:
             return
@@ -207,41 +207,41 @@ class Scheduler:
             return
         active = self._take_out(np.arange(self.num_active), ["abort"] * self.num_active)
         unread = active | {entry.number: entry.sample for entry in self.waiting}
-        self.waiting = deque(_Waiting(*each, len(each[1].tokens)) for each in unread.items())
+        self.waiting = deque(_Waiting(n, s, len(s.tokens)) for n, s in unread.items())
 
     def _let_in_kept(self) -> None:
         """Put samples that return with their keys and values into free slots."""
         group: list[tuple[_Waiting, KeptStates]] = []
         while self.num_active + len(group) < self.max_active and self.waiting:
-            kept = self.waiting[0].kept
-            if kept is None:
+            cached = self.waiting[0].kept
+            if cached is None:
                 break
-            group.append((self.waiting.popleft(), kept))
+            group.append((self.waiting.popleft(), cached))
         if not group:
             return
         assert self.cache is not None, "made before the first pass"
-        longest = max(len(kept.read) for _, kept in group)
+        longest = max(len(cached.read) for _, cached in group)
         self.cache.fit(max(longest, self.longest) + 2, self.num_active)
         self.longest = max(self.longest, longest - 1)  # a group may be read before a decode
         kept_together: dict[States, list[tuple[_Waiting, KeptStates]]] = {}
-        for entry, kept in group:
-            assert kept.states is not None, "else it is not usable"
-            kept_together.setdefault(kept.states, []).append((entry, kept))
+        for entry, cached in group:
+            assert cached.states is not None, "else it is not usable"
+            kept_together.setdefault(cached.states, []).append((entry, cached))
         for states, together in kept_together.items():
             together.sort(key=lambda pair: pair[1].row)
-            rows = places_of([kept.row for _, kept in together], self.device)
-            count = max(len(kept.read) for _, kept in together)
+            rows = places_of([cached.row for _, cached in together], self.device)
+            count = max(len(cached.read) for _, cached in together)
             self.cache.put_kept(self.num_active, states, rows, count)
-            for slot, (entry, kept) in enumerate(together, start=self.num_active):
-                num_read = len(kept.read) - len(entry.sample.prompt)
+            for slot, (entry, cached) in enumerate(together, start=self.num_active):
+                num_read = len(cached.read) - len(entry.sample.prompt)
                 self.table.put(slot, entry.number, entry.sample, num_read + 1, self.sampling)
                 if entry.sample.routed_experts is not None:
-                    self.table.routed[slot] = [entry.sample.routed_experts[: len(kept.read)]]
-                kept.states = None
+                    self.table.routed[slot] = [entry.sample.routed_experts[: len(cached.read)]]
+                cached.states = None
             self.num_active += len(together)
 
     def _next_group(self) -> list[_Waiting]:
-        """The next samples to prefill; none while fewer than `MIN_ROWS` of them would fit."""
+        """Return the next samples to prefill; none while fewer than `MIN_ROWS` would fit."""
         count = min(len(self.waiting), self.max_active - self.num_active)
         if not self.waiting or count < min(MIN_ROWS, len(self.waiting), self.max_active):
             return []
@@ -261,7 +261,7 @@ class Scheduler:
         return group
 
     def _prefill(self, group: Sequence[_Waiting]) -> None:
-        """One pass over the distinct prompts of the group; samples of one prompt share it."""
+        """Run one pass over the distinct prompts of the group; samples of one prompt share it."""
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
         texts = [entry.text for entry in group]
@@ -292,7 +292,7 @@ class Scheduler:
     def _decode(self) -> None:
         """Sample a token for slots 0..num_active-1.
 
-        The other slots, up to the number of rows of a pass, are computed and not read.
+        The other slots, up to the number of rows of a pass, are computed and ignored.
         """
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
@@ -322,7 +322,7 @@ class Scheduler:
         drawn = choose_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
         tokens, log_probs = (column.cpu().numpy() for column in drawn)
 
-        # A sample that is fed its earlier tokens keeps them, with their log-probs and versions.
+        # A sample that is fed earlier tokens keeps them, with their log-probs and versions.
         new = steps >= table.forced[slots]
         if not new.all():
             tokens = np.where(new, tokens, table.tokens[slots, steps])
@@ -355,9 +355,9 @@ class Scheduler:
 
         Active slots from the end move into the gaps.
         """
-        table, kept = self.table, self._kept(emptied[np.asarray(reasons) != "abort"])
+        table, cached = self.table, self._kept(emptied[np.asarray(reasons) != "abort"])
         taken = {
-            int(table.numbers[slot]): table.sample(slot, reason, kept.get(slot))
+            int(table.numbers[slot]): table.sample(slot, reason, cached.get(slot))
             for slot, reason in zip(emptied.tolist(), reasons, strict=True)
         }
         left = self.num_active - len(emptied)
@@ -373,7 +373,7 @@ class Scheduler:
         return taken
 
     def _kept(self, slots: NDArray[np.int64]) -> dict[int, KeptStates]:
-        """Copy the keys and values of the slots whose samples ask for it, while there is room.
+        """Copy the keys and values of the slots whose samples request it, while there is room.
 
         The newest token of each sample is not read yet.
         """
@@ -387,16 +387,16 @@ class Scheduler:
         fitting = asking[: self.kept_memory.num_fitting(self.cache.num_bytes(longest))]
         states = self.cache.copies_of(places_of(fitting.tolist(), self.device), longest)
         self.kept_memory.add(states)
-        found = {}
+        states_of_slots = {}
         for row, (slot, count) in enumerate(zip(fitting.tolist(), counts.tolist(), strict=False)):
             prompt = table.samples[slot].prompt
             read = [*prompt, *table.tokens[slot, : count - len(prompt)].tolist()]
-            found[slot] = KeptStates(states, row, read, self.engine.version)
-        return found
+            states_of_slots[slot] = KeptStates(states, row, read, self.engine.version)
+        return states_of_slots
 
 
 def rows_of_pass(count: int, least: int) -> int:
-    """Rows that a pass over `count` samples computes: at least `least`, see `ROWS_STEP`."""
+    """Return the rows that a pass over `count` samples computes, at least `least`."""
     if count <= ROWS_STEP:
         return max(least, 1 << (count - 1).bit_length())
     return -(-count // ROWS_STEP) * ROWS_STEP

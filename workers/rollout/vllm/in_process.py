@@ -1,4 +1,4 @@
-"""vLLM in the role's own process; with tensor parallelism, in all processes of the engine."""
+"""vLLM in the role's process; with tensor parallelism, in all processes of the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InProcessVllm:
         self.settings, self.limits, self.lockstep = settings, limits, lockstep
         self.llm = self.start()
         self._lacks_cache = False
-        """The cache still sleeps: the weights' source has its own memory until they have come."""
+        """True while the cache sleeps: the trainer uses the memory until the weights arrive."""
 
     def start(self) -> Any:
         """Build vLLM's engine."""
@@ -93,7 +93,7 @@ class InProcessVllm:
     def begin(
         self, sampling: dict[str, Any], num_rows: int, requests: Sequence[VllmRequest]
     ) -> None:
-        """Add requests; the table of log-probs has `num_rows` from now on."""
+        """Add requests; the table of log-probs then has `num_rows` rows."""
         self.call("begin_requests", sampling, num_rows)
         for request in requests:
             self.add(request)
@@ -108,7 +108,7 @@ class InProcessVllm:
         self.llm.llm_engine.add_request(str(request.number), prompt, params)
 
     def step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
-        """New tokens of some requests, by number."""
+        """Yield new tokens of some requests, by number."""
         for output in self._step():
             yield int(output.request_id), output.outputs[0].token_ids
 
@@ -124,13 +124,13 @@ class InProcessVllm:
 
     @on_all_ranks
     def choices(self, rows: list[int]) -> list[Tensor]:
-        """The experts that were chosen for these requests, which have ended."""
+        """Return the experts that were chosen for these requests, which have ended."""
         chosen: list[Tensor] = self.call("choices_for", rows)[0]
         return chosen
 
     @on_all_ranks
     def end(self) -> None:
-        """No request is left."""
+        """Tell the workers that no request is left."""
         self.call("end_requests")
 
     @property
@@ -139,7 +139,7 @@ class InProcessVllm:
         return int(self.llm.llm_engine.get_num_unfinished_requests())
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Arrivals]:
-        """Give the workers these tensors; return what each of them reports."""
+        """Send these tensors to the workers; return the report of each."""
         self.call("begin_load")
         try:
             for tensor in tensors:
@@ -151,23 +151,23 @@ class InProcessVllm:
         return arrivals
 
     def resume(self) -> None:
-        """Nothing was paused."""
+        """Do nothing: nothing was paused."""
 
     def drop_prefixes(self, of_running: bool) -> bool:
-        """Forget cached keys and values; return whether vLLM did."""
+        """Drop cached keys and values; return True if vLLM did."""
         return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
 
     def sleep(self) -> None:
-        """Free the memory: level 2 drops the weights, level 1 would keep a copy of them."""
+        """Free the memory: level 2 drops the weights, level 1 would copy them."""
         if self.settings.device_type == "cuda":
-            self.wake_cache()  # vLLM does nothing where a part of it is asleep
+            self.wake_cache()  # vLLM does nothing if a part of it is asleep
             self.call("save_loose_tensors")
             self.llm.sleep(level=2)
 
     def wake_weights(self) -> None:
-        """Allocate the weights only: a trainer that gathers them still uses the GPU."""
+        """Allocate only the weights: a trainer that gathers them still uses the GPU."""
         if self.settings.device_type == "cuda":
-            torch.cuda.empty_cache()  # vLLM allocates outside of torch's cache
+            torch.cuda.empty_cache()  # vLLM allocates outside torch's cache
             self.llm.wake_up(tags=["weights"])
             self._lacks_cache = True
             self.call("restore_loose_tensors")

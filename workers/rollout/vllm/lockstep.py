@@ -1,15 +1,15 @@
 """One vLLM over several of our ranks, each with its share of the model on its own device.
 
-vLLM starts no process (its `external_launcher`): every rank has a scheduler of its own, and all of
-them must do the same. The first rank leads. Whatever moves its scheduler it tells the others
-first; they follow until it says that a call has ended:
+vLLM starts no processes (its `external_launcher`): every rank has its own scheduler, and all must
+do the same. The first rank leads. It announces every call that affects its scheduler to the others,
+which follow until the role's call ends:
 
     with engine.leading():                  # the first rank, in a role's call
-        engine.submit(samples, sampling)    # tells the others what to add ...
+        engine.submit(samples, sampling)    # announces what to add ...
         engine.take()                       # ... and each step
     engine.follow()                         # the others, in the same call
 
-Weights need no word: every rank is given its own, and loads them at the same time.
+Weights need no announcement: every rank receives its own, at the same time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from verl_like.process.worker import Worker
 
 LONGEST = timedelta(days=1)
-"""The others wait while the first rank's environments are at work, which have limits."""
+"""The others wait while the first rank's environments work, which have time limits."""
 
 
 class Lockstep:
-    """The ranks of one engine, as each of them knows them."""
+    """The ranks of one engine, from the view of each rank."""
 
     def __init__(self, worker: Worker, size: int) -> None:
-        """`size` consecutive ranks have an engine; collective over all."""
+        """Group `size` consecutive ranks into an engine; collective over all ranks."""
         lines = [[*range(first, first + size)] for first in range(0, worker.world_size, size)]
         group, _ = dist.new_subgroups_by_enumeration(lines, timeout=LONGEST, backend="gloo")
         self.size, self._group = size, group
@@ -47,11 +47,11 @@ class Lockstep:
 
     @property
     def executor(self) -> type:
-        """vLLM's for ranks that others have launched."""
+        """vLLM's executor for ranks that others have launched."""
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # a worker on CPUs names its shared memory by what follows the last colon; nothing else
-        # reads the method of opening a process group that is open
+        # a CPU worker names its shared memory after the last colon; nothing else reads the init
+        # method of a process group that is already open
         method = f"env://:{self._name}"
 
         class Launched(ExecutorWithExternalLauncher):  # type: ignore[misc]
@@ -61,48 +61,48 @@ class Lockstep:
         return Launched
 
     def launched(self) -> AbstractContextManager[None]:
-        """Within, vLLM finds in the environment what a launcher of its would have said."""
+        """Context with the environment variables of vLLM's launcher."""
         return environment({"RANK": str(self._rank), "LOCAL_RANK": str(self._device)})
 
     def tell(self, method: str, args: tuple[Any, ...]) -> None:
-        """Have the other ranks call this method of their vLLM."""
+        """Make the other ranks call this method of their vLLM."""
         self._broadcast((method, args))
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """A call of the first rank; the others are told when it has ended."""
+        """Context of a call of the first rank; the others are told when it has ended."""
         try:
             yield
         finally:
             self._broadcast(None)
 
     def follow(self, vllm: Any) -> None:
-        """Call what the first rank calls until its role's call ends; then raise what failed."""
+        """Call what the first rank calls until its role's call ends; then raise the first error."""
         failure: Exception | None = None
         while (told := self._broadcast(None)) is not None:
             method, args = told
             try:
                 getattr(vllm, method)(*args)
-            except Exception as error:  # noqa: BLE001 - raised when the first rank has ended its call
+            except Exception as error:  # noqa: BLE001 - raised at the end of the call
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def gathered(self, own: Any) -> list[Any]:
-        """What every rank has."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self._group)
-        return found
+    def gathered(self, local: Any) -> list[Any]:
+        """Return the objects of all ranks."""
+        objects: list[Any] = [None] * self.size
+        dist.all_gather_object(objects, local, group=self._group)
+        return objects
 
-    def _broadcast(self, own: Any) -> Any:
-        """What the first rank says."""
-        said = [own]
-        dist.broadcast_object_list(said, src=self._first, group=self._group)
-        return said[0]
+    def _broadcast(self, local: Any) -> Any:
+        """Return the object of the first rank."""
+        objects = [local]
+        dist.broadcast_object_list(objects, src=self._first, group=self._group)
+        return objects[0]
 
 
 def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that moves vLLM's scheduler: when the first rank calls it, all ranks do."""
+    """Decorate a method that affects vLLM's scheduler: if the first rank calls it, all ranks do."""
 
     @functools.wraps(method)
     def call(vllm: Any, *args: Any) -> Any:
@@ -114,9 +114,9 @@ def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A role's method that generates: an engine's first rank runs it, the others follow.
+    """Decorate a role's method that generates: an engine's first rank runs it, the others follow.
 
-    The others return None. An engine of one rank leads.
+    The others return None. The only rank of an engine leads.
     """
 
     @functools.wraps(method)

@@ -1,8 +1,8 @@
-"""vLLM's server as a rollout engine: what `rollout.vllm.engine` does, by HTTP.
+"""A vLLM server as a rollout engine: the work of `rollout.vllm.engine` over HTTP.
 
-Somebody has started the server (`serve_command`) with our `WorkerExtension` in its workers. Prompts
-and drawn tokens travel as ids (`/inference/v1/generate`), tokens are drawn by our sampler from a
-sample's own noise, and log-probs and versions come from its tables. Weights go to the server's
+The user starts the server (`serve_command`) with our `WorkerExtension` in its workers. Prompts and
+sampled tokens travel as ids (`/inference/v1/generate`). Our sampler samples tokens from each
+sample's noise, and its tables provide log-probs and versions. Weights are sent to the server's
 ranks as from an actor to a rollout (`workers.weights.channel`), while its scheduler is paused.
 """
 
@@ -39,16 +39,16 @@ from workers.weights.channel import pack, sending
 from workers.weights.connection import Connections, call_in_thread
 
 ANSWER_S = 600.0
-"""How long the server may take for one answer, the load of its weights included."""
+"""Time limit for one reply of the server, including the load of its weights."""
 LOOK_S = 10.0
-"""Where no token comes for so long, the server is asked whether it is well."""
+"""Without a token for this many seconds, the health of the server is checked."""
 ABORTED_S = 0.1
-"""How soon an abort is told again: a request may have come to the server after it."""
+"""Interval for repeating an abort: a request may have reached the server after it."""
 BUCKET_BYTES = 16 * 2**20
 
 
 def serve_command(settings: VllmSettings, limits: EngineLimits) -> str:
-    """What starts the server that this configuration needs."""
+    """Return the command that starts the server for this configuration."""
     eager = " --enforce-eager" if settings.device_type == "cpu" else ""
     return (
         "VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 python -m "
@@ -59,10 +59,10 @@ def serve_command(settings: VllmSettings, limits: EngineLimits) -> str:
 
 
 class VllmServer:
-    """One vLLM server, used only by this process; called as `InProcessVllm` is."""
+    """One vLLM server, used only by this process, with the interface of `InProcessVllm`."""
 
     def __init__(self, url: str, settings: VllmSettings, limits: EngineLimits) -> None:
-        """Reject a server of another version, or one that was started for something else."""
+        """Connect; reject a server of another version, or with another configuration."""
         self.url, self.way_out = url.rstrip("/"), serve_command(settings, limits)
         self._device = torch.device(settings.device_type)
         self._name = uuid.uuid4().hex
@@ -73,7 +73,7 @@ class VllmServer:
         refuse_untested(self._ask("/version")["version"], "vllm", f" at {self.url}")
         ranks = self.call("facts")
         self._num_ranks = len(ranks)
-        found, longest = ranks[0], limits.prompt_width + limits.response_width
+        actual, longest = ranks[0], limits.prompt_width + limits.response_width
         wanted = model_facts(read_hf_config(settings.model_path).get_text_config()) | {
             "dtype": settings.dtype,
             "quantization": None,
@@ -81,23 +81,23 @@ class VllmServer:
             "takes_our_sampler": True,
         }
         wrong = [
-            f"{name} {found[name]} instead of {value}"
+            f"{name} {actual[name]} instead of {value}"
             for name, value in wanted.items()
-            if found[name] != value
+            if actual[name] != value
         ]
-        if found["max_model_len"] < longest:
-            wrong.append(f"max_model_len {found['max_model_len']}, less than {longest}")
+        if actual["max_model_len"] < longest:
+            wrong.append(f"max_model_len {actual['max_model_len']}, less than {longest}")
         if wrong:
             raise self._error(f"has {', '.join(wrong)}")
 
     def resume(self) -> None:
-        """End the pause that a load has begun."""
+        """End the pause that a load has started."""
         self._ask("/resume", {})
 
     def begin(
         self, sampling: dict[str, Any], num_rows: int, requests: Sequence[VllmRequest]
     ) -> None:
-        """Add requests; the table of log-probs has `num_rows` from now on."""
+        """Add requests; the table of log-probs then has `num_rows` rows."""
         self.call("begin_requests", sampling, num_rows)
         for request in requests:
             number = request.number
@@ -115,7 +115,7 @@ class VllmServer:
         self._streams.pop(number, None)
 
     def _stream(self, number: int, body: dict[str, Any]) -> None:
-        """What the server draws for a request, or why there is nothing more."""
+        """Queue the server's tokens for a request, or the error that ends it."""
         reason = None
         try:
             with self._open("/inference/v1/generate", body) as lines:
@@ -132,7 +132,7 @@ class VllmServer:
             self._arrived.put((number, self._error(f"broke off a response ({error!r})")))
 
     def step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
-        """Tokens or errors that have arrived since the last step; wait for some in the budget."""
+        """Yield tokens or errors since the last step; wait for some within the budget."""
         try:
             arrived = [self._arrived.get(timeout=min(LOOK_S, budget.seconds_left))]
         except queue.Empty:
@@ -144,7 +144,7 @@ class VllmServer:
         yield from arrived
 
     def stop(self, numbers: Sequence[int]) -> None:
-        """Drop these requests and wait for their ends: others may get their rows afterwards."""
+        """Drop these requests and wait for their end: others may get their rows afterwards."""
         known = {number: self._streams.get(number) for number in numbers}
         running = {n: stream for n, stream in known.items() if stream and not stream.cancel()}
         while left := {n: stream for n, stream in running.items() if not stream.done()}:
@@ -153,11 +153,11 @@ class VllmServer:
             wait(left.values(), ABORTED_S)
 
     def end(self) -> None:
-        """No request is left."""
+        """Tell the workers that no request is left."""
         self.call("end_requests")
 
     def drop_prefixes(self, of_running: bool) -> bool:
-        """Forget cached keys and values; return whether vLLM did."""
+        """Drop cached keys and values; return True if vLLM did."""
         path = f"/reset_prefix_cache?reset_running_requests={str(of_running).lower()}"
         return bool(self._ask(path, {})["success"])
 
@@ -184,13 +184,13 @@ class VllmServer:
         told.result()
 
     def sleep(self) -> None:
-        """The server keeps its memory: nothing else uses its devices."""
+        """Do nothing: the server keeps its memory, because nothing else uses its devices."""
 
     def wake_weights(self) -> None:
-        """The server has kept its memory."""
+        """Do nothing: the server has kept its memory."""
 
     def wake_cache(self) -> None:
-        """The server has kept its memory."""
+        """Do nothing: the server has kept its memory."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `WorkerExtension` in every worker of the server."""
@@ -198,7 +198,7 @@ class VllmServer:
         return [json.loads(text) for text in self._ask("/collective_rpc", body)["results"]]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer to a GET, or with a body to a POST."""
+        """Return the reply to a GET, or with a body to a POST."""
         try:
             with self._open(path, body) as response:
                 text = response.read()
@@ -217,13 +217,13 @@ class VllmServer:
             )
             return response
         except HTTPError as error:
-            said = " ".join(error.read().decode(errors="replace").split())[:500]
-            raise self._error(f"answers {path} with {error.code}: {said}") from error
+            detail = " ".join(error.read().decode(errors="replace").split())[:500]
+            raise self._error(f"answers {path} with {error.code}: {detail}") from error
         except OSError as error:
             raise self._error(f"cannot be reached ({error})") from error
 
-    def _error(self, what: str) -> RolloutError:
+    def _error(self, problem: str) -> RolloutError:
         return RolloutError(
-            f"rollout: the server {self.url} (rollout.server_urls) {what}. Start it, in an "
+            f"rollout: the server {self.url} (rollout.server_urls) {problem}. Start it, in an "
             f"environment that has this package, so: {self.way_out}"
         )

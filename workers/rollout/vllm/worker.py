@@ -1,10 +1,10 @@
-"""What runs inside vLLM's worker processes: loading weights by layers, and our choice of tokens.
+"""Code inside vLLM's worker processes: loading weights layer by layer, and our sampler.
 
-vLLM gets `WorkerExtension` as its `worker_extension_cls`, and the engine calls its methods by
-`collective_rpc`. The sampler of the model runner is replaced by `Sampler`, so that tokens are drawn
-as the native engine draws them: by a noise keyed by the sample, vectorised over the batch, with
-log-probs at the temperature and before any truncation. (vLLM's own has a generator per request,
-which is ten times slower, and log-probs after truncation.)
+vLLM gets `WorkerExtension` as its `worker_extension_cls`, and the engine calls its methods through
+`collective_rpc`. `Sampler` replaces the sampler of the model runner, so tokens are sampled as in
+the native engine: with noise keyed by the sample, vectorized over the batch, with log-probs at the
+temperature and before any truncation. (vLLM's sampler has a generator per request, which is ten
+times slower, and log-probs after truncation.)
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
 
 STEPS_BEHIND = 32
-"""The tables get what was drawn so many steps ago: no step waits for its own numbers."""
+"""The tables are written this many steps later, so that no step waits for its own numbers."""
 
 
 class Sampler(nn.Module):
-    """Stands in for vLLM's sampler.
+    """Replaces vLLM's sampler.
 
-    `extra_args` of a request hold its row in the table of log-probs, its noise key and its number
-    of tokens made before.
+    `extra_args` of a request are its row in the table of log-probs, its noise key and its number of
+    earlier tokens.
     """
 
     def __init__(self, runner: Any, original: nn.Module) -> None:
@@ -47,18 +47,19 @@ class Sampler(nn.Module):
         self.original = original
         self.sampling: SamplingParams | None = None
         self.version = 0
-        """Of the weights that draw."""
+        """Version of the sampling weights."""
         self.log_probs, self.versions = torch.zeros(0, 0, 0), torch.zeros(0, 0)
         self._arriving: list[_Drawn] = []
-        """What the device has drawn and the tables do not have yet, step by step."""
+        """Sampled on the device but not yet in the tables, step by step."""
         self._drawing = _Drawing.of([], {}, torch.device("cpu"))
         self.choices: Choices | None = None
         self.choice_dtype = torch.uint8
 
     def begin(self, sampling: SamplingParams, num_rows: int) -> None:
-        """Room for what is drawn for so many requests at once; what is there stays.
+        """Make room for `num_rows` requests at once; existing contents stay.
 
-        A column behind the last is for what is drawn before vLLM has heard that a request is over.
+        An extra last column receives tokens that are sampled before vLLM knows that a request is
+        over.
         """
         self.settle()
         shape, before = (num_rows, sampling.max_tokens + 1), (self.log_probs, self.versions)
@@ -70,7 +71,8 @@ class Sampler(nn.Module):
         self.sampling = sampling
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """The next token of every row of the runner's batch; outside our generations vLLM's own.
+        """Sample the next token of every row of the runner's batch; outside our generations, use
+        vLLM's.
 
         Nothing here waits for the device, which may be a step behind.
         """
@@ -102,7 +104,7 @@ class Sampler(nn.Module):
         )
 
     def settle(self, num_steps: int | None = None) -> None:
-        """Write the first steps of what is arriving, or all, into the tables."""
+        """Write the first pending steps, or all, into the tables."""
         settled = self._arriving[:num_steps]
         self._arriving = self._arriving[len(settled) :]
         if settled and settled[-1].has_come is not None:
@@ -114,38 +116,38 @@ class Sampler(nn.Module):
 
 @dataclass(frozen=True)
 class _Drawing:
-    """What is known of the requests of a pass, which mostly are those of the pass before."""
+    """Facts about the requests of a pass, which usually are those of the previous pass."""
 
     names: list[str]
     rows: NDArray[np.int64]
-    """In the tables."""
+    """Rows in the tables."""
     made_before: NDArray[np.int64]
     keys: Tensor
-    """Of their noise, on the device, as int64 of the same bits."""
+    """Noise keys on the device, as int64 with the same bits."""
 
     @classmethod
     def of(cls, names: list[str], requests: Any, device: torch.device) -> _Drawing:
         facts = [requests[name].sampling_params.extra_args for name in names]
         rows = np.array([fact["row"] for fact in facts], dtype=np.int64)
-        made = np.array([fact["made"] for fact in facts], dtype=np.int64)
+        before = np.array([fact["made"] for fact in facts], dtype=np.int64)
         keys = np.array([fact["key"] for fact in facts], dtype=np.uint64).view(np.int64)
-        return cls(names, rows, made, to_device(torch.from_numpy(keys), device))
+        return cls(names, rows, before, to_device(torch.from_numpy(keys), device))
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """One step's log-probs, where they go in the tables, and whose weights drew."""
+    """One step's log-probs, their position in the tables, and the version that sampled them."""
 
     rows: NDArray[np.int64]
     steps: NDArray[np.int64]
     version: int
     log_probs: Tensor
     has_come: torch.cuda.Event | None
-    """From then on they are in host memory."""
+    """Event after which they are in host memory."""
 
 
 def arriving(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy in host memory, there once the event has come."""
+    """Copy to host memory; the copy is complete once the event has occurred."""
     copy = tensor.to("cpu", non_blocking=True)
     if not tensor.is_cuda:
         return copy, None
@@ -165,14 +167,14 @@ class WorkerExtension:
     _loose: dict[str, Tensor]
     _arrivals: Arrivals
     _processed: set[nn.Module]
-    """Layers whose weights are what their kernels take, since this load began."""
+    """Layers whose weights have been processed for their kernels since this load began."""
 
     def over_http(self, method: str, arguments: str) -> str:
-        """One of these methods for a client of vLLM's server: JSON comes, and JSON goes."""
+        """Call one of these methods for a client of vLLM's server, with JSON in and out."""
         return json.dumps(getattr(self, method)(*json.loads(arguments)), default=_plain)
 
     def facts(self) -> dict[str, Any]:
-        """What such a client compares with its own configuration."""
+        """Return facts that such a client compares with its own configuration."""
         model = self.vllm_config.model_config
         return model_facts(model.hf_text_config) | {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -183,7 +185,7 @@ class WorkerExtension:
         }
 
     def install_sampler(self) -> list[str]:
-        """Replace the sampler; returns the classes of the layers' methods: which quantization."""
+        """Replace the sampler; return the quantization methods of the layers, as class names."""
         if not isinstance(self.model_runner.sampler, Sampler):
             self.model_runner.sampler = Sampler(self.model_runner, self.model_runner.sampler)
             watch_processing(self.model_runner.model, self._process)
@@ -195,40 +197,40 @@ class WorkerExtension:
         return sorted(methods)
 
     def note_choices(self, dtype: str) -> None:
-        """Note which experts are chosen from now on, as numbers of this type."""
+        """Record which experts are chosen from now on, as numbers of this type."""
         sampler = self.model_runner.sampler
         sampler.choices, sampler.choice_dtype = Choices(self.model_runner), getattr(torch, dtype)
 
     def choices_for(self, rows: list[int]) -> list[Tensor | None]:
-        """What was chosen for these requests, which have ended."""
+        """Return the choices for these requests, which have ended."""
         return [self.model_runner.sampler.choices.take(row) for row in rows]
 
     def use_version(self, version: int) -> None:
-        """What is drawn from here on is of that version."""
+        """Label tokens that are sampled from now on with this version."""
         self.model_runner.sampler.version = version
 
     def begin_requests(self, sampling: dict[str, Any], num_rows: int) -> None:
-        """Before requests are added: the tables have so many rows from here on."""
+        """Prepare for requests: the tables have `num_rows` rows from now on."""
         self.model_runner.sampler.begin(SamplingParams(**sampling), num_rows)
 
     def drawn_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Log-probs [rows, max tokens, kinds] and versions [rows, max tokens] of what was drawn."""
+        """Return log-probs [rows, max tokens, kinds] and versions [rows, max tokens]."""
         sampler = self.model_runner.sampler
         sampler.settle()
         return sampler.log_probs[rows], sampler.versions[rows]
 
     def end_requests(self) -> None:
-        """After the last request: drop the sampling settings."""
+        """Drop the sampling settings, after the last request."""
         self.model_runner.sampler.sampling = None
 
     def save_loose_tensors(self) -> None:
-        """Before a sleep of level 2, which drops what no load brings back."""
-        found = loose_tensors(self.model_runner.model)
-        self._loose = {place: tensor.to("cpu", copy=True) for place, tensor in found}
+        """Copy tensors that no load restores, before a sleep of level 2 drops them."""
+        loose = loose_tensors(self.model_runner.model)
+        self._loose = {place: tensor.to("cpu", copy=True) for place, tensor in loose}
 
     def restore_loose_tensors(self) -> None:
-        """After it, in the memory that they had."""
-        with torch.inference_mode():  # some were made in it
+        """Restore these tensors after the sleep, in their previous memory."""
+        with torch.inference_mode():  # some were created in it
             for place, tensor in loose_tensors(self.model_runner.model):
                 saved = self._loose.get(place)
                 if saved is not None and saved.shape == tensor.shape:
@@ -236,7 +238,7 @@ class WorkerExtension:
         self._loose = {}
 
     def begin_load(self) -> None:
-        """Take the kernels' own layout back to the checkpoint's, by layers, as weights arrive."""
+        """Undo the kernels' layout layer by layer, as weights arrive."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -246,15 +248,15 @@ class WorkerExtension:
             initialize_layerwise_reload(self.model_runner.model)
 
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Some of the weights, as a checkpoint has them."""
+        """Load some of the weights, as in a checkpoint."""
         for name, tensor in tensors:
-            own = tensor.detach().clone()  # held back by the loader until its layer is complete
-            why_not = self._load_tensor(name, own)
+            copy = tensor.detach().clone()  # the loader stores it until its layer is complete
+            why_not = self._load_tensor(name, copy)
             if why_not is not None:
                 self._arrivals.unplaced[name] = why_not
 
     def receive_load(self, address: str, num_ranks: int) -> None:
-        """All of the weights, from a client of vLLM's server; every rank gets a copy."""
+        """Load all weights from a client of vLLM's server; every rank gets a copy."""
         self._links = self._links or Connections()
         who = self.rank + 1, num_ranks, self.device, "vllm"
         with receiving(self._links, Address.read(address), *who) as channel:
@@ -262,7 +264,7 @@ class WorkerExtension:
         self._arrivals.changed += channel.corrupt
 
     def _load_tensor(self, name: str, tensor: Tensor) -> str | None:
-        """Why vLLM's model has no place for it, in its words; None where it took it."""
+        """Load a tensor; return vLLM's message if its model has no place for it, otherwise None."""
         with self._loading():
             try:
                 filled = self.model_runner.model.load_weights([(name, tensor)])
@@ -271,7 +273,7 @@ class WorkerExtension:
         return None if filled is None or filled else ""
 
     def finish_load(self) -> Arrivals:
-        """Return to the kernels' layout; report what had no place or arrived changed."""
+        """Return to the kernels' layout; report tensors without a place and changed ones."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self.model_runner.model
@@ -288,15 +290,15 @@ class WorkerExtension:
             yield
 
     def _process(self, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Have a layer make of its weights what its kernel takes."""
+        """Process a layer's weights for its kernel."""
         process(layer)
         self._processed.add(layer)
 
     def _process_tied(self, model: nn.Module) -> None:
-        """Have layers pack their weight that this load has filled by its other name alone.
+        """Process tied weights that this load has filled only under their other name.
 
-        On CPUs a head that is tied to the embedding would compute with what was packed before: vLLM
-        takes it for a layer without new weights.
+        On CPUs a head that is tied to the embedding would otherwise compute with the previous
+        packed weight, because vLLM treats it as a layer without new weights.
         """
         for layer in model.modules():
             packs = hasattr(layer, "cpu_linear") and layer not in self._processed
@@ -306,41 +308,41 @@ class WorkerExtension:
 
 
 def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and tensors that layers have as plain attributes: no load need bring them.
+    """Yield buffers, and tensors that are plain attributes of layers: loads may not restore them.
 
-    vLLM itself keeps buffers alone over a sleep (vllm-project/vllm#29341).
+    vLLM preserves only buffers during a sleep (vllm-project/vllm#29341).
     """
     for path, layer in model.named_modules():
-        held = {**dict(layer.named_buffers(recurse=False)), **vars(layer)}
-        for name, value in held.items():
+        tensors = {**dict(layer.named_buffers(recurse=False)), **vars(layer)}
+        for name, value in tensors.items():
             if isinstance(value, Tensor) and name != "kv_cache":
                 yield f"{path}.{name}", value.detach()
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and reports as JSON has them."""
+    """Convert tensors and reports for JSON."""
     return value.tolist() if isinstance(value, Tensor) else asdict(value)
 
 
 def watch_processing(
     model: nn.Module, process: Callable[[Callable[[nn.Module], None], nn.Module], None]
 ) -> None:
-    """Have a loaded model's layers pack or quantise their weights by `process(own way, layer)`."""
+    """Make a loaded model's layers process their weights by `process(original method, layer)`."""
     methods: dict[int, Any] = {}
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if hasattr(method, "process_weights_after_loading"):
             methods[id(method)] = method
     for method in methods.values():
-        own = method.process_weights_after_loading
-        method.process_weights_after_loading = partial(process, own)
+        original = method.process_weights_after_loading
+        method.process_weights_after_loading = partial(process, original)
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:
-    """Have experts' kernels on CPUs built anew from the weights that are about to arrive.
+    """Make CPU kernels of experts be rebuilt from the weights that are about to arrive.
 
-    vLLM packs the experts' weights when it builds their kernel, and keeps that over a reload, which
-    would leave weights that are not packed. On CUDA nothing is packed, and graphs hold the kernel.
+    vLLM packs the experts' weights when it builds their kernel, and keeps the kernel over a reload,
+    which would leave weights unpacked. On CUDA nothing is packed, and graphs refer to the kernel.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
