@@ -1,12 +1,12 @@
-"""Policies that act in several turns: environments and tools, and what is drawn between them.
+"""Policies that act over several turns: environments, tools, and the tokens between sampled turns.
 
-environment   the contract: `reset` and `step`, or tools alone
+environment   the contract: `reset` and `step`, or only tools
 adapters      environments of other packages, by prefix
-tools         a function's schema, and answers to calls
-calls         the calls in what a policy says
-chat          what stands between two drawn turns, as token ids
-host          processes of environments, and how they are asked
-loop          turns of many trajectories beside one engine
+tools         the schema of a function, and replies to calls
+calls         parsing of the calls in a policy's text
+chat          the tokens between two sampled turns
+host          processes of environments, and communication with them
+loop          turns of many trajectories next to one engine
 """
 
 from workers.agents.environment import Adapter, End, Environment, Turn

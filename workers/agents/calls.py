@@ -1,8 +1,8 @@
-"""Calls of tools in what a policy says, in the forms that chat models write.
+"""Parse calls of tools in a policy's text, in the formats of chat models.
 
-    calls, text = parse(said, forms_of(chat_template))
+    calls, text = parse(text, forms_of(chat_template))
 
-`docs/agents.md` names the models of each form. No text raises: a call says what is wrong with it.
+`docs/agents.md` names the models of each format. Parsing never raises: a call contains its problem.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """A call in what was said: its name and arguments, or what is wrong with it."""
+    """A parsed call: its name and arguments, or its problem."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
     has_texts: bool = False
-    """All arguments are texts, because the form has nothing else: the tool's schema types them."""
+    """True if the format has only text arguments: the tool's schema then types them."""
 
 
 Parser = Callable[[str], tuple[list[Call], str]]
-"""The calls in a text, in their order, and the text next to them."""
+"""Returns the calls in a text, in order, and the rest of the text."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Form:
 
     opening: str
     closing: str = ""
-    """"": the call ends where the next one begins."""
+    """"" means that the call ends where the next call begins."""
     mark: str = ""
-    """The string by which a chat template has this form; by default the opening."""
+    """The string that shows that a chat template uses this format; by default the opening."""
 
     def blocks(self, text: str) -> list[re.Match[str]]:
-        """The calls in a text."""
+        """Return the calls in a text."""
         opening = re.escape(self.opening)
         closing = re.escape(self.closing) + "|" if self.closing else ""
         return [*re.finditer(rf"{opening}(.*?)(?:{closing}(?={opening})|\Z)", text, re.DOTALL)]
@@ -65,7 +65,7 @@ FORMS = {
     "granite_20b": Form("<function_call>"),
     "internlm": Form("<|action_start|><|plugin|>", "<|action_end|>", mark="<|action_start|>"),
 }
-"""The forms by their names, as `environment.call_parser` takes them."""
+"""The formats by name, for `environment.call_parser`."""
 THOUGHTS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
@@ -73,13 +73,13 @@ THOUGHTS = {
     "<|channel>thought": "<channel|>",
     "<|channel|>analysis": "<|end|><|start|>assistant",
 }
-"""The strings around reasoning, in which nothing is called."""
+"""The strings around reasoning, in which calls are ignored."""
 IS_LIKE_A_CALL = re.compile(
     r"<[^<>\s]*(?:tool|function)[_▁]?calls?\b|<(?:function|invoke)\b|\"(?:arguments|parameters)\"\s*:",
     re.IGNORECASE,
 )
 BARE = re.compile(r"(?:^|<\|python_(?:tag|start)\|>|functools|```(?:json)?)\s*(?=[\[{])")
-"""The place where calls without an opening begin."""
+"""The position where calls without an opening begin."""
 AROUND_CALLS = re.compile(
     r"</?(?:minimax:tool_call|｜DSML｜function_calls|\|tool_calls_section_(?:begin|end)\|"
     r"|｜tool▁calls▁(?:begin|end)｜)>"
@@ -92,7 +92,7 @@ NAME_AND_JSON = re.compile(
     r"(?:<[^<>]*>|\[[^\[\]]*\]\w*|```json|\s)*(\{.*)",
     re.DOTALL,
 )
-"""A name, separators of some kind, and arguments."""
+"""A name, arbitrary separators, and arguments."""
 FUNCTION = re.compile(r'<function=([^<>]*)>|\A\s*name="([^"<>]*)"\s*>')
 PARAMETER = re.compile(
     r'<(?:｜DSML｜)?parameter(?:=|\s+name=")([^<>"]*)[^<>]*>|<arg_key>([^<]*)</arg_key>\s*<arg_value>'
@@ -104,15 +104,15 @@ GEMMA = re.compile(rf'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|([{{,]\s*)({NAME
 
 
 def forms_of(template: str) -> list[str]:
-    """The forms that a chat template names; none: all of them."""
+    """Return the formats that a chat template uses; empty means all of them."""
     return [name for name, form in FORMS.items() if (form.mark or form.opening) in template]
 
 
 def parse(text: str, forms: Collection[str] = ()) -> tuple[list[Call], str]:
-    """The calls in a text in the first of these forms that it has, and the text next to them.
+    """Return the calls of a text, in the first of these formats that it uses, and the other text.
 
-    A text that is nothing but calls needs no opening. Where any form is allowed, it may also end
-    with such calls, or have them in a code block.
+    A text that consists only of calls needs no opening. If any format is allowed, it may also end
+    with such calls, or contain them in a code block.
     """
     seen = _without_thoughts(text)
     for name, form in FORMS.items():
@@ -123,18 +123,18 @@ def parse(text: str, forms: Collection[str] = ()) -> tuple[list[Call], str]:
 
 
 def call_like(text: str) -> str:
-    """The part of a text that looks like a call in some form; "" if there is none."""
+    """Return the part of a text that looks like a call in some format; "" if there is none."""
     match = IS_LIKE_A_CALL.search(_without_thoughts(text))
     return match[0] if match else ""
 
 
 def of_user(function: Callable[[str], Sequence[Mapping[str, Any]]]) -> Parser:
-    """The parser that a user's function is: it returns a list of {"name", "arguments"}."""
+    """Return the parser of a user's function, which returns a list of {"name", "arguments"}."""
     return lambda text: ([_of_object(call) for call in function(text)], "")
 
 
 def _without_thoughts(text: str) -> str:
-    """The text with blanks where it is reasoning, which the prompt may have opened."""
+    """Blank out the reasoning of a text, which the prompt may have opened."""
     for opening, closing in THOUGHTS.items():
         pattern = rf"{re.escape(opening)}.*?(?:{re.escape(closing)}|\Z)"
         text = re.sub(pattern, lambda thought: " " * len(thought[0]), text, flags=re.DOTALL)
@@ -151,19 +151,19 @@ def _outside(text: str, blocks: Sequence[re.Match[str]]) -> str:
 
 
 def _bare(text: str, is_whole: bool) -> tuple[list[Call], str]:
-    """The calls that a text is, or unless `is_whole` ends with, or has in a code block."""
-    found = BARE.search(text)
-    if found is None:
+    """Return the calls that form the text, or (unless `is_whole`) end it or are in a code block."""
+    match = BARE.search(text)
+    if match is None:
         return [], text
-    before, bare = text[: found.start()], text[found.end() :].removesuffix("<|python_end|>")
+    before, bare = text[: match.start()], text[match.end() :].removesuffix("<|python_end|>")
     calls, rest = [], ""
     if re.match(rf"\[\s*{NAME}\(", bare):
         calls = _pythonic(bare) if not before else []
     else:
         with suppress(ValueError, RecursionError):
             objects, rest = _objects(bare)
-            if all(isinstance(one, dict) and ARGUMENTS & {*one} for one in objects):
-                calls = [_of_object(one) for one in objects]
+            if all(isinstance(value, dict) and ARGUMENTS & {*value} for value in objects):
+                calls = [_of_object(value) for value in objects]
     outside = f"{before}{rest.removeprefix('```')}".strip()
     is_closed = not rest or rest.startswith("```")
     if not is_closed or is_whole and outside or not all(call.name for call in calls):
@@ -172,32 +172,32 @@ def _bare(text: str, is_whole: bool) -> tuple[list[Call], str]:
 
 
 def _read(text: str, form: str) -> list[Call]:
-    """The calls in a block."""
+    """Return the calls in a block."""
     if "gemma" in form:
         text = GEMMA.sub(_as_json, text)
     if form == "harmony":  # channel and type of the message are between name and arguments
         header, _, arguments = text.partition("<|message|>")
         text = re.split(r"[^\w.-]", header, maxsplit=1)[0] + arguments.strip()
-    is_json = text.startswith(("{", "["))  # its texts may have tags
+    is_json = text.startswith(("{", "["))  # its texts may contain tags
     if not is_json and (functions := _pieces(FUNCTION, text)):
         return [_with_texts(name[1] or name[2] or "", inner) for name, inner in functions]
     name = text.partition("<arg_key>")[0].strip()
     if re.fullmatch(NAME, name):
         return [_with_texts(name, text)]
-    if found := NAME_AND_JSON.fullmatch(text):
-        return [_with_arguments(found[1], found[2].strip().removesuffix("```"))]
+    if match := NAME_AND_JSON.fullmatch(text):
+        return [_with_arguments(match[1], match[2].strip().removesuffix("```"))]
     if re.match(rf"\[?\s*{NAME}\(", text):
         return _pythonic(text)
     try:
-        return [_of_object(one) for one in _objects(text)[0] or [None]]
+        return [_of_object(value) for value in _objects(text)[0] or [None]]
     except (ValueError, RecursionError) as error:
         return [Call("", {}, f"the call is no JSON: {error}")]
 
 
 def _objects(text: str) -> tuple[list[Any], str]:
-    """The JSON values that a text begins with, those of lists one by one, and the text after them.
+    """Return the JSON values at the start of a text, with lists flattened, and the rest.
 
-    ";" may be between them.
+    ";" may separate them.
     """
     objects: list[Any] = []
     is_first = True
@@ -209,7 +209,7 @@ def _objects(text: str) -> tuple[list[Any], str]:
 
 
 def _pythonic(text: str) -> list[Call]:
-    """Calls as Python writes them, in a list or a line each."""
+    """Parse calls in Python syntax, in a list or one per line."""
     try:
         lines = [getattr(line, "value", None) for line in ast.parse(text).body]
         nodes = [node for line in lines for node in getattr(line, "elts", [line])]
@@ -219,18 +219,18 @@ def _pythonic(text: str) -> list[Call]:
 
 
 def _of_node(node: ast.AST | None) -> Call:
-    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+    if not isinstance(node, ast.Call) or node.args or any(w.arg is None for w in node.keywords):
         raise ValueError("a call is name(argument=value, ...)")
     values = {
-        str(one.arg): ast.literal_eval(_JsonWords().visit(one.value)) for one in node.keywords
+        str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in node.keywords
     }
     return Call(ast.unparse(node.func), values)
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Python's constants in the place of JSON's words."""
+    """Replaces JSON's words by Python's constants."""
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - the base class calls it so
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - name in the base class
         words = {"true": True, "false": False, "null": None}
         return ast.Constant(words[node.id]) if node.id in words else node
 
@@ -245,7 +245,7 @@ def _with_texts(name: str, text: str) -> Call:
 
 
 def _pieces(pattern: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
-    """Every match, and the text between it and the next one."""
+    """Return every match, and the text between it and the next match."""
     matches = [*pattern.finditer(text)]
     ends = [*(match.start() for match in matches), len(text)][1:]
     return [(match, text[match.end() : end]) for match, end in zip(matches, ends, strict=True)]
@@ -265,7 +265,7 @@ def _of_object(value: Any) -> Call:
 
 
 def _with_arguments(name: str, arguments: Any) -> Call:
-    """Arguments are an object, or its JSON, as OpenAI's clients have them."""
+    """Return a call; arguments are an object, or its JSON, as in OpenAI's clients."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -1,13 +1,13 @@
-"""What stands between two drawn turns, as token ids; drawn ids are never made again from text.
+"""Tokens between two sampled turns; sampled ids are never re-created from text.
 
     chat = TurnRenderer(tokenizer, tools, stop_ids)
     ids = chat.prompt(messages)                     # up to where the policy begins
     ids += drawn
     ids += chat.between(drawn[-1], observations)    # turn end, observations, begin
 
-The template writes a short chat with the observations; what it writes after the turn is what stands
-between. So a template may leave out of older turns what it likes (reasoning, for one): a row keeps
-what was drawn and read, or `chat.rewritten` has the chat as the template writes it now.
+The template renders a short chat with the observations; the text after the turn is what belongs
+between. So a template may drop parts of older turns (such as reasoning): a row contains what was
+sampled and read, or `chat.rewritten` returns the chat as the template renders it now.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS, forms_of, parse
 
 SAID = "\u241f"
-"""Stands for a drawn turn where the template is asked what surrounds one."""
+"""Placeholder for a sampled turn in chats that show the text around a turn."""
 Message = Mapping[str, Any]
 
 
 class TurnRenderer:
-    """Prompts and observations by the chat template of a tokenizer."""
+    """Renders prompts and observations with the chat template of a tokenizer."""
 
     def __init__(
         self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], stop_ids: Sequence[int]
     ) -> None:
-        """Reject a tokenizer without a template, or with one that cannot take turns or tools."""
+        """Reject a tokenizer without a template, or whose template lacks turns or tools."""
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_ids}
-        added = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special = {*added, *tokenizer.all_special_tokens} - {""}
         self._special = sorted(special, key=len, reverse=True)
         if tokenizer.chat_template is None:
@@ -44,7 +44,7 @@ class TurnRenderer:
             )
         self._by_tools: dict[str, TurnRenderer] = {}
         self._is_behind_calls: dict[tuple[str, ...], bool] = {}
-        """Roles of observations -> whether they are written only behind calls of tools."""
+        """Roles of observations -> True if they are rendered only after calls of tools."""
         self._tail = self._after_a_turn()
         self.between(None, [{"role": "user", "content": "a"}])
         if self._tools:
@@ -56,35 +56,35 @@ class TurnRenderer:
         return str(self._tokenizer.chat_template)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
-        """The renderer of chats that have these tools."""
+        """Return the renderer of chats that have these tools."""
         written = json.dumps(tools, sort_keys=True)
         if written not in self._by_tools:
-            made = TurnRenderer(self._tokenizer, tools, tuple(self._stops))
-            self._by_tools = {**self._by_tools, written: made}
+            renderer = TurnRenderer(self._tokenizer, tools, tuple(self._stops))
+            self._by_tools = {**self._by_tools, written: renderer}
         return self._by_tools[written]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """What was drawn, as a text; calls of tools may stand between special tokens."""
+        """Return sampled ids as text; calls of tools may be between special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._tools)
         return text
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat, up to where the policy answers."""
+        """Return the ids of a chat, up to the start of the response."""
         return self._ids(self.written(messages))
 
     def written(self, messages: Sequence[Message]) -> str:
-        """The text of a chat, up to where the policy answers."""
+        """Return the text of a chat, up to the start of the response."""
         return self._written(messages, begins=True)
 
     def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts that the template has written; many at once cost less."""
+        """Return the ids of texts that the template rendered; many at once cost less."""
         if not texts:
             return []
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
 
     def after(self, before: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """The ids of a chat behind these, if its text begins with theirs; otherwise all of them."""
+        """Return the ids of a chat after `before` if it begins with them, otherwise all ids."""
         whole, read = self._written(self.safe(messages), begins=True), ""
         if before:
             read = self._tokenizer.decode(before)
@@ -92,33 +92,35 @@ class TurnRenderer:
         return self._ids(whole.removeprefix(read)), not begins
 
     def between(self, last: int | None, observations: Sequence[Message]) -> list[int]:
-        """The ids after a turn that ended with this token; None: with none of the template's."""
+        """Return the ids after a turn that ended with token `last` (None: without a stop token)."""
         return self._ids(self.text_between(last, observations))
 
     def text_between(self, last: int | None, observations: Sequence[Message]) -> str:
-        """What the template writes there."""
+        """Return the text that the template renders between two turns."""
         return self._between(last, self.safe(observations))
 
     def turn(
         self, drawn: Sequence[int], last: int | None, observations: Sequence[Message]
     ) -> list[Message]:
-        """A sampled turn and the observations after it, as messages for `rewritten`."""
-        said = self._tokenizer.decode(drawn if last is None else drawn[:-1])
+        """Return a sampled turn and the observations after it, as messages for `rewritten`."""
+        text = self._tokenizer.decode(drawn if last is None else drawn[:-1])
         observations = self.safe(observations)
-        calls, rest = parse(said, forms_of(self.template))
+        calls, rest = parse(text, forms_of(self.template))
         if not calls or not self._are_behind_calls(observations):
-            return [{"role": "assistant", "content": said}, *observations]
+            return [{"role": "assistant", "content": text}, *observations]
         functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         turn, *observations = _with_calls(observations, functions)
-        return [{**turn, "content": rest, "said": said}, *observations]
+        return [{**turn, "content": rest, "said": text}, *observations]
 
     def rewritten(
         self, read: Sequence[Message], turn: Sequence[Message], last: int | None
     ) -> str | None:
-        """The chat with one more turn as a text, where the template does not only append it."""
-        said, *observations = turn
+        """Return the chat with one more turn if the template changes earlier text, else None."""
+        message, *observations = turn
         stop = "" if last is None else self._stops.get(last, "")
-        appended = said.get("said", said["content"]) + stop + self._between(last, observations)
+        appended = (
+            message.get("said", message["content"]) + stop + self._between(last, observations)
+        )
         whole, before = self._written([*read, *turn], begins=True), self._written(read, begins=True)
         if whole == before + appended:
             return None
@@ -131,15 +133,15 @@ class TurnRenderer:
         self._check_inside(observations, rest)
         stop = "" if last is None else self._stops.get(last, "")
         if stop and self._tail.startswith(stop) and not rest.startswith(stop) and not behind_calls:
-            # an older turn ends with another token than the last one: the drawn one stands for it
+            # older turns end with another token than the last one, which replaces it
             stop = next((token for token in self._special if rest.startswith(token)), "")
         return rest.removeprefix(stop)
 
     def _are_behind_calls(self, observations: Sequence[Message]) -> bool:
-        """Whether messages of these roles are written only behind a turn that calls tools.
+        """Return True if messages of these roles are rendered only after a turn that calls tools.
 
-        So do templates that write a tool's answer as a part of the turn. A template that writes
-        them behind no turn is an error.
+        This is the case for templates that render a tool's reply as a part of the turn. A template
+        that never renders them is an error.
         """
         roles = tuple(str(message["role"]) for message in observations)
         if roles in self._is_behind_calls:
@@ -160,7 +162,7 @@ class TurnRenderer:
         raise problems[-1]
 
     def _check_inside(self, observations: Sequence[Message], text: str) -> None:
-        """Reject a delta in which an observation is missing, as it is or as JSON."""
+        """Reject a text in which an observation is missing, literally and as JSON."""
         for message in observations:
             content = str(message["content"]).strip()
             forms = content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (0, 1))
@@ -174,12 +176,12 @@ class TurnRenderer:
                 )
 
     def _after_turn(self, observations: Sequence[Message], behind_calls: bool) -> str:
-        """The text that the template writes after a turn, its end included."""
+        """Return the text that the template renders after a turn, including the turn's end."""
         if behind_calls:
             return self._after_calls(observations)
         whole = self._written([*self._asked(), *observations], begins=True)
-        _, said, rest = whole.partition(SAID)
-        if not said:
+        _, placeholder, rest = whole.partition(SAID)
+        if not placeholder:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} leaves out what "
                 "the assistant said once another turn follows, so what stands between the turns is "
@@ -188,11 +190,13 @@ class TurnRenderer:
         return rest
 
     def _after_calls(self, observations: Sequence[Message]) -> str:
-        """The same after a turn of calls only: what follows the calls, or the end of the turn."""
-        asked, (turn, *answers) = self._asked()[0], _with_calls(observations)
-        prompt = self._written([asked], begins=True)
-        before = self._written([asked, turn], begins=False)
-        whole = self._written([asked, turn, *answers], begins=True)
+        """Return the text after a turn that only calls tools, behind the calls or the turn's
+        end.
+        """
+        question, (turn, *answers) = self._asked()[0], _with_calls(observations)
+        prompt = self._written([question], begins=True)
+        before = self._written([question, turn], begins=False)
+        whole = self._written([question, turn, *answers], begins=True)
         begin, end = len(commonprefix([prompt, before])), len(commonprefix([before, whole]))
         stops = [stop for stop in self._stops.values() if stop]
         ends = [whole.rfind(stop, begin, end) for stop in stops]
@@ -207,8 +211,8 @@ class TurnRenderer:
         return whole[max(ends) :]
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages, their names and calls too, in which none of the template's tokens stands."""
-        return [self._safe(one) for one in messages]
+        """Return messages, including names and calls, without special tokens of the template."""
+        return [self._safe(message) for message in messages]
 
     def _safe(self, part: Any) -> Any:
         if isinstance(part, str):
@@ -218,7 +222,7 @@ class TurnRenderer:
         return [self._safe(inner) for inner in part] if isinstance(part, list) else part
 
     def escaped(self, text: str) -> str:
-        """A text of the environment's in which no special token of the template's stands."""
+        """Return a text of the environment without special tokens of the template."""
         text = text.encode(errors="replace").decode()  # halves of a surrogate pair have no ids
         for token in self._special:
             if token in text:
@@ -229,7 +233,7 @@ class TurnRenderer:
         return [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
 
     def _after_a_turn(self) -> str:
-        """What the template writes after what was said, in the last turn of a chat."""
+        """Return the text that the template renders after the last turn of a chat."""
         base = self._written(self._asked(), begins=False)
         if base.count(SAID) != 1:
             raise ConfigError(
@@ -258,7 +262,7 @@ class TurnRenderer:
         tools = self._tools or None
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(one) for one in messages],
+                [dict(message) for message in messages],
                 tools=tools,
                 add_generation_prompt=begins,
                 tokenize=False,
@@ -266,7 +270,7 @@ class TurnRenderer:
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} refuses a chat "
-                f"with the roles {', '.join(str(one['role']) for one in messages)}: {error}"
+                f"with the roles {', '.join(str(m['role']) for m in messages)}: {error}"
             ) from error
         return text
 
@@ -277,9 +281,9 @@ class TurnRenderer:
 def _with_calls(
     observations: Sequence[Message], functions: Sequence[Mapping[str, Any]] | None = None
 ) -> list[Message]:
-    """A turn that calls the tools whose answers are among these, and the observations.
+    """Return a turn that calls the tools of these replies, followed by the observations.
 
-    Without `functions`, the tools are called by their names with no arguments.
+    Without `functions`, the tools are called by name without arguments.
     """
     answers = [message for message in observations if message["role"] == "tool"]
     if functions is None:
@@ -300,7 +304,7 @@ def _with_calls(
 
 
 def with_observation(prompt: Any, text: str | None) -> list[Message]:
-    """A row's prompt, plain or a chat, with the first observation at its end."""
+    """Return a row's prompt, plain or a chat, with the first observation appended."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if text is None:
         return messages

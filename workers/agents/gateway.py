@@ -1,4 +1,4 @@
-"""An agent: a program that asks the policy by OpenAI's API, in the process that runs it.
+"""An agent: a program that calls the policy through OpenAI's API, in the agent's process.
 
     import openai                                   # my_agent.py
 
@@ -10,12 +10,12 @@
 
     agent --POST--> Endpoint --Session.ask--> AgentEpisode --answers--> turns of the rollout
       ^                                                                        |
-      +----------------------- what was drawn <---------step------------------+
+      +--------------------- sampled response <------step---------------------+
 
-The endpoint is in the agent's own process, on a port of the loopback interface, which a sandbox
-without network has, too. A request is a turn: its messages beyond those that were read and said
-before are what is observed. The session is in the URL: below it are `v1/chat/completions`,
-`v1/models`, and `inference/v1/generate`, which takes and gives token ids.
+The endpoint is in the agent's process, on a port of the loopback interface, which also exists in a
+sandbox without network. A request is a turn: its messages after the earlier ones are the
+observation. The session is part of the URL: below it are `v1/chat/completions`, `v1/models`, and
+`inference/v1/generate`, which takes and returns token ids.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, fits, waited, words_of
 
 MODEL = "policy"
-"""The name under which `v1/models` lists the policy; a request may ask for it by any name."""
+"""The name of the policy in `v1/models`; a request may use any name."""
 GIVEN = ("row", "rng", "base_url", "api_key", "model")
-"""Arguments that an agent may have; the first is the mark of one."""
+"""Arguments that an agent may have; the first one marks a function as an agent."""
 ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
 LONGEST_BODY = 2**22
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 
 NUMBER, INTEGER, TEXT = ({"type": kind} for kind in ("number", "integer", "string"))
 OBJECTS = {"type": "array", "items": {"type": "object"}}
@@ -69,12 +69,12 @@ KINDS = {
     "token_ids": {"type": "array", "items": INTEGER},
     "sampling_params": {"type": "object"},
 }
-"""The types that a body must have, by name, as JSON schemas."""
+"""Types of the fields of a body, as JSON schemas."""
 NO_MATTER = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "cache_salt", "priority"),
 }
-"""Settings that change nothing of what is drawn."""
+"""Settings without an effect on sampling."""
 COUNTS = ("max_tokens", "max_completion_tokens", "n")
 OF_CHAT = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
 OF_IDS = {
@@ -84,11 +84,11 @@ OF_IDS = {
     "logprobs",
     "routed_experts_prompt_start",
 }
-"""Token ids are never skipped, always have their log-probs, and experts are not asked for."""
+"""Token ids are never skipped and always have log-probs; experts cannot be requested."""
 
 
 class Refused(Exception):
-    """A request that is answered by an error, in the words of OpenAI's."""
+    """A request that is answered by an error in OpenAI's format."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
@@ -98,22 +98,22 @@ class Refused(Exception):
 
 
 def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
-    """Refuse a function that cannot be called as an agent with these arguments."""
+    """Reject a function that cannot be called as an agent with these arguments."""
     parameters = inspect.signature(agent).parameters.values()
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    known = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
-    needed = {one.name for one in parameters if one.default is one.empty} & known
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    needed = {p.name for p in parameters if p.default is p.empty} & known
     if missing := sorted(needed - {*GIVEN, *kwargs}):
         raise ConfigError(
             f"environment={path}: an agent gets {', '.join(GIVEN)} by these names, and "
             f"environment.kwargs, but no {missing[0]!r}."
         )
-    if more := sorted({*kwargs} - known) if not takes_all else sorted({*kwargs} & {*GIVEN}):
-        raise ConfigError(f"environment={path}: it takes no {more[0]!r} of environment.kwargs.")
+    if unknown := sorted({*kwargs} - known) if not takes_all else sorted({*kwargs} & {*GIVEN}):
+        raise ConfigError(f"environment={path}: it takes no {unknown[0]!r} of environment.kwargs.")
 
 
 class AgentEpisode:
-    """One trajectory of an agent: what it asks is what the policy observes."""
+    """One trajectory of an agent: its requests are what the policy observes."""
 
     def __init__(
         self,
@@ -122,25 +122,25 @@ class AgentEpisode:
         seeds: tuple[int, int],
         parser: Parser = parse,
     ) -> None:
-        """`seeds`: one for the samples of a prompt, one of this sample alone."""
+        """Create the episode; one seed is for all samples of a prompt, one for this sample."""
         self._agent, self._kwargs, self._parser = agent, kwargs, parser
         self._rng = np.random.default_rng(seeds[0])
         seed_globals(seeds[1])
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the agent; its first request, or its end."""
+        """Start the agent; return its first request, or its end."""
         self._session = session = Session(self._parser)
         server = endpoint()
         server.session = session
         url = f"http://127.0.0.1:{server.server_port}/{session.name}/v1"
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name}
-        given = {
+        values = {
             **dict(zip(GIVEN, (dict(row), self._rng, url, session.name, MODEL), strict=True)),
             **self._kwargs,
         }
         names = inspect.signature(self._agent).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in names.values())
-        arguments = {name: given[name] for name in given if takes_all or name in names}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
+        arguments = {name: values[name] for name in values if takes_all or name in names}
         threading.Thread(target=self._run, args=(arguments,), daemon=True).start()
         return session.next()
 
@@ -151,14 +151,14 @@ class AgentEpisode:
             self._session.fail(error)
 
     def step(self, text: str, **facts: Any) -> dict[str, Any]:
-        """Answer the request that waits; the next one, or the end."""
+        """Answer the waiting request; return the next one, or the end."""
         self._session.answer({"text": text, **facts})
         return self._session.next()
 
 
 @dataclass
 class Request:
-    """What an agent asks for, read from a body."""
+    """An agent's request, parsed from a body."""
 
     is_chat: bool
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -170,15 +170,15 @@ class Request:
     with_usage: bool = False
     model: str = MODEL
     is_retry: bool = field(default=False, compare=False)
-    """OpenAI's client sends it once more, which has waited too long for an answer."""
+    """True if OpenAI's client repeats the request, after waiting too long for an answer."""
 
 
 Answers = list[tuple[str, dict[str, Any]]]
-"""The name of each completion that answers a request, and what was sampled."""
+"""The name of each completion that answers a request, and its sampled content."""
 
 
 class Session:
-    """The requests of one trajectory, one after the other, and their answers."""
+    """The requests of one trajectory in order, and their answers."""
 
     def __init__(self, parser: Parser = parse) -> None:
         self.name = secrets.token_hex(8)
@@ -191,12 +191,12 @@ class Session:
         self._tools: list[dict[str, Any]] = []
         self._num_turns = 0
         self._calls: dict[str, Any] = {}
-        """What the next event says of the calls in the last answer."""
+        """Facts about the calls in the last answer, for the next event."""
         self._asked: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
-        """The last requests, of which a client may send one once more."""
+        """The latest requests, which a client may repeat."""
 
     def next(self) -> dict[str, Any]:
-        """What the agent does next: it asks, or ends; what it has raised is raised."""
+        """Return the agent's next action: a request, or the end; raise what the agent raised."""
         event = self._events.get()
         if isinstance(event, SystemExit):
             raise RuntimeError(f"it called sys.exit({event.code!r})") from event
@@ -205,76 +205,76 @@ class Session:
         return event
 
     def answer(self, answer: dict[str, Any]) -> None:
-        """Let the request that waits have this."""
+        """Answer the waiting request."""
         self._answers.put(answer)
 
-    def ask(self, asked: Request) -> Answers:
-        """Wait for the answers to a request: the names of the completions, and what was sampled.
+    def ask(self, wanted: Request) -> Answers:
+        """Wait for the answers to a request: the names of the completions, and their contents.
 
-        A request that a client sends once more gets the answers of the first time.
+        A request that a client repeats gets the answers of the first time.
         """
         with self._lock:
-            known = [future for request, future in self._asked if request == asked]
-            is_known = asked.is_retry and bool(known)
+            known = [future for request, future in self._asked if request == wanted]
+            is_known = wanted.is_retry and bool(known)
             future = known[-1] if is_known else Future[Answers]()
             if not is_known:
-                self._asked.append((asked, future))
+                self._asked.append((wanted, future))
         if not is_known:
             try:
-                future.set_result(self._answers_to(asked))
-            except Exception as problem:  # noqa: BLE001 - it is this request's error
+                future.set_result(self._answers_to(wanted))
+            except Exception as problem:  # noqa: BLE001 - an error of this request only
                 future.set_exception(problem)
         return future.result()
 
-    def _answers_to(self, asked: Request) -> Answers:
-        """Ask the policy for each choice in a turn, once the requests before are answered."""
+    def _answers_to(self, request: Request) -> Answers:
+        """Sample each choice in a separate turn, once earlier requests are answered."""
         with self._turn:
-            answers = [self._answer_to(asked)]
+            answers = [self._answer_to(request)]
             while len(answers) < answers[0][1].get("served", {}).get("n", 1):
-                answers.append(self._answer_to(asked))
+                answers.append(self._answer_to(request))
         return answers
 
-    def _answer_to(self, asked: Request) -> tuple[str, dict[str, Any]]:
+    def _answer_to(self, request: Request) -> tuple[str, dict[str, Any]]:
         if self._is_over:
             raise Refused("the agent of this session has ended", status=404)
-        self._events.put(self._event(asked))
+        self._events.put(self._event(request))
         answer = self._answers.get()
         if "refused" in answer:
             self._is_cut = answer["is_cut"]
             raise Refused(**answer["refused"])
         turn, self._num_turns = self._num_turns, self._num_turns + 1
-        self._tools = asked.tools
+        self._tools = request.tools
         self._history = []
-        if asked.is_chat:
-            message = answer["message"] = self._message(answer, asked, turn)
-            self._history = [*asked.messages, _read_message(message, [])]
+        if request.is_chat:
+            message = answer["message"] = self._message(answer, request, turn)
+            self._history = [*request.messages, _read_message(message, [])]
         return f"{self.name}-{turn}", answer
 
-    def _event(self, asked: Request) -> dict[str, Any]:
+    def _event(self, wanted: Request) -> dict[str, Any]:
         read = len(self._history)
-        extends = asked.is_chat and 0 < read < len(asked.messages) and self._tools == asked.tools
-        extends = extends and _spoken(asked.messages[:read]) == _spoken(self._history)
+        extends = wanted.is_chat and 0 < read < len(wanted.messages) and self._tools == wanted.tools
+        extends = extends and _spoken(wanted.messages[:read]) == _spoken(self._history)
         request = {
             "extends": extends,
-            "chat": asked.messages,
-            "ids": asked.ids,
-            "tools": asked.tools,
-            "max_tokens": asked.max_tokens,
-            "sampling": asked.sampling,
+            "chat": wanted.messages,
+            "ids": wanted.ids,
+            "tools": wanted.tools,
+            "max_tokens": wanted.max_tokens,
+            "sampling": wanted.sampling,
         }
-        messages = asked.messages[read:] if extends else asked.messages
+        messages = wanted.messages[read:] if extends else wanted.messages
         return {"messages": messages, "reward": 0.0, "request": request, **self._told_calls()}
 
-    def end(self, found: Any) -> None:
-        """The agent has returned this."""
-        rewards = found if isinstance(found, Mapping) else {}
+    def end(self, result: Any) -> None:
+        """End the session with the agent's return value."""
+        rewards = result if isinstance(result, Mapping) else {}
         turns = {}
         for name, reward in rewards.items():
             session, _, turn = str(name).rpartition("-")
             if session != self.name or not turn.isdecimal() or int(turn) >= self._num_turns:
                 raise ValueError(f"the agent gave a reward for {name!r:.80}, no completion's id")
             turns[int(turn)] = _number(reward)
-        total = 0.0 if isinstance(found, Mapping) else _number(found)
+        total = 0.0 if isinstance(result, Mapping) else _number(result)
         if not self._num_turns and not self._turn.locked():
             raise RuntimeError("the agent ended, and had asked the policy for nothing")
         self._is_over = True
@@ -285,13 +285,13 @@ class Session:
         calls, self._calls = self._calls, {}
         return {name: value for name, value in calls.items() if value}
 
-    def _message(self, answer: Mapping[str, Any], asked: Request, turn: int) -> dict[str, Any]:
-        """The sampled text as a message; text with a call that has a problem stays text."""
+    def _message(self, answer: Mapping[str, Any], request: Request, turn: int) -> dict[str, Any]:
+        """Return the sampled text as a message; a text with a faulty call stays text."""
         text: str = answer["text"]
         served = answer.get("served", {})
         for stop in stop_strings(served):
             text = text.partition(stop)[0]
-        tools = [] if served.get("tool_choice") == "none" else asked.tools
+        tools = [] if served.get("tool_choice") == "none" else request.tools
         calls, rest = self._parser(text) if tools else ([], text)
         if tools and not calls:
             self._calls = {"call_like": call_like(text)}
@@ -312,7 +312,9 @@ class Session:
         return {"role": "assistant", "content": rest or None, "tool_calls": written}
 
     def fail(self, error: BaseException) -> None:
-        """The agent has raised this; one that gets no more turns may do so, without a reward."""
+        """End the session with the agent's error; after its last turn that only costs the
+        reward.
+        """
         self._is_over = True
         self._events.put({"end": True, "reward": 0.0} if self._is_cut else error)
 
@@ -327,75 +329,75 @@ def _number(reward: Any) -> float:
 
 
 def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """What of messages a policy reads; clients add and leave out other things."""
+    """Return the parts of messages that a policy reads; clients change other parts."""
     return [
         (
-            one["role"],
-            one["content"],
+            message["role"],
+            message["content"],
             [
                 (call["function"]["name"], call["function"]["arguments"])
-                for call in one.get("tool_calls", [])
+                for call in message.get("tool_calls", [])
             ],
         )
-        for one in messages
+        for message in messages
     ]
 
 
 def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that a request ends a turn with."""
+    """Return the texts with which a request ends a turn."""
     stop = settings.get("stop", ())
     return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
 
 
 def _arguments(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str:
-    """As JSON; texts by the schema of the tool, where there is such a tool."""
+    """Return the arguments of a call as JSON; texts are typed by the tool's schema, if known."""
     schema = schemas.get(call.name, {})
     typed = Tool(call.name, "", schema, print).typed if call.has_texts else dict
     return json.dumps(typed(call.arguments))
 
 
 def read_request(path: str, body: Any) -> Request:
-    """A body as a request; what it asks for and does not get is refused by name."""
+    """Parse a body; reject unsupported fields by name."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
     is_chat = path.endswith("/chat/completions")
-    given = {name: value for name, value in body.items() if value is not None}
-    _check_kinds(given)
+    fields = {name: value for name, value in body.items() if value is not None}
+    _check_kinds(fields)
     if not is_chat:
-        settings = given.pop("sampling_params", {})
-        given |= {name: value for name, value in settings.items() if value is not None}
-        _check_kinds(given)
+        settings = fields.pop("sampling_params", {})
+        fields |= {name: value for name, value in settings.items() if value is not None}
+        _check_kinds(fields)
     needed = "messages" if is_chat else "token_ids"
-    if not given.get(needed):
+    if not fields.get(needed):
         raise Refused(f"{needed} are missing, or there is none of them", needed)
-    counts = {name: given[name] for name in COUNTS if name in given}
+    counts = {name: fields[name] for name in COUNTS if name in fields}
     for name, count in counts.items():
         if count < 1:
             raise Refused(f"{name}={count} is less than 1", name)
     longest = [count for name, count in counts.items() if name != "n"]
-    own = NO_MATTER | (OF_CHAT if is_chat else OF_IDS)
-    asked = Request(
+    known = NO_MATTER | (OF_CHAT if is_chat else OF_IDS)
+    request = Request(
         is_chat,
         max_tokens=min(longest, default=None),
-        sampling={name: value for name, value in given.items() if name not in own},
-        model=str(given.get("model", MODEL)),
+        sampling={name: value for name, value in fields.items() if name not in known},
+        model=str(fields.get("model", MODEL)),
     )
     if not is_chat:
-        asked.ids = given["token_ids"]
-        return asked
-    for one in given["messages"]:
-        asked.messages.append(_read_message(one, asked.messages))
-    asked.tools = given.get("tools", [])
-    if not all(map(_is_tool, asked.tools)):
+        request.ids = fields["token_ids"]
+        return request
+    for message in fields["messages"]:
+        request.messages.append(_read_message(message, request.messages))
+    request.tools = fields.get("tools", [])
+    if not all(map(_is_tool, request.tools)):
         raise Refused("tools are functions: {type: function, function: {name: ...}}", "tools")
-    asked.streams = bool(given.get("stream"))
-    options = given.get("stream_options")
-    asked.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    return asked
+    request.streams = bool(fields.get("stream"))
+    options = fields.get("stream_options")
+    request.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    return request
 
 
-def _check_kinds(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _check_kinds(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
         if not fits(value, KINDS.get(name, {})):
             raise Refused(f"{name}={value!r:.80} is no {words_of(KINDS[name])}", name)
 
@@ -405,21 +407,21 @@ def _is_tool(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _read_message(one: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A message as chat templates take it: a text, calls with arguments as an object."""
-    role, calls = one.get("role"), one.get("tool_calls") or []
+def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a message for chat templates: text content, and calls with arguments as an object."""
+    role, calls = raw.get("role"), raw.get("tool_calls") or []
     if not isinstance(role, str) or role not in ROLES:
-        raise Refused(f"{one!r:.80} is no message of {', '.join(ROLES)}", "messages")
+        raise Refused(f"{raw!r:.80} is no message of {', '.join(ROLES)}", "messages")
     if not fits(calls, OBJECTS):
         raise Refused(f"tool_calls={calls!r:.80} is no list of calls", "messages")
-    message: dict[str, Any] = {"role": ROLES[role], "content": _text_of(one.get("content"))}
+    message: dict[str, Any] = {"role": ROLES[role], "content": _text_of(raw.get("content"))}
     if calls:
         message["tool_calls"] = [_read_call(call) for call in calls]
     if message["role"] == "tool":
-        number = one.get("tool_call_id")
+        number = raw.get("tool_call_id")
         named = [call for past in before for call in past.get("tool_calls", [])]
-        found = [call["function"]["name"] for call in named if call["id"] == number]
-        name = one.get("name") or (found[-1] if found else None)
+        names = [call["function"]["name"] for call in named if call["id"] == number]
+        name = raw.get("name") or (names[-1] if names else None)
         message |= {"tool_call_id": str(number)} | ({"name": str(name)} if name else {})
     return message
 
@@ -448,8 +450,8 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": str(call.get("id")), "type": "function", "function": named}
 
 
-def completion(asked: Request, answers: Answers) -> dict[str, Any]:
-    """The body of an answer; its name is that of the last choice."""
+def completion(request: Request, answers: Answers) -> dict[str, Any]:
+    """Return the body of an answer, named after the last choice."""
     num_read = sum(answer.get("num_read", 0) for _, answer in answers)
     num_drawn = sum(answer.get("num_drawn", 0) for _, answer in answers)
     usage = {
@@ -457,26 +459,26 @@ def completion(asked: Request, answers: Answers) -> dict[str, Any]:
         "completion_tokens": num_drawn,
         "total_tokens": num_read + num_drawn,
     }
-    choices = [_choice(asked, answer) | {"index": n} for n, (_, answer) in enumerate(answers)]
+    choices = [_choice(request, answer) | {"index": n} for n, (_, answer) in enumerate(answers)]
     body = {"choices": choices, "usage": usage}
     name = answers[-1][0]
-    if not asked.is_chat:
+    if not request.is_chat:
         return {"request_id": name, **body}
-    about = {"id": name, "object": "chat.completion", "created": int(time.time())}
-    return {**about, "model": asked.model, **body}
+    header = {"id": name, "object": "chat.completion", "created": int(time.time())}
+    return {**header, "model": request.model, **body}
 
 
-def _choice(asked: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
+def _choice(request: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
     finish, log_probs = answer.get("finish_reason", "stop"), None
     if "log_probs" in answer:
-        words = answer["texts"] if asked.is_chat else map("token_id:{}".format, answer["ids"])
+        words = answer["texts"] if request.is_chat else map("token_id:{}".format, answer["ids"])
         log_probs = {
             "content": [
                 {"token": word, "logprob": value, "bytes": [*word.encode()], "top_logprobs": []}
                 for word, value in zip(words, answer["log_probs"], strict=True)
             ]
         }
-    if not asked.is_chat:
+    if not request.is_chat:
         return {"token_ids": answer["ids"], "logprobs": log_probs, "finish_reason": finish}
     message = answer["message"]
     if "tool_calls" in message and finish == "stop":
@@ -484,11 +486,11 @@ def _choice(asked: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
     return {"message": message, "finish_reason": finish, "logprobs": log_probs}
 
 
-def chunks(asked: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An answer as the chunks of a stream: it is drawn by then."""
-    about = {**whole, "object": "chat.completion.chunk"}
-    del about["usage"]
-    found = []
+def chunks(request: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a complete answer as the chunks of a stream."""
+    header = {**whole, "object": "chat.completion.chunk"}
+    del header["usage"]
+    parts = []
     for choice in whole["choices"]:
         delta = dict(choice["message"])
         if "tool_calls" in delta:
@@ -499,10 +501,10 @@ def chunks(asked: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
         begin = {**end, "delta": delta, "finish_reason": None}
         for part in (begin, {**end, "logprobs": None}):
             del part["message"]
-            found.append({**about, "choices": [part]})
-    if asked.with_usage:
-        found.append({**about, "choices": [], "usage": whole["usage"]})
-    return found
+            parts.append({**header, "choices": [part]})
+    if request.with_usage:
+        parts.append({**header, "choices": [], "usage": whole["usage"]})
+    return parts
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -514,7 +516,7 @@ class Endpoint(ThreadingHTTPServer):
 
 @cache
 def endpoint() -> Endpoint:
-    """The server of this process, on a port of its own."""
+    """Return the server of this process, on a free port."""
     server = Endpoint(("127.0.0.1", 0), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -523,16 +525,16 @@ def endpoint() -> Endpoint:
 class _Handler(BaseHTTPRequestHandler):
     server: Endpoint
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or an answer waits 40 ms for the acknowledgement of its head
+    disable_nagle_algorithm = True  # or an answer waits 40 ms for the header's acknowledgement
 
-    def do_GET(self) -> None:  # noqa: N802 - its name is the standard library's
+    def do_GET(self) -> None:  # noqa: N802 - name in the standard library
         self._serve(self._models)
 
     def do_POST(self) -> None:  # noqa: N802
         self._serve(self._complete)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: an agent's output is its own."""
+        """Do nothing: the output of an agent process belongs to the agent."""
 
     def _serve(self, answer: Callable[[Session, str], None]) -> None:
         try:
@@ -543,7 +545,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer(session, path.partition("?")[0])
         except OSError:  # the client is gone
             self.close_connection = True
-        except Exception as problem:  # noqa: BLE001 - it is this request's error
+        except Exception as problem:  # noqa: BLE001 - an error of this request only
             if not isinstance(problem, Refused):
                 problem = Refused(f"it cannot be answered: {problem!r:.200}")
             self.close_connection = True  # the body may not have been read
@@ -559,13 +561,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _complete(self, session: Session, path: str) -> None:
         if path not in ("v1/chat/completions", "inference/v1/generate"):
             raise Refused(f"there is no POST {path}", status=404)
-        asked = read_request(path, self._body())
-        asked.is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        whole = completion(asked, session.ask(asked))
-        if not asked.streams:
+        request = read_request(path, self._body())
+        request.is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
+        whole = completion(request, session.ask(request))
+        if not request.streams:
             self._send(200, whole)
             return
-        lines = [json.dumps(one) for one in chunks(asked, whole)]
+        lines = [json.dumps(chunk) for chunk in chunks(request, whole)]
         text = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
         self._send_text(200, text, "text/event-stream")
 

@@ -1,4 +1,4 @@
-"""The ids that an agent's request lets a rollout read, or the reason for its rejection."""
+"""The ids that an agent's request adds for the rollout to read, or the reason for its rejection."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ALWAYS = {
 }
 """The values of settings that no run has."""
 SERVED = {"n", "logprobs", "stop"}
-"""Settings that a request may have its own way, next to tool_choice="none"."""
+"""Settings that a request may set itself, in addition to tool_choice="none"."""
 
 
 def overridden(
     settings: Mapping[str, Any], sampling: SamplingParams, overrides: str, can_stop: bool = True
 ) -> list[str]:
-    """Return the settings of a request that the run's own replace; all samples share them.
+    """Return the settings of a request that the run overrides, because all samples share them.
 
-    With overrides="serve" the settings that can be a request's own are not among them; with
-    "reject" the first one is an error. `can_stop`: the engine knows stop strings.
+    With overrides="serve" the settings that a request may set itself are not among them; with
+    "reject" the first one is an error. `can_stop` is True if the engine supports stop strings.
     """
     expected = {
         **ALWAYS,
@@ -75,10 +75,10 @@ def ids_to_read(
     chat: TurnRenderer,
     as_drawn: bool,
 ) -> tuple[list[int], bool]:
-    """The ids that a request adds to what was read and sampled, or all of its ids.
+    """Return the ids that a request adds to the earlier ones, or all of its ids.
 
     Only the new messages are rendered if older turns stay as they were sampled. A request that does
-    not begin with what was read and sampled is read as a whole, which is a new segment.
+    not begin with the earlier ids is read as a whole, which is a new segment.
     """
     if request["extends"] and as_drawn:
         return chat.between(sample.stop_token, messages), False

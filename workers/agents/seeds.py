@@ -1,4 +1,4 @@
-"""Seeds of the random numbers that user's code may draw from."""
+"""Seed the global random number generators that user code may use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import numpy as np
 
 
 def seed_globals(seed: int) -> None:
-    """Python's and numpy's."""
+    """Seed Python's and numpy's generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""Tools: a typed function's schema, and the answers to calls of it.
+"""Tools: the schema of a typed function, and the replies to calls of it.
 
     def add(a: int, b: int) -> int:
         '''The sum of two numbers.
@@ -9,7 +9,7 @@
         '''
         return a + b
 
-What is wrong with a call (`workers.agents.calls`) is answered as text.
+Problems of a call (`workers.agents.calls`) are returned as text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl_like.errors import ConfigError, nearest
 from workers.agents.calls import Call
 
 LONGEST_ANSWER = 100_000
-"""Characters of a tool's answer."""
+"""Maximum characters of a tool's reply."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object"}
 ACCEPTS = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "object": dict}
 
@@ -47,7 +47,7 @@ class Tool:
 
     @staticmethod
     def of(function: Any, key: str) -> Tool:
-        """The tool that a typed function with a docstring is; `key` names it in a refusal."""
+        """Create the tool of a typed function with a docstring; `key` names it in errors."""
         where = key or f"environment: {getattr(function, '__name__', function)}"
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"{where} is no function.")
@@ -72,27 +72,27 @@ class Tool:
         return Tool(function.__name__, description, arguments, function, is_method=not key)
 
     def bound_to(self, environment: Any) -> Tool:
-        """The tool as a method of this object, if it is one."""
+        """Return the tool bound to this object, if it is a method."""
         if not self.is_method:
             return self
         return replace(self, function=functools.partial(self.function, environment))
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        about = {"name": self.name, "description": self.description}
-        return {"type": "function", "function": {**about, "parameters": dict(self.parameters)}}
+        """The tool's schema for chat templates."""
+        facts = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**facts, "parameters": dict(self.parameters)}}
 
     def typed(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """What texts stand for where the schema says that they are none."""
+        """Convert text arguments to the types in the schema."""
         properties = self.parameters.get("properties", {})
         return {name: _typed(text, properties.get(name, {})) for name, text in texts.items()}
 
     def problem_with(self, arguments: Mapping[str, Any]) -> str:
-        """What keeps it from being called with these; "" if nothing does."""
+        """Return why the tool cannot be called with these arguments; "" if it can."""
         properties = self.parameters.get("properties", {})
         takes = (
-            ", ".join(f"{name}: {words_of(one)}" for name, one in properties.items()) or "nothing"
+            ", ".join(f"{name}: {words_of(part)}" for name, part in properties.items()) or "nothing"
         )
         for name in arguments:
             if name not in properties:
@@ -107,10 +107,10 @@ class Tool:
 
 
 def read_docstring(text: str, names: Sequence[str]) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the description of a function, and what its `Args:` add to the schemas of these.
+    """Return the description of a function, and what its `Args:` add to the schemas of `names`.
 
-    As `transformers.utils.get_json_schema` does, which would bring torch into the processes of
-    environments. `(choices: ["a", "b"])` at the end of an argument is its `enum`.
+    It works like `transformers.utils.get_json_schema`, which would import torch into the processes
+    of environments. `(choices: ["a", "b"])` at the end of an argument becomes its `enum`.
     """
     description, *parts = re.split(r"^(Args|Returns|Raises):", text, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
@@ -142,7 +142,7 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_schema(one, where) for one in inner]}
+        return {"anyOf": [_schema(part, where) for part in inner]}
     if kind is type(None):
         return {"type": "null"}
     if kind is Any:
@@ -153,7 +153,7 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
 
 
 def words_of(schema: Mapping[str, Any]) -> str:
-    """A schema's type in words."""
+    """Return a schema's type as text."""
     if "enum" in schema:
         return f"one of {schema['enum']}"
     if "anyOf" in schema:
@@ -172,15 +172,15 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value has the type that a schema of `_schema` says; unknown types fit."""
+    """Return True if a value has the type of a schema of `_schema`; unknown types always fit."""
     if "enum" in schema:
         return value in schema["enum"]
     if "anyOf" in schema:
-        return any(fits(value, one) for one in schema["anyOf"])
+        return any(fits(value, part) for part in schema["anyOf"])
     kind = schema.get("type")
     if kind == "array":
         items = schema.get("items", {})
-        return isinstance(value, list) and all(fits(one, items) for one in value)
+        return isinstance(value, list) and all(fits(element, items) for element in value)
     if kind == "null":
         return value is None
     if not isinstance(kind, str) or kind not in ACCEPTS:
@@ -189,7 +189,7 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def waited(value: Any) -> Any:
-    """What plain or async code of a user's has given."""
+    """Return the result of a user's plain or async function."""
     if not hasattr(value, "__await__"):  # `inspect.isawaitable` writes to caches of ABCs
         return value
     import asyncio  # it brings a hundred modules, which a fork of a process touches
@@ -202,7 +202,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def answer_call(call: Call, tools: Mapping[str, Tool]) -> tuple[str, bool]:
-    """What is told of a call, and whether that is an error."""
+    """Return the reply to a call, and True if it is an error."""
     if call.problem:
         return f"error: {call.problem}", True
     tool = tools.get(call.name)
@@ -217,7 +217,7 @@ def answer_call(call: Call, tools: Mapping[str, Tool]) -> tuple[str, bool]:
         return f"error: {problem}", True
     try:
         answer = waited(tool.function(**arguments))
-        said = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
     except Exception as error:  # noqa: BLE001 - a user's tool may raise anything
         return f"error: {type(error).__name__}: {error}"[:LONGEST_ANSWER], True
-    return said[:LONGEST_ANSWER], False
+    return text[:LONGEST_ANSWER], False

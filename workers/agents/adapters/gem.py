@@ -10,16 +10,16 @@ from workers.agents.environment import Adapter, End, Turn
 
 
 class Gem(Adapter):
-    """It takes what was said and gives text."""
+    """Passes the policy's text to the environment, and returns text."""
 
     @classmethod
     def prepare(cls) -> None:
-        """Look the id up."""
+        """Check that the id exists."""
         registry = imported("gem.envs.registration", f"gem:{cls.id}", "verl-like[gem]")
         check_id(cls.id, registry.ENV_REGISTRY, f"gem:{cls.id}")
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """Its instructions."""
+        """Start the environment, and return its instructions."""
         import gem
 
         self._env = gem.make(self.id, **self.kwargs)
@@ -27,7 +27,7 @@ class Gem(Adapter):
         return str(observation)
 
     def step(self, text: str) -> Turn | End:
-        """Its answer."""
+        """Return the environment's reply."""
         observation, reward, terminated, truncated, _ = self._env.step(text)
         if terminated or truncated:
             return End(float(reward), truncated=not terminated)

@@ -1,8 +1,9 @@
-"""`gymnasium:ID` plays an environment of Gymnasium by text.
+"""`gymnasium:ID` plays an environment of Gymnasium through text.
 
-What is observed is its JSON, and its drawing where it has one of text (`render_mode="ansi"`), with
-highlighted letters in brackets. An action is the last number, or numbers, of what the policy says;
-what holds none is answered by what may be said, and takes no step.
+The observation is written as JSON, followed by its text rendering if it has one
+(`render_mode="ansi"`), with highlighted letters in brackets. The action is the last number, or
+numbers, in the policy's text. A text without valid numbers gets a description of the valid actions,
+and takes no step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Gymnasium(Adapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Make it once: its action space must be one of numbers."""
+        """Create the environment once: its action space must consist of numbers."""
         gymnasium = imported("gymnasium", f"gymnasium:{cls.id}", "verl-like[gymnasium]")
         module, _, name = cls.id.rpartition(":")
         if module:
@@ -45,7 +46,7 @@ class Gymnasium(Adapter):
         cls.render = {"render_mode": "ansi"} if draws else {}
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """What is observed first, and what may be said."""
+        """Return the first observation, and a description of the valid actions."""
         import gymnasium
 
         self._env = gymnasium.make(self.id, **{**self.render, **self.kwargs})
@@ -77,7 +78,7 @@ class Gymnasium(Adapter):
         return f"Say a number from {space.start} to {space.start + space.n - 1}."
 
     def _shown(self, observation: Any) -> str:
-        shown = json.dumps(observation, default=lambda one: one.tolist())
+        shown = json.dumps(observation, default=lambda array: array.tolist())
         if self._env.render_mode != "ansi":
             return shown
         return f"{shown}\n{HIGHLIGHTED.sub(BRACKETS, self._env.render()).strip()}"

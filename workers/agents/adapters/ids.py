@@ -1,4 +1,4 @@
-"""Packages and ids that adapters look up, refused by name where they are not there."""
+"""Check the packages and ids of adapters; errors name what is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_like.errors import ConfigError, nearest
 
 
 def imported(module: str, setting: str, install: str) -> Any:
-    """The module of another package; `install` is what pip is asked for."""
+    """Import a module of another package; `install` is the argument of pip in the error."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -21,7 +21,7 @@ def imported(module: str, setting: str, install: str) -> Any:
 
 
 def check_id(name: str, ids: Iterable[str], setting: str) -> None:
-    """Refuse an id that its package does not know."""
+    """Reject an id that its package does not know."""
     known = list(ids)
     if name not in known:
         raise ConfigError(
@@ -31,5 +31,5 @@ def check_id(name: str, ids: Iterable[str], setting: str) -> None:
 
 
 def seed_from(rng: Any) -> int:
-    """A seed that every package takes."""
+    """Return a seed that every package accepts."""
     return int(rng.integers(2**31))

@@ -1,7 +1,7 @@
-"""`mcp:COMMAND` gives the policy the tools of an MCP server that the command starts.
+"""`mcp:COMMAND` gives the policy the tools of an MCP server, which the command starts.
 
-Each trajectory has a server of its own, asked by lines of JSON-RPC over its input and output; the
-first answer without a call ends the trajectory.
+Each trajectory has its own server, which communicates by lines of JSON-RPC over its input and
+output. The first response without a call ends the trajectory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.agents.environment import Adapter
 from workers.agents.tools import Tool
 
 VERSION = "2025-06-18"
-"""Of the protocol; a server answers with one that it knows."""
+"""Version of the protocol; a server replies with a version that it supports."""
 
 
 class MCP(Adapter):
@@ -29,7 +29,7 @@ class MCP(Adapter):
 
     @classmethod
     def id_in_full(cls, name: str) -> str:
-        """Words that are files of this folder in full: servers are started in another one."""
+        """Make words that are files absolute, because servers start in another folder."""
         words = shlex.split(name)
         return shlex.join(
             str(Path(word).absolute()) if Path(word).is_file() else word for word in words
@@ -37,7 +37,7 @@ class MCP(Adapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Ask a server for its tools."""
+        """Request the tools of a server."""
         try:
             listed = Server(cls.id).tools()
         except (OSError, ValueError, LookupError, RuntimeError) as error:
@@ -46,48 +46,48 @@ class MCP(Adapter):
             ) from error
         cls.tools = tuple(
             Tool(
-                one["name"],
-                one.get("description") or one["name"],
-                one["inputSchema"],
-                partial(_call, one["name"]),
+                tool["name"],
+                tool.get("description") or tool["name"],
+                tool["inputSchema"],
+                partial(_call, tool["name"]),
                 is_method=True,
             )
-            for one in listed
+            for tool in listed
         )
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> None:
-        """Start the trajectory's server; the row's prompt is all there is to read."""
+        """Start the trajectory's server; the row's prompt is the whole observation."""
         self._server = Server(self.id)
 
 
 def _call(name: str, environment: MCP, **arguments: Any) -> str:
-    found = environment._server.ask("tools/call", {"name": name, "arguments": arguments})
-    texts = [one["text"] for one in found.get("content", ()) if one.get("type") == "text"]
-    said = "\n".join(texts) or json.dumps(found.get("structuredContent"))
-    if found.get("isError"):
-        raise RuntimeError(said)
-    return said
+    result = environment._server.ask("tools/call", {"name": name, "arguments": arguments})
+    texts = [c["text"] for c in result.get("content", ()) if c.get("type") == "text"]
+    reply = "\n".join(texts) or json.dumps(result.get("structuredContent"))
+    if result.get("isError"):
+        raise RuntimeError(reply)
+    return reply
 
 
 class Server:
     """An MCP server's process."""
 
     def __init__(self, command: str) -> None:
-        """Starts it, and agrees on the protocol."""
+        """Start the process, and negotiate the protocol."""
         self._process = subprocess.Popen(
             shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         weakref.finalize(self, _end, self._process)
         self._number = 0
         client = {"name": "verl-like", "version": "1"}
-        about = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": client}
-        self.ask("initialize", about)
+        params = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": client}
+        self.ask("initialize", params)
         self._send({"method": "notifications/initialized"})
 
     def ask(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of a request; what the server asks meanwhile is answered by a refusal."""
+        """Return the result of a request; requests of the server in between get an error."""
         self._number += 1
-        with suppress(BrokenPipeError):  # it has ended: there is no line to read then
+        with suppress(BrokenPipeError):  # the server has ended, so there is no line to read
             self._send({"id": self._number, "method": method, "params": params})
         assert self._process.stdout is not None, "it was asked for"
         for line in self._process.stdout:
@@ -98,18 +98,18 @@ class Server:
             elif answer.get("id") == self._number:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error'].get('message', answer)}")
-                found: dict[str, Any] = answer["result"]
-                return found
+                result: dict[str, Any] = answer["result"]
+                return result
         raise RuntimeError(f"the server has ended without an answer to {method}")
 
     def tools(self) -> list[dict[str, Any]]:
-        """All pages of its list."""
+        """Return the tools of all pages of the server's list."""
         listed: list[dict[str, Any]] = []
-        asked: dict[str, Any] | None = {}
-        while asked is not None:
-            page = self.ask("tools/list", asked)
+        cursor: dict[str, Any] | None = {}
+        while cursor is not None:
+            page = self.ask("tools/list", cursor)
             listed += page["tools"]
-            asked = {"cursor": page["nextCursor"]} if page.get("nextCursor") else None
+            cursor = {"cursor": page["nextCursor"]} if page.get("nextCursor") else None
         return listed
 
     def _send(self, message: Mapping[str, Any]) -> None:

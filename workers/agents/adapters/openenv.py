@@ -1,7 +1,7 @@
-"""`openenv:URL` plays an environment that a server of OpenEnv's has, a session a trajectory.
+"""`openenv:URL` plays an environment on an OpenEnv server, with a session per trajectory.
 
-Where its actions have one field of text that must be given, that is what the policy says; else the
-policy says an action as JSON. What is observed is its one text, or its JSON.
+If its actions have exactly one required text field, the policy's text is the value of this field.
+Otherwise the policy writes an action as JSON. The observation is its only text, or its JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class OpenEnv(Adapter):
     """A client of the server's WebSocket."""
 
     field: str
-    """The one that a text goes into; "": an action is JSON."""
+    """The field for the policy's text; "" means that an action is JSON."""
     fields: Sequence[str]
 
     @classmethod
     def prepare(cls) -> None:
-        """Ask for the schema of its actions."""
+        """Request the schema of its actions."""
         imported("websockets", f"openenv:{cls.id}", "verl-like[openenv]")
         try:
             with urllib.request.urlopen(f"{cls.id}/schema", timeout=CONNECT_S) as answer:
@@ -47,7 +47,7 @@ class OpenEnv(Adapter):
         cls.field = needed[0] if has_one_text else ""
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """Connect, and begin with a seed."""
+        """Connect, and start with a seed."""
         from websockets.sync.client import connect
 
         address = f"ws{self.id.removeprefix('http')}/ws"
@@ -59,7 +59,7 @@ class OpenEnv(Adapter):
         return _shown(self._ask("reset", {"seed": seed_from(rng), **self.kwargs}))
 
     def step(self, text: str) -> Turn | End:
-        """Send what was said as an action."""
+        """Send the policy's text as an action."""
         if self.field:
             action = {self.field: text}
         else:
@@ -69,22 +69,22 @@ class OpenEnv(Adapter):
                 action = None
             if not isinstance(action, dict):
                 return Turn(f"error: an action is a JSON object of {', '.join(self.fields)}")
-        found = self._ask("step", action)
-        reward = found.get("reward") or 0.0
-        return End(reward) if found.get("done") else Turn(_shown(found), reward)
+        reply = self._ask("step", action)
+        reward = reply.get("reward") or 0.0
+        return End(reward) if reply.get("done") else Turn(_shown(reply), reward)
 
     def _ask(self, kind: str, data: Any) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.recv())
         if answer["type"] != "observation":
             raise RuntimeError(f"the server answers {kind} with {answer!r:.300}")
-        found: dict[str, Any] = answer["data"]
-        return found
+        data_of_reply: dict[str, Any] = answer["data"]
+        return data_of_reply
 
 
-def _shown(found: Mapping[str, Any]) -> str:
+def _shown(reply: Mapping[str, Any]) -> str:
     observed = {
-        name: value for name, value in found["observation"].items() if name not in NOT_OBSERVED
+        name: value for name, value in reply["observation"].items() if name not in NOT_OBSERVED
     }
     texts = [value for value in observed.values() if isinstance(value, str)]
     return texts[0] if len(observed) == len(texts) == 1 else json.dumps(observed)

@@ -1,6 +1,6 @@
-"""`reasoning_gym:NAME` asks a question of a generator of Reasoning Gym, and scores the answer.
+"""`reasoning_gym:NAME` asks a question of a Reasoning Gym generator, and scores the answer.
 
-The answer is what stands between the last <answer> and </answer>, or all that was said.
+The answer is the text between the last <answer> and </answer>, or the whole response.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from workers.agents.environment import Adapter, End
 
 
 class ReasoningGym(Adapter):
-    """One turn: every prompt has a question of its own, all samples of a prompt have the same."""
+    """One turn; every prompt has a different question, shared by all its samples."""
 
     @classmethod
     def prepare(cls) -> None:
-        """Make one question: the generator checks its settings."""
+        """Create one question: the generator checks its settings."""
         setting = f"reasoning_gym:{cls.id}"
         factory = imported("reasoning_gym.factory", setting, "verl-like[reasoning-gym]")
         check_id(cls.id, factory.DATASETS, setting)
         factory.create_dataset(cls.id, size=1, seed=0, **cls.kwargs)[0]
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """A question."""
+        """Return a question."""
         import reasoning_gym
 
         seed = seed_from(rng)
@@ -33,9 +33,9 @@ class ReasoningGym(Adapter):
         return str(self._entry["question"])
 
     def step(self, text: str) -> End:
-        """Its score."""
+        """Return the score of the answer."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(text)
-        said = text.strip() if answer is None else answer
-        return End(self._data.score_answer(answer=said, entry=self._entry))
+        reply = text.strip() if answer is None else answer
+        return End(self._data.score_answer(answer=reply, entry=self._entry))

@@ -1,6 +1,6 @@
-"""`skyrl_gym:NAME` plays an environment of SkyRL's: its own, or `skyrl_gym:FILE.py:CLASS`.
+"""`skyrl_gym:NAME` plays an environment of SkyRL, or a class as `skyrl_gym:FILE.py:CLASS`.
 
-It gets the row's columns as SkyRL's `extras`, a ground truth also as `reward_spec`, and
+It gets the row's columns as SkyRL's `extras`, with the ground truth also as `reward_spec`, and
 `environment.kwargs` as its configuration.
 """
 
@@ -14,25 +14,25 @@ from workers.agents.environment import Adapter, End, Turn, in_full, object_at
 
 
 class SkyRLGym(Adapter):
-    """It takes what was said and gives messages, whose texts are observed."""
+    """Passes the policy's text on; the texts of the replied messages are the observation."""
 
     @classmethod
     def id_in_full(cls, name: str) -> str:
-        """The file of a class of the user's."""
+        """Make the file of a user's class absolute."""
         return in_full(name)
 
     @classmethod
     def prepare(cls) -> None:
-        """Look the name up, or load the class."""
+        """Look up the name, or load the class."""
         gym = imported("skyrl_gym", f"skyrl_gym:{cls.id}", "verl-like[skyrl-gym]")
         if ":" not in cls.id:
             check_id(cls.id, gym.registry, f"skyrl_gym:{cls.id}")
             return
-        made = object_at(cls.id, "environment")
-        gym.register(id=cls.id, entry_point=made)
+        cls_of_user = object_at(cls.id, "environment")
+        gym.register(id=cls.id, entry_point=cls_of_user)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> None:
-        """Begin with the row's prompt."""
+        """Start with the row's prompt."""
         import skyrl_gym
         from omegaconf import OmegaConf
 
@@ -47,11 +47,11 @@ class SkyRLGym(Adapter):
             raise ValueError("`init` changes the prompt: write it into the rows of the data")
 
     def step(self, text: str) -> Turn | End:
-        """The texts of its messages."""
-        found = self._env.step(text)
-        if found.get("postprocessed_action", text) not in (None, text):
+        """Return the texts of the environment's messages."""
+        output = self._env.step(text)
+        if output.get("postprocessed_action", text) not in (None, text):
             raise ValueError("`step` changes what was said, and drawn tokens stay as they are")
-        if found["done"]:
-            return End(found["reward"])
-        texts = [message["content"] for message in found["observations"]]
-        return Turn("\n".join(texts), found["reward"])
+        if output["done"]:
+            return End(output["reward"])
+        texts = [message["content"] for message in output["observations"]]
+        return Turn("\n".join(texts), output["reward"])

@@ -1,4 +1,4 @@
-"""`textarena:ID` plays a game of TextArena that has one player."""
+"""`textarena:ID` plays a single-player game of TextArena."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from workers.agents.environment import Adapter, End, Turn
 
 
 class TextArena(Adapter):
-    """What a game says since the last turn is observed; its rewards are those of its end."""
+    """The observation is everything the game wrote since the last turn; rewards come at the end."""
 
     @classmethod
     def prepare(cls) -> None:
-        """Begin it once: some games need files, or another player."""
+        """Start the game once: some games need files, or another player."""
         setting = f"textarena:{cls.id}"
         textarena = imported("textarena", setting, "verl-like[textarena]")
         registry = imported("textarena.envs.registration", setting, "verl-like[textarena]")
         check_id(cls.id, registry.ENV_REGISTRY, setting)
         try:
             textarena.make(cls.id, **cls.kwargs).reset(num_players=1, seed=0)
-        except Exception as error:  # noqa: BLE001 - games check their players each in its own way
+        except Exception as error:  # noqa: BLE001 - games check their players in different ways
             raise ConfigError(
                 f"environment={setting} does not begin with one player: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from error
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """The game's rules and its first state."""
+        """Return the game's rules and its first state."""
         import textarena
 
         self._game = textarena.make(self.id, **self.kwargs)
@@ -40,7 +40,7 @@ class TextArena(Adapter):
         return self._observed()
 
     def step(self, text: str) -> Turn | End:
-        """Play what was said."""
+        """Play the policy's text."""
         is_over, _ = self._game.step(action=text)
         if is_over:
             rewards, _ = self._game.close()
