@@ -1,16 +1,17 @@
 """Load weights from a Hugging Face folder into an empty module, one tensor at a time.
 
-Each rank of a sharded module reads only its slices, and whole buffers. Weights that a checkpoint
-splits differently (`workers.models.checkpoint_format`) are assembled one at a time. Other folders
-go through transformers, which reads the whole model on each rank. Entries of the folder that
-nothing uses are an error, and so is a weight that nothing fills: a model with a part at its default
-would silently compute other numbers.
+Each rank of a sharded module reads its own slices, and buffers whole, from safetensors or mapped
+`.bin` files. Weights that a checkpoint stores in other pieces (`workers.models.checkpoint_format`)
+are assembled one at a time. If names remain that only transformers can convert, transformers reads
+the whole model on each rank. An entry that nothing takes and a weight that nothing fills are
+rejected, because a model with a part at its default would silently compute other numbers.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -134,7 +135,7 @@ def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) ->
     if module.config.num_labels == 1 and not (has_head or is_bare_config(config.path)):
         raise ConfigError(
             f"model.path={config.path!r} is a classifier with one label by its config.json, but "
-            f"its safetensors hold no {SCORE} of [1, hidden]; save it anew with save_pretrained, "
+            f"its weights hold no {SCORE} of [1, hidden]; save it again with save_pretrained, "
             "or take id2label out of config.json to start from a head of zeros."
         )
 
@@ -180,22 +181,62 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
+class PickledTensors:
+    """The tensors of a `.bin` file, mapped into memory; a slice reads only its own bytes.
+
+    Files that torch wrote before 1.6 cannot be mapped and are read whole. No code in a file runs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        can_map = zipfile.is_zipfile(path)
+        self._tensors = torch.load(path, map_location="cpu", mmap=can_map, weights_only=True)
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return [name for name, value in self._tensors.items() if isinstance(value, Tensor)]
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Return a tensor that reads what is asked for, as safetensors' slices do."""
+        return TensorSlice(self._tensors[name])
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A tensor with the interface of safetensors' slices."""
+
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self.tensor.shape)
+
+    def __getitem__(self, where: Any) -> Tensor:
+        """Return a part of the tensor."""
+        return self.tensor[where]
+
+
 class Folder:
-    """The safetensors of a Hugging Face folder, by tensor name; only requested slices are read."""
+    """The weights of a Hugging Face folder, by tensor name; only slices asked for are read.
+
+    They are its safetensors, or its `pytorch_model.bin` where it has no safetensors.
+    """
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path = path
         self.prefix = prefix + "."
         self.opened: dict[str, Any] = {}
-        index = path / "model.safetensors.index.json"
         self.files: dict[str, str] = {}
-        if index.is_file():
-            try:
-                self.files = read_json_object(index)["weight_map"]
-            except (OSError, ValueError, KeyError) as error:
-                raise ConfigError(f"model.path: {index} cannot be read: {error}") from error
-        elif (path / "model.safetensors").is_file():
-            self.files = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        for file in ("model.safetensors", "pytorch_model.bin"):
+            index = path / f"{file}.index.json"
+            if index.is_file():
+                try:
+                    self.files = read_json_object(index)["weight_map"]
+                except (OSError, ValueError, KeyError) as error:
+                    raise ConfigError(f"model.path: {index} cannot be read: {error}") from error
+            elif (path / file).is_file():
+                self.files = dict.fromkeys(self._open(file).keys(), file)
+            if self.files:
+                break
 
     def find(self, name: str) -> Any:
         """Return the slice of a tensor, or None; the base model's prefix is optional."""
@@ -229,8 +270,12 @@ class Folder:
     def _open(self, file: str) -> Any:
         if file not in self.opened:
             try:
-                self.opened[file] = safe_open(self.path / file, framework="pt")
-            except (OSError, SafetensorError) as error:
+                path = self.path / file
+                is_pickle = path.suffix == ".bin"
+                self.opened[file] = (
+                    PickledTensors(path) if is_pickle else safe_open(path, framework="pt")
+                )
+            except (OSError, SafetensorError, UnpicklingError, RuntimeError) as error:
                 raise ConfigError(
                     f"model.path: {self.path / file} cannot be read: {error}"
                 ) from error
@@ -341,7 +386,7 @@ def _by_transformers(module: Any, config: ModelConfig, missing: Iterable[str]) -
     from transformers import AutoModelForCausalLM
 
     logger.warning(
-        "model.path=%s: no safetensors of %s; transformers reads the folder, which takes the "
+        "model.path=%s: the folder has no %s; transformers reads it, which takes the "
         "whole model's memory on each rank while it loads.",
         config.path,
         ", ".join([*missing][:3]),

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import logging
+import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
-from workers.models.load import load_model
+from workers.models.load import PickledTensors, load_model
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor
 from workers.parallel.groups import Groups
@@ -131,19 +132,47 @@ def test_numbers_in_bfloat16_do_not_depend_on_the_strategy(
         assert_equal_gradients(result["gradients"], alone_in_bfloat16["gradients"])
 
 
-def test_weights_in_another_spelling_are_read_through_transformers_with_a_warning(
-    one_layer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stored", ["mapped", "before torch 1.6", "two files"])
+def test_weights_in_pickles_are_read_as_those_in_safetensors(
+    one_layer_dir: Path, tmp_path: Path, stored: str
 ) -> None:
     model = load_model(tiny_config(one_layer_dir).actor_rollout_ref.model, "token")
-    model.save_pretrained(tmp_path / "model")
-    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    with caplog.at_level(logging.WARNING):
-        other = load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
-    assert "transformers reads the folder" in caplog.text
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    weights, names = model.state_dict(), ["pytorch_model.bin"] * 2
+    if stored == "two files":
+        names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+        weight_map = {name: names[place % 2] for place, name in enumerate(weights)}
+        index = folder / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        weight_map = dict.fromkeys(weights, "pytorch_model.bin")
+    for file in set(names):
+        part = {name: weights[name] for name in weights if weight_map[name] == file}
+        is_new = stored != "before torch 1.6"
+        torch.save(part, folder / file, _use_new_zipfile_serialization=is_new)
+    other = load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
     )
+
+
+def test_a_slice_of_a_pickle_reads_only_its_own_bytes(tmp_path: Path) -> None:
+    torch.save({"large": torch.ones(64, 2**18), "step": 3}, tmp_path / "pytorch_model.bin")
+    before = anonymous_bytes()
+    tensors = PickledTensors(tmp_path / "pytorch_model.bin")
+    part = tensors.get_slice("large")[32:33].clone()
+    assert tensors.keys() == ["large"]
+    assert part.sum() == 2**18
+    assert anonymous_bytes() - before < 8 * 2**20  # the file has 64 MiB
+
+
+def anonymous_bytes() -> int:
+    """This process's resident memory that is not a file's."""
+    status = Path("/proc/self/status").read_text()
+    (kilobytes,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
+    return int(kilobytes) * 1024
 
 
 def test_a_folder_whose_weights_do_not_fit_its_config_names_them(
