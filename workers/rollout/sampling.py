@@ -142,6 +142,43 @@ def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
     return (block * _BLOCK + offset).squeeze(1)
 
 
+_TOP_P_ROWS = 32
+"""Rows that top-p looks at together, which bounds its memory."""
+
+
+def _top_p(probs: Tensor, log_probs: Tensor, top_p: float) -> Tensor:
+    """Return the fewest likeliest probabilities that reach top-p, and zero elsewhere.
+
+    A sort would take several times the memory. Bisection instead finds the last rank that stays,
+    where a token's rank is the bits of its negated log-prob, which are in order. Of tokens with
+    that rank the first ones stay.
+    """
+    ranks = log_probs.abs().view(torch.int32)
+    target = top_p * probs.sum(dim=-1, keepdim=True)
+    searched, ranks_searched = probs, ranks
+    if probs.device.type == "cpu":  # a GPU would have to wait for the answer
+        likeliest, places = probs.topk(min(_LIKELIEST, probs.shape[1]), dim=-1)
+        if (likeliest.sum(dim=-1, keepdim=True) >= target).all():
+            searched, ranks_searched = likeliest, ranks.gather(1, places)
+    too_low = torch.full_like(target, -1, dtype=torch.int32)
+    last = torch.full_like(too_low, _RANK_OF_ZERO)
+    for _ in range(31):
+        middle = too_low + (last - too_low) // 2
+        reaches = searched.where(ranks_searched <= middle, 0.0).sum(-1, keepdim=True) >= target
+        too_low, last = torch.where(reaches, too_low, middle), torch.where(reaches, middle, last)
+
+    likelier, ties = probs.where(ranks < last, 0.0), ranks == last
+    tie = probs.where(ties, 0.0).amax(dim=-1, keepdim=True)
+    mass_before = likelier.sum(dim=-1, keepdim=True) + (ties.cumsum(dim=-1) - 1) * tie
+    return torch.where(ties & (mass_before < target), probs, likelier)
+
+
+_LIKELIEST = 1024
+"""Tokens that mostly reach top-p; on CPUs they are searched before the whole vocabulary."""
+_RANK_OF_ZERO = 0x7F800000
+"""The bits of infinity, the negated log-prob of a token that cannot come."""
+
+
 def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
     """Return probabilities [rows, vocabulary] in float64, zero outside top-k, top-p and min-p.
 
@@ -153,10 +190,8 @@ def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
         smallest = probs.topk(sampling.top_k, dim=-1).values[:, -1:]
         probs = probs.masked_fill(probs < smallest, 0.0)
     if sampling.top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        beyond = before >= sampling.top_p * probs.sum(dim=-1, keepdim=True)
-        probs = torch.zeros_like(probs).scatter(1, order, ordered.masked_fill(beyond, 0.0))
+        parts = zip(probs.split(_TOP_P_ROWS), log_probs.split(_TOP_P_ROWS), strict=True)
+        probs = torch.cat([_top_p(*rows, sampling.top_p) for rows in parts])
     if sampling.min_p > 0:
         least = sampling.min_p * probs.max(dim=-1, keepdim=True).values
         probs = probs.masked_fill(probs < least, 0.0)

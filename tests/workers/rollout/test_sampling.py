@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_like.errors import ConfigError
 from workers.rollout.base import SamplingParams
@@ -52,6 +53,41 @@ def expected_probs(
     kept = [token for token in kept if probs[token] >= min_p * probs[likeliest[0]]]
     total = sum(probs[token] for token in kept)
     return {token: probs[token] / total for token in kept}
+
+
+def sorted_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The fewest likeliest probabilities that reach top-p, by a stable sort of the vocabulary."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    beyond = before >= top_p * probs.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(probs).scatter(1, order, ordered.masked_fill(beyond, 0.0))
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 3000, 40_000])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 4.0, 30.0])
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_top_p_keeps_the_tokens_that_a_sort_keeps(
+    vocab: int, spread: float, has_ties: bool
+) -> None:
+    logits = spread * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
+    log_probs = torch.log_softmax(logits.round() if has_ties else logits, dim=-1)
+    for top_p in (1e-9, 0.3123457, 0.7012345, 0.9512345, 0.9991234):
+        expected = sorted_top_p(log_probs.double().exp(), top_p)
+        assert filtered_probs(log_probs, sampling(top_p=top_p)).equal(expected)
+
+
+def test_top_p_sorts_no_vocabulary() -> None:
+    class Sorts(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, *args: Any) -> Any:
+            self.names.append(str(func))
+            return func(*args[1], **(args[2] if len(args) > 2 else {}))
+
+    with Sorts():
+        filtered_probs(torch.log_softmax(torch.randn(4, 5000), -1), sampling(top_p=0.9))
+    assert "aten.topk.default" in Sorts.names
+    assert not [name for name in Sorts.names if "sort" in name]
 
 
 def chi_square_limit(freedom: int) -> float:
