@@ -37,17 +37,17 @@ def test_the_page_runs_and_its_game_is_learned(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").symlink_to(tiny_dir)
     (game,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
-    (tmp_path / "relay.py").write_text(game, encoding="utf-8")
+    (tmp_path / "lookup.py").write_text(game, encoding="utf-8")
     lines = re.findall(r"^    ((?:echo|verl-like) .*)", PAGE.replace("\\\n", " "), re.M)
     assert [line.split()[1] for line in lines[:3]] == ["make-tiny", "check-environment", "ppo"]
 
     for line in lines[1:]:
         run(line.replace(STEPS, STEPS.replace("40", str(steps))), monkeypatch)
     said = capfd.readouterr().out
-    assert "reward 1\n" in said
-    assert "): end, reward 0\n" in said
+    assert "): 'c', reward 1\n" in said
+    assert "): end, reward 1\n" in said
 
-    folder = tmp_path / "runs" / "relay"
+    folder = tmp_path / "runs" / "lookup"
     assert (folder / "report.html").is_file()
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == steps

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     tools = [in_full(path) for path in options.tools]
     spec = EnvironmentSpec(in_full(options.path), options.kwargs, tools)
     row = {"prompt": "", **options.row}
-    with closing(EnvironmentHost(spec, options.step_timeout_s)) as host:
+    with closing(EnvironmentHost(spec, options.step_s)) as host:
         lines, problems = check(host, row, options.say, options.turns)
     print(*lines, sep="\n")
     if problems:
