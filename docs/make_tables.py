@@ -28,7 +28,7 @@ from cards import (
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
-from trainer.cli.explain import said_of
+from trainer.cli.check import said_of
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import ROOT
 from tests.conftest import load
 from trainer import load_config
-from trainer.cli.explain import said_of
+from trainer.cli.check import said_of
 from trainer.config.keys import named_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig

@@ -1,4 +1,4 @@
-"""`trainer.dry_run=true` makes all checks of a run before its first process, and stops.
+"""`verl-like check` makes all checks of a run before its first process, and stops.
 
 It prints its lines under the plan. A run raises the same errors in the same words. Only the first
 rows of large files are read (`trainer.data.files.row_limit`), so a dry run takes seconds.

@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,22 +50,14 @@ def run(
 ) -> RunResult:
     """Make a whole run: checks, then data, then processes, then steps.
 
-    With `trainer.dry_run` it ends before processes start. `callbacks` have hooks (`trainer.hooks`).
+    With `trainer.dry_run` it only checks. `callbacks` have hooks (`trainer.hooks`).
     """
-    refuse_runs_inside()
-    trainer_cls = trainer_cls or trainer_class(config)
-    check_trainer(trainer_cls)
-    trainer_cls.check_code(config, callbacks)
+    if config.trainer.dry_run:
+        return check(config, trainer_cls, callbacks)
+    trainer_cls = _checked_class(config, trainer_cls, callbacks)
 
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
-        if config.trainer.dry_run:
-            lines = look_at(config, trainer_cls)
-            config = trainer_cls.settled(config)
-            show_plan(nominal_placement(config), config, trainer_cls)
-            print("", *lines, sep="\n", flush=True)
-            return RunResult.of(config, trainer_cls.role)
-
         stop = at_end.enter_context(StopSignals())
         # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
@@ -96,6 +88,39 @@ def run(
         finally:
             close_run(folder, sys.exception())
     return RunResult.of(config, trainer_cls.role)
+
+
+def check(
+    config: RunConfig,
+    trainer_cls: type[Trainer] | None = None,
+    callbacks: Sequence[object] = (),
+    plan: Callable[[RunConfig], str] | None = None,
+) -> RunResult:
+    """Make the checks of a run, print the plan, and start nothing.
+
+    `plan` returns a text to print before files are read, in place of the short plan.
+    """
+    trainer_cls = _checked_class(config, trainer_cls, callbacks)
+    with reproducible_arithmetic():
+        if plan is not None:
+            print(plan(config), flush=True)
+        lines = look_at(config, trainer_cls)
+        config = trainer_cls.settled(config)
+        if plan is None:
+            show_plan(nominal_placement(config), config, trainer_cls)
+        print("", *lines, sep="\n", flush=True)
+    return RunResult.of(config, trainer_cls.role)
+
+
+def _checked_class(
+    config: RunConfig, trainer_cls: type[Trainer] | None, callbacks: Sequence[object]
+) -> type[Trainer]:
+    """Return the trainer's class, after the checks that need no data."""
+    refuse_runs_inside()
+    trainer_cls = trainer_cls or trainer_class(config)
+    check_trainer(trainer_cls)
+    trainer_cls.check_code(config, callbacks)
+    return trainer_cls
 
 
 class Attempts:
@@ -186,17 +211,23 @@ def reproducible_arithmetic() -> Iterator[None]:
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
-    """Print the placement and the parts of a step, as wide as the terminal."""
+    """Print a short plan, as wide as the terminal."""
+    print(plan_in_words(placement, config, trainer_cls), flush=True)
+
+
+def plan_in_words(
+    placement: Placement, config: RunConfig, trainer_cls: type[Trainer], full: bool = False
+) -> str:
+    """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
-    brief = trainer.show == "brief" and not trainer.dry_run
     roles = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
     axes = axes_in_words(config, {role: held for role, held in roles.items() if held is not None})
-    parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, brief)]
+    parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
     if trainer_cls.leaves_model(config):
         parts.append(_what_is_left(trainer))
-    if brief:
-        parts.append("trainer.show=full says all of it.")
-    print(*(fit(part, width) for part in parts), sep="\n" if brief else "\n\n", flush=True)
+    if not full:
+        parts.append("`verl-like check --full` prints all of the plan.")
+    return ("\n\n" if full else "\n").join(fit(part, width) for part in parts)
 
 
 def _what_is_left(trainer: TrainerConfig) -> str:

@@ -13,7 +13,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,10 +48,16 @@ COMPLETION = "(install|uninstall|query)=(bash|fish|zsh)"
 COMPLETION_USAGE = "install=SHELL, uninstall=SHELL or query=SHELL, with bash, fish or zsh"
 
 
-def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[str] = ()) -> None:
+def run_command(
+    recipe: Recipe[Any],
+    arguments: Sequence[str],
+    given: Sequence[str] = (),
+    start: Callable[[Any], RunResult] | None = None,
+) -> None:
     """Run with the settings among the arguments, several times for a sweep, or print the keys.
 
     `given` are settings of lower priority, which get no notice if this run does not read them.
+    `start` does something else than `trainer.launch.run` with the configuration.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
         if not any(re.fullmatch(COMPLETION, argument) for argument in arguments):
@@ -81,9 +88,10 @@ def run_command(recipe: Recipe[Any], arguments: Sequence[str], given: Sequence[s
         sys.exit(f"error: {printable(str(err))}")
 
     if options.multirun:
-        run_jobs(jobs, lambda job: load_in_words(recipe, job, given), run_in_words)
+        load = partial(load_in_words, recipe, given=given)
+        run_jobs(jobs, load, partial(run_in_words, start=start))
     else:
-        run_in_words(load_in_words(recipe, settings, given))
+        run_in_words(load_in_words(recipe, settings, given), start)
 
 
 def is_setting(argument: str) -> bool:
@@ -141,7 +149,7 @@ def load_in_words(recipe: Recipe[C], settings: Sequence[str], given: Sequence[st
         return load_config(settings, recipe, given)
 
 
-def run_in_words(config: RunConfig) -> RunResult:
+def run_in_words(config: RunConfig, start: Callable[[Any], RunResult] | None = None) -> RunResult:
     """Make the whole run; an error ends the process with its message."""
     os.environ.setdefault(OWN_PROCESS, "1")
     with ending_in_words(config.trainer.default_local_dir):
@@ -149,4 +157,4 @@ def run_in_words(config: RunConfig) -> RunResult:
 
         if devices_of(config.trainer).type == "cpu":
             keep_freed_memory()  # the driver reuses memory for its batches
-        return run(config)
+        return (start or run)(config)

@@ -18,6 +18,7 @@ from tests.integration.runs import overrides
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 from trainer.best_of_n.recipe import BEST_OF_N
+from trainer.cli.check import full_plan
 from trainer.config.recipe import Recipe
 from trainer.data import files
 from trainer.dry_run import ALL_FOUND
@@ -98,11 +99,12 @@ EDGES = {
 
 @pytest.mark.parametrize("topology", EDGES)
 def test_it_shows_every_edge_between_generators_and_trainers(
-    topology: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    topology: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     batch = ("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
-    dry("async", tiny_dir, tmp_path, f"async_training.topology={topology}", *batch)
-    shown = capsys.readouterr().out.splitlines()
+    settings = settings_of("async", tiny_dir, tmp_path)
+    config = load_config([*settings, f"async_training.topology={topology}", *batch], ASYNC)
+    shown = full_plan(config).splitlines()
     rows = [line for line in shown if re.match(r"(generator|trainer) \d {2,}", line)]
     assert [re.sub(" {2,}", " | ", row.rstrip()) for row in rows] == EDGES[topology]
 

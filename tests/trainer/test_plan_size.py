@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
-from trainer.launch import nominal_placement, show_plan, trainer_class
+from trainer.launch import nominal_placement, plan_in_words, trainer_class
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
 
@@ -20,24 +21,20 @@ SFT_RUN = ("data.train_files=t.jsonl", "model.path={tiny}/model", "trainer.backe
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
 
-def plan(config: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    show_plan(nominal_placement(config), config, trainer_class(config))
-    return capsys.readouterr().out.splitlines()
+def plan(config: Any, full: bool) -> list[str]:
+    placement = nominal_placement(config)
+    return plan_in_words(placement, config, trainer_class(config), full).splitlines()
 
 
-@pytest.mark.parametrize("show", ["brief", "full"])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("recipe", [PPO, ASYNC])
 def test_a_role_of_ones_own_stands_in_it_with_its_pool(
-    recipe: Recipe,
-    show: str,
-    tiny_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    recipe: Recipe, full: bool, tiny_dir: Path, tmp_path: Path
 ) -> None:
     judge = ("role_mapping.judge=judges", "role_workers.judge=verl_like.Worker")
     own = (*judge, "resource_pool_spec.judges=[1]", "trainer.n_gpus_per_node=4")
-    config = load_config(overrides(tiny_dir, tmp_path, *own, f"trainer.show={show}"), recipe)
-    shown = plan(config, capsys)
+    config = load_config(overrides(tiny_dir, tmp_path, *own), recipe)
+    shown = plan(config, full)
     assert any(re.search(r"\bjudges\b.*\bjudge\b", line) for line in shown), "\n".join(shown)
 
 
@@ -55,7 +52,6 @@ def test_it_is_short_and_no_wider_than_the_terminal_unless_all_is_asked_for(
     more: list[str] | None,
     tiny_dir: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
@@ -65,11 +61,11 @@ def test_it_is_short_and_no_wider_than_the_terminal_unless_all_is_asked_for(
         if more is None
         else overrides(tiny_dir, Path("run"), *more)
     )
-    brief = plan(load_config(settings, recipe), capsys)
+    brief = plan(load_config(settings, recipe), full=False)
     assert len(brief) <= MOST_LINES, "\n".join(brief)
-    assert brief[-1] == "trainer.show=full says all of it."
+    assert brief[-1] == "`verl-like check --full` prints all of the plan."
     assert max(map(len, brief)) <= WIDTH
-    full = plan(load_config([*settings, "trainer.show=full"], recipe), capsys)
+    full = plan(load_config(settings, recipe), full=True)
     assert len(full) > len(brief)
     assert max(map(len, full)) <= WIDTH
     assert any("Memory (GiB on each device" in line for line in full)

@@ -6,7 +6,7 @@
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     save a model's best responses for sft or dpo
-  explain [key=value ...]       describe what a step of ppo will do
+  check [RECIPE] [key=value..]  check a run and say what it will do, without starting it
   plan [key=value ...]          choose GPUs for every role before you rent any
   bench overlap|job [...]       predict the gain of `async`; a job's speed
   check-environment FILE:CLASS  play an environment without a model
@@ -45,7 +45,7 @@ RECIPES = {
 """Commands that run a recipe."""
 COMMANDS = {
     **RECIPES,
-    "explain": "trainer.cli.explain.main",
+    "check": "trainer.cli.check.main",
     "plan": "trainer.cli.plan.main",
     "bench": "trainer.cli.bench.main",
     "check-environment": "trainer.cli.check_environment.main",
@@ -65,6 +65,7 @@ COMMANDS = {
 """Command -> its recipe, or a function of its arguments; the module's docstring is its help."""
 ASKS_FOR_HELP = {"-h", "--help"}
 PREFERENCE_LOSSES = {"hinge", "ipo", "kto", "orpo", "simpo"}
+OTHER_WORDS = {"train": "ppo", "explain": "check --full", "rm": "reward-model"}
 
 
 def main() -> None:
@@ -73,7 +74,11 @@ def main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if only_prints(command, arguments):
         end_with_the_reader()
-    if command in ASKS_FOR_HELP or [command, *arguments] == ["help"]:
+    if command == "help":
+        command, arguments = "--help", arguments
+    if command == "--help" and arguments[:1] and arguments[0] in COMMANDS:
+        command, arguments = arguments[0], ["--help"]
+    if command in ASKS_FOR_HELP:
         print(fit((__doc__ or "").rstrip(), terminal_width()))
     elif command == "--version":
         from importlib.metadata import version
@@ -101,8 +106,8 @@ def hint_for(name: str) -> str:
         return f" Use: verl-like ppo algorithm={name}"
     if name in PREFERENCE_LOSSES:
         return f" Use: verl-like dpo loss={name}"
-    if name == "train":
-        return " Use: verl-like ppo"
+    if name in OTHER_WORDS:
+        return f" Use: verl-like {OTHER_WORDS[name]}"
     return nearest(name, COMMANDS)
 
 
@@ -149,7 +154,7 @@ def only_prints(command: str, arguments: list[str]) -> bool:
     such an error.
     """
     serves = ("serve", "serve-reward")
-    works = command in ("ppo", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
+    works = command in ("check", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
     works = works or [command, *arguments[:1]] == ["bench", "job"]
     return not works or bool({*ASKS_FOR_HELP, "--cfg"} & set(arguments))
 

@@ -148,5 +148,5 @@ def check_offload(
             raise ConfigError(
                 f"{wanted[0]}: this run is on CPUs, whose only memory is the host's, so nothing "
                 "can be moved out of it. Leave it out (strategy: fsdp or shard_grad_op), take "
-                "trainer.device=cuda, or check the command for GPUs with trainer.simulate=8xH100."
+                "trainer.device=cuda, or check the run with `verl-like check --gpus 8xH100`."
             )

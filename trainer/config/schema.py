@@ -91,14 +91,12 @@ class TrainerConfig(Section):
     """Steps between validations. 0: only after the last step; -1: never."""
     val_before_train: bool = key(True)
     """Validate before the first step."""
-    show: str = key("brief", choices=("brief", "full"))
-    """Length of the printed plan; a dry run prints everything."""
     dry_run: bool = key(False)
-    """Check the run, print the plan and stop."""
+    """Check the run, print the plan and stop (`verl-like check`)."""
     simulate: str | None = key(
         None, allows="number and card, as 8xH100", read_when=when("dry_run", True)
     )
-    """Plan as if the machines had these GPUs; sets dry_run."""
+    """Check as if the machines had these GPUs; sets dry_run (`verl-like check --gpus`)."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
     """Steps between checkpoints."""
     save_every_minutes: float | None = key(

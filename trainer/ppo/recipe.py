@@ -8,7 +8,7 @@ Placement    placement=colocate|split|standalone
              resource_pool_spec.my_pool=[1] role_mapping.rollout=my_pool  one's own
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
 Where        trainer.backend=ray|local  ray.address=HOST:PORT
-Look first   trainer.dry_run=true prints the plan and the batch sizes
+Look first   verl-like check key=value ... checks the run and prints its plan
 Several      --multirun trainer.seed=1,2   (a folder for each in the run folder)
 Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings, below your keys
              algorithm.adv_estimator=gae|grpo  algorithm.use_kl_in_reward=true

@@ -7,7 +7,6 @@ are those of `verl-like ppo`, whose reward_model.model.path and critic.model.pat
 that hf_model exports.
 
   verl-like reward-model --cfg all  every key with its meaning
-  trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
 """
 

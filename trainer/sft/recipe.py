@@ -4,7 +4,6 @@ Trains a model on chats (loss on what the assistant says), prompts with response
 Placement, run folder, checkpoints and resume are those of `verl-like ppo`.
 
   verl-like sft --cfg all           every key with its meaning
-  trainer.dry_run=true              check everything, and stop before a process starts
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100
 """
 

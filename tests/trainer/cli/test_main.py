@@ -49,7 +49,7 @@ def forked(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--help"], *([command, "--help"] for command in ("ppo", "explain", "doctor", "sft"))],
+    [[], ["--help"], *([command, "--help"] for command in ("ppo", "check", "doctor", "sft"))],
 )
 def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
     done = verl_like(decoys, *arguments)
@@ -89,10 +89,12 @@ def test_a_command_with_the_wrong_number_of_arguments_shows_its_help(decoys: Pat
     assert "usage: verl-like report RUN_DIR" in verl_like(decoys, "report").stderr
 
 
-def test_explain_starts_nothing(decoys: Path) -> None:
-    done = forked(decoys, "explain", "data.train_files=x", "actor_rollout_ref.model.path=y")
-    assert done.returncode == 0, done.stderr
+def test_a_full_check_describes_a_step_before_it_reads_files_and_writes_none(decoys: Path) -> None:
+    files = ("data.train_files=x.jsonl", "actor_rollout_ref.model.path=y")
+    done = forked(decoys, "check", "--full", *files, "trainer.device=cpu")
     assert "What a step does" in done.stdout
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
     assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]
 
 

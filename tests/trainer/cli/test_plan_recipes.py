@@ -156,7 +156,7 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
     ("arguments", "words"),
     [
         (["rm"], "plan rm: no such recipe. Did you mean 'reward-model'"),
-        (["explain"], "plan explain: no such recipe"),
+        (["chat"], "plan chat: no such recipe"),
         (["best-of-n"], "plan best-of-n: it trains nothing"),
         (
             ["sft", "--rewards=3"],

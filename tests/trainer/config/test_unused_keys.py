@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config
-from trainer.cli import explain
+from trainer.cli import check
 from trainer.config.recipe import Recipe
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.launch import run
@@ -220,8 +220,11 @@ def test_a_dry_run_shows_the_notice_once(
     assert caplog.text.count("kl_loss_coef has no effect") == 1
 
 
-def test_explain_shows_the_notice_once(caplog: pytest.LogCaptureFixture) -> None:
-    explain.main([*NEEDED, UNREAD])
+def test_a_check_shows_the_notice_once(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = ["trainer.backend=local", UNREAD]
+    check.main(["--full", *overrides(tiny_dir, tmp_path / "run", *own)])
     assert caplog.text.count("kl_loss_coef has no effect") == 1
 
 

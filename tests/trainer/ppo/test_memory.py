@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
-from trainer.cli.explain import explain
+from trainer.cli.check import explain
 from trainer.config.devices import Devices
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import (

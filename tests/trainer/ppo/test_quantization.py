@@ -13,7 +13,7 @@ from tests.conftest import load as load_file
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
 from trainer.best_of_n.recipe import BEST_OF_N
-from trainer.cli.explain import explain
+from trainer.cli.check import explain
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
 from trainer.ppo.prepare import preflight

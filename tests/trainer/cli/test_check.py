@@ -1,4 +1,4 @@
-"""`verl-like explain` says what a configuration will do, with units."""
+"""`verl-like check` checks a run and describes what it will do, with units."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.runs import overrides
 from tests.trainer.report.report_runs import make_run
 from trainer import load_config
-from trainer.cli.explain import explain, main
+from trainer.async_training.recipe import ASYNC
+from trainer.cli.check import explain, full_plan, main
 from trainer.config.keys import field_docs, leaf_keys
+from trainer.dry_run import ALL_FOUND
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
 
+TWO_POOLS = ("placement=split", "trainer.n_gpus_per_node=2")
 NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
 
 
@@ -81,36 +85,63 @@ def test_keys_without_effect_are_listed_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
-def test_lines_fit_the_terminal(
-    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_lines_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    main([*NEEDED, "placement=split", "trainer.n_gpus_per_node=2"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = full_plan(load_config([*NEEDED, *TWO_POOLS])).splitlines()
     too_long = [line for line in lines if len(line) > int(columns)]
     assert [line for line in too_long if " " in line.strip()] == []  # a key is never cut
 
 
 def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = make_run(tmp_path / "run", 3, samples=1)
-    main(["async", f"--measured={folder}", *NEEDED, "async_training.generators=2"])
-    text = capsys.readouterr().out
+    config = load_config([*NEEDED, "async_training.generators=2"], ASYNC)
+    text = full_plan(config, str(folder))
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
     assert re.search(r"\n-+\n0\.\d+ s a step; busy: generator 0 \d+%.*limited by: trainer", text)
-    assert "async_training.generators=2 (default 1): Groups that generate" in text
-
-    main(["async", *NEEDED])
-    assert "--measured=RUN_DIR" in capsys.readouterr().out
+    assert "async_training.generators=2 (default 1): " in text
+    assert "--measured RUN_DIR" in full_plan(config)
 
 
 def test_only_an_async_run_is_predicted() -> None:
-    with pytest.raises(ConfigError, match=r"--measured=x tells of a run of `explain async"):
+    with pytest.raises(ConfigError, match=r"--measured=x predicts only `check async"):
         main(["--measured=x", *NEEDED])
 
 
-def test_an_option_that_says_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no option --card-gb=80, only --measured=RUN_DIR"):
+def test_an_option_that_does_not_exist_is_rejected() -> None:
+    with pytest.raises(SystemExit, match="--card-gb=80 is no setting"):
         main(["--card-gb=80", *NEEDED])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_check_for_gpus_that_are_not_here_finds_nothing_wrong(
+    full: bool, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--gpus", "2xH100", *(["--full"] if full else [])]
+    main([*flags, *overrides(tiny_dir, tmp_path / "run", "trainer.backend=ray", *TWO_POOLS)])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "2 of kind H100" in text
+    assert ALL_FOUND in text
+    assert ("What a step does" in text) == full
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_check_rejects_what_the_run_would_reject(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = overrides(tiny_dir, tmp_path / "run", f"data.train_files={tmp_path}/absent.jsonl")
+    with pytest.raises(SystemExit, match="absent.jsonl"):
+        main(settings)
+
+
+def test_rows_are_checked_by_the_name_of_their_recipe(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "say a", "response": "ab"}\n' * 4, encoding="utf-8")
+    settings = (f"data.train_files={rows}", "data.train_batch_size=2", "trainer.backend=local")
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    main(["sft", "--full", *settings, f"model.path={tiny_dir}/model", folder])
+    text = capsys.readouterr().out
+    assert "Memory (GiB on each device" in text
+    assert ALL_FOUND in text

@@ -1,16 +1,19 @@
-r"""usage: verl-like explain [key=value ...]
-       verl-like explain async [--measured=RUN_DIR] [key=value ...]
+r"""usage: verl-like check [RECIPE] [--gpus 8xH100] [--full] [key=value ...]
 
-Takes the same key=value settings as `verl-like ppo` and prints, without starting a process: the
-calls of a step with what each waits for, which run at the same time, who runs where, every batch
-size with its unit, each key that is not at its default with its meaning, and the keys that have no
-effect in this run. Memory of every role is that of this machine's devices, or of those that
-trainer.simulate=8xH100 names.
+Checks a run without starting it. The command takes the same settings as `verl-like RECIPE` (ppo,
+async, sft, reward-model, dpo or best-of-n; by default ppo), raises the errors that the run would
+raise, tries the reward on a few rows, and prints who runs where and what fits.
 
-Of an asynchronous run also who makes and who trains, how far generators run ahead, and, from the
-seconds of the PPO run in RUN_DIR, how long a step will take and what limits it.
+  --gpus 8xH100        check for machines with these GPUs, also on a laptop; 8x80GiB names the
+                       memory of another GPU
+  --full               also print the calls of a step and which of them overlap, every batch size,
+                       the memory of every role, the metrics to watch, every changed key with its
+                       meaning, and the keys that have no effect. It is printed before the files
+                       are read, so it needs no data
+  --measured RUN_DIR   with async: predict the time of a step from the seconds of a PPO run
+                       (implies --full)
 
-  verl-like explain placement=split trainer.n_gpus_per_node=8 \
+  verl-like check --gpus 8xH100 --full placement=split \
       data.train_files=x actor_rollout_ref.model.path=y
 """
 
@@ -20,32 +23,36 @@ import argparse
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
-from trainer.async_training.recipe import ASYNC
+from trainer.cli.main import RECIPES
 from trainer.config.devices import devices_of
 from trainer.config.keys import field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
+from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import unused_keys, why_unused
-from trainer.launch import nominal_placement, trainer_class
+from trainer.launch import check, nominal_placement, plan_in_words, trainer_class
 from trainer.memory import axes_in_words
 from trainer.planner.prediction import measured_phases, prediction_line
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, own_stages
 from trainer.ppo.memory import fit_passes, plan_text
-from trainer.ppo.recipe import PPO, load_config
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.stages import PPOTrainer
+from trainer.recipe_command import run_command
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
 from workers.losses.registry import POLICY_LOSSES
 
-SHOWN_AS_PLACEMENT = ("resource_pool_spec", "role_mapping")
+LEFT_OUT = ("resource_pool_spec", "role_mapping", "trainer.dry_run")
+"""Changed keys that are not listed: the placement shows them, or the command sets them."""
 WIDTH_OF_A_FILE = 160
 
 
@@ -87,7 +94,7 @@ def generators_sections(
     if not isinstance(config, AsyncConfig):
         return {}
     if not measured:
-        ask = "verl-like explain async --measured=RUN_DIR ...: from the seconds of any PPO run"
+        ask = "verl-like check async --measured RUN_DIR ...: from the seconds of any PPO run"
         return {"Generators and trainers": plan_lines(config, max_columns), "How fast": [ask]}
     phases, notes = measured_phases(measured)
     fast = [prediction_line(config, phases), *notes]
@@ -147,7 +154,7 @@ def change_lines(config: PPOConfig) -> list[str]:
     default, docs = schema(), field_docs(schema)
     lines = []
     for key in (key.name for key in leaf_keys(schema)):
-        if key in SHOWN_AS_PLACEMENT:
+        if key in LEFT_OUT:
             continue
         value, usual = (
             list(v) if isinstance(v, tuple) else v for v in (read(config, key), read(default, key))
@@ -165,18 +172,30 @@ def _show(value: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the explanation, wrapped to the terminal."""
-    parser = argparse.ArgumentParser("verl-like explain", add_help=False, allow_abbrev=False)
+    """Check the run of these settings; an error ends the process with its message."""
+    name, rest = "ppo", list(arguments)
+    if rest and rest[0] in RECIPES:
+        name = rest.pop(0)
+    parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpus")
+    parser.add_argument("--full", action="store_true")
     parser.add_argument("--measured", default="")
-    options, settings = parser.parse_known_args(arguments)
-    if unknown := [option for option in settings if option.startswith("-")]:
-        raise ConfigError(f"there is no option {unknown[0]}, only --measured=RUN_DIR.")
-    is_async = settings[:1] == ["async"]
-    recipe: Recipe[Any] = ASYNC if is_async else PPO
-    config = load_config(settings[is_async:], recipe)
-    if options.measured and not is_async:
-        raise ConfigError(
-            f"--measured={options.measured} tells of a run of `explain async ...` alone."
-        )
+    options, settings = parser.parse_known_args(rest)
+    settings.append("trainer.dry_run=true")
+    if options.gpus:
+        settings.append(f"trainer.simulate={options.gpus}")
+    if options.measured and name != "async":
+        raise ConfigError(f"--measured={options.measured} predicts only `check async ...`.")
+    recipe: Recipe[Any] = load_object(RECIPES[name], name)
+    plan = partial(full_plan, measured=options.measured)
+    start = partial(check, plan=plan if options.full or options.measured else None)
+    run_command(recipe, settings, start=start)
+
+
+def full_plan(config: RunConfig, measured: str = "") -> str:
+    """Return all that is known of the run before it starts, as wide as the terminal."""
     width = terminal_width() or WIDTH_OF_A_FILE
-    print(fit(explain(config, width, options.measured), width))
+    trainer_cls = trainer_class(config)
+    if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
+        return fit(explain(config, width, measured), width)
+    return plan_in_words(nominal_placement(config), config, trainer_cls, full=True)
