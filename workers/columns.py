@@ -130,9 +130,12 @@ COLUMNS: dict[str, Column] = {
         _loaded("reward_model"),
         _loaded("extra_info"),
         _loaded("row_columns", ", if rows have columns of their own"),
+        _loaded("players", ", if environments have several"),
     )
 }
 
+PLAYERS = "players"
+"""Column: names of the players of each row's environment."""
 NAMED = ("uid", "sample_index")
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *NAMED)
 """The columns that a pass over the samples reads."""
@@ -192,6 +195,17 @@ def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto
         [name for name in names if name in columns],
         [name for name in names if name in batch.non_tensor_batch],
     )
+
+
+def player_uid(uid: str, player: str) -> str:
+    """The uid of a player's samples: a player is compared with itself."""
+    return f"{uid}:{player}" if player else uid
+
+
+def game_of(uid: str) -> tuple[str, str]:
+    """The prompt's uid, and the player whose sample has this uid."""
+    game, _, player = uid.partition(":")
+    return game, player
 
 
 def require(batch: DataProto, *names: str) -> None:

@@ -72,8 +72,9 @@ class PieceStream:
             self._batches = dict(list(self._batches.items())[-1:])
             self._batches[piece.batch] = self._loader.batch(piece.batch)
         prompts = self._batches[piece.batch][piece.start : piece.stop]
-        piece.uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        return repeat_prompts(prompts, self._samples_per_prompt)
+        rows = repeat_prompts(prompts, self._samples_per_prompt)
+        piece.uids = [*dict.fromkeys(map(str, rows.non_tensor_batch["uid"]))]
+        return rows
 
     def num_samples(self, batch: int) -> int:
         """The number of samples in that batch."""

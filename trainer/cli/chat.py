@@ -178,6 +178,8 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         print("Enter: the model's turn; a text: yours; Ctrl-D ends")
     with closing(EnvironmentHost(spec, STEP_S)) as host:
+        if players := host.kinds[""].players:
+            raise ConfigError(f"--environment: it has the players {', '.join(players)}, not one.")
         host.open(0, (seed, seed + 1), row)
         first = _next_answer(host)
         print(f"environment: {first.get('failed') or heard(first)}")

@@ -33,6 +33,8 @@ class Played:
 
     answers: list[dict[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    speakers: list[str] = field(default_factory=list)
+    """The players who speak next, where there are several."""
 
     @property
     def problem(self) -> str:
@@ -42,12 +44,14 @@ class Played:
     @property
     def has_ended(self) -> bool:
         """Whether the environment ended the trajectory."""
-        return bool(self.answers[-1].get("end"))
+        last = self.answers[-1]
+        return not self.speakers if "players" in last else bool(last.get("end"))
 
     @property
     def reward(self) -> float:
         """The sum of the rewards of all turns."""
-        return float(sum(answer.get("reward", 0.0) for answer in self.answers))
+        by_player = (answer.get("players", {"": answer}) for answer in self.answers)
+        return float(sum(one.get("reward", 0.0) for each in by_player for one in each.values()))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -128,14 +132,18 @@ def play(
     while asked:
         for number, answer in host.answers(1.0):
             one = played[number]
-            refuse_ids(answer.get("request", {}))
+            for player, of_player in answer.get("players", {"": answer}).items():
+                refuse_ids(of_player.get("request", {}))
+                if player and "end" not in of_player:
+                    one.speakers.append(player)
             one.answers.append(answer)
             one.seconds.append(time.monotonic() - asked.pop(number))
             if one.problem or one.has_ended or len(one.answers) > turns:
                 host.end(number)
                 continue
             asked[number] = time.monotonic()
-            host.say(number, said[min(len(one.answers), len(said)) - 1])
+            player = {"player": one.speakers.pop(0)} if one.speakers else {}
+            host.say(number, said[min(len(one.answers), len(said)) - 1], **player)
     return list(played.values())
 
 
@@ -173,6 +181,8 @@ def heard(answer: dict[str, Any]) -> str:
     """Describe an environment's reply."""
     if "failed" in answer:
         return "failed"
+    if "players" in answer:
+        return "; ".join(f"{name}: {heard(one)}" for name, one in answer["players"].items())
     if "text" in answer:
         return "the prompt alone" if answer["text"] is None else repr(answer["text"])
     reward = f"reward {answer['reward']:g}"

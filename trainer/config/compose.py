@@ -15,6 +15,7 @@ import sys
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ from trainer.config.settle import settle
 from trainer.config.unused_keys import keys_left_out
 from verl_like.errors import ConfigError, nearest
 from verl_like.masking import show_by_name
+from workers.config import EnvironmentConfig
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -128,9 +130,20 @@ SHORT_FOR = {"environment": "environment.path", "tools": "environment.tools"}
 
 def _in_full(setting: Override) -> Override:
     full = SHORT_FOR.get(setting.key_or_group)
-    if full is None or setting.is_delete() or isinstance(setting.value(), dict):
+    value = setting.value()
+    if full is None or setting.is_delete():
         return setting
+    if isinstance(value, dict):
+        if not _are_paths(value):
+            return setting
+        full = "environment.paths"
     return parse(f"{full}={setting.get_value_string()}")
+
+
+def _are_paths(values: dict[str, Any]) -> bool:
+    """Whether they are environments by name, and not keys of a section."""
+    is_section = values.keys() & {field.name for field in fields(EnvironmentConfig)}
+    return not is_section and all(":" in str(value) for value in values.values())
 
 
 def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any]) -> None:

@@ -27,6 +27,7 @@ from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
+from workers.columns import PLAYERS
 from workers.models.chat_templates import check_template
 from workers.models.folder import model_folder
 from workers.rewards.code import find_open_assert
@@ -76,6 +77,8 @@ class PromptSet:
         self.num_overlong = len(lengths) - len(self.rows)
         self.num_cut = len(self.rows) - int(fits.sum())
         self.columns = self._table.columns
+        self.players_of: Callable[[dict[str, Any]], list[str]] | None = None
+        """Returns the players of a row's environment, if a run has several players."""
         longest = max(lengths, default=0)
         self.story = (
             f"data.{setting} holds {len(lengths)} prompts; {self.num_overlong} were dropped and "
@@ -180,6 +183,7 @@ class PromptSet:
                 "reward_model": [row["reward_model"] for row in rows],
                 "extra_info": [row.get("extra_info") or {} for row in rows],
                 **({"row_columns": others} if self.columns else {}),
+                **({PLAYERS: list(map(self.players_of, others))} if self.players_of else {}),
             },
             meta_info={
                 "eos_token_id": self._tokenizer.eos_token_id,

@@ -7,7 +7,7 @@ trains, but not as its keys say, gets a warning (`trainer.ppo.contradictions`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from trainer.config.checks import check_ranks
@@ -30,6 +30,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from workers.agents.host import Kind
 from workers.config import critic_optim, is_actors_module
 from workers.config.conditions import has_teacher, teacher_is_alone
 from workers.config.passes import tokens_per_pass
@@ -184,6 +185,32 @@ def _of_teacher(config: PPOConfig) -> Iterator[str]:
                 "advantages to the teacher alone. Drop the one, or set "
                 "distillation.use_task_rewards=true."
             )
+
+
+def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
+    """Reject numbers of samples that players cannot share, and what counts samples otherwise."""
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    name = algorithm.adv_estimator
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    compares_samples = estimator is not None and needs_groups(estimator)
+    for players in [kind.players for kind in kinds if kind.players]:
+        problem = ""
+        if n % len(players) or (compares_samples and n == len(players)):
+            problem = (
+                f"{ROLLOUT}.n={n} samples of a prompt are shared by them, and each is compared "
+                f"with itself. Set it to {2 * len(players)}, or another multiple."
+            )
+        elif algorithm.filter_groups.enable or compares_with_greedy(name):
+            problem = (
+                "algorithm.filter_groups and remax have one group or baseline per prompt. "
+                "Leave them out."
+            )
+        elif hasattr(config, "async_training") and any(
+            len(k.players) != len(players) for k in kinds
+        ):
+            problem = "During asynchronous training, all environments have as many."
+        if problem:
+            raise ConfigError(f"environment: there are the players {', '.join(players)}. {problem}")
 
 
 def _of_samples(config: PPOConfig) -> Iterator[str]:

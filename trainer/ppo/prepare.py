@@ -11,7 +11,7 @@ from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.nodes import begin_cluster
-from trainer.ppo.checks import check_named_rewards
+from trainer.ppo.checks import check_named_rewards, check_players
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
@@ -21,6 +21,7 @@ from trainer.rollouts.environments import (
     check_environment,
     check_games,
     check_row_columns,
+    note_players,
     with_full_paths,
 )
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
@@ -47,9 +48,11 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-    needed = check_environment(config, tokenizer)
+    kinds = check_environment(config, tokenizer)
+    check_players(config, kinds.values())
     loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
-    check_row_columns(needed, loader.prompts.columns)
+    check_row_columns(kinds, loader.prompts.columns)
+    note_players(kinds, loader.prompts, loader.validation)
     rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))
     ptx = make_ptx_loader(config, tokenizer)

@@ -28,7 +28,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import refuse_runs_inside
 from workers.agents.recorded import RECORDED
-from workers.columns import token_rows
+from workers.columns import game_of, token_rows
 from workers.config import plays
 
 NAMED = 5
@@ -125,18 +125,21 @@ def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
     uid = recorded.non_tensor_batch["uid"][0]
     most_draws = config.algorithm.filter_groups.max_num_gen_batches
     for attempt, batch in enumerate(islice(trainer.loader, most_draws)):  # noqa: B007
-        rows = [row for row, each in enumerate(batch.non_tensor_batch["uid"]) if each == uid]
+        prompt_uids = uid, game_of(uid)[0]
+        rows = [n for n, each in enumerate(batch.non_tensor_batch["uid"]) if each in prompt_uids]
         if rows:
             break
     else:
         raise ConfigError(f"the prompts of step {wanted.step} have no uid {uid}: other data?")
     asked = repeat_prompts(batch[rows], config.actor_rollout_ref.rollout.n)
-    asked = asked[recorded.padded("sample_index").tolist()]
+    indices = recorded.padded("sample_index").tolist()
+    of_uid = [n for n, each in enumerate(asked.non_tensor_batch["uid"]) if each == uid]
+    asked = asked[[of_uid[index] for index in indices]]
     if not wanted.is_live:
         answers = [facts["answers"] for facts in recorded.non_tensor_batch[EPISODE]]
         asked = asked.union(DataProto.from_dict({}, {RECORDED: object_rows(answers)}))
     made = trainer.rollouts.generate(asked, attempt=attempt)
-    for row, index in enumerate(recorded.padded("sample_index").tolist()):
+    for row, index in enumerate(indices):
         was, now = (_Row.of(each, row) for each in (recorded, made))
         difference = first_difference(was, now, trainer.rollouts.tokenizer)
         drawn = int(was.is_drawn.sum())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from typing import Any
 
 from trainer.data.files import is_num_games
+from trainer.data.prompts import PromptSet
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, nearest
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import in_full
-from workers.agents.host import EnvironmentHost
+from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import plays
 from workers.models.folder import model_folder
@@ -20,29 +21,39 @@ from workers.models.rotary import factor_border
 from workers.training.row_proof import SPLITS
 
 
-def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> list[str]:
-    """Refuse code that is not there or cannot be called, and a template that does not take turns;
-    tools, too, where there is a reason that `refuses_tools`.
+def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> dict[str, Kind]:
+    """Reject code that is not there or cannot be called, and a template that does not take turns.
 
-    Gives the columns that the environment needs of every row.
+    `refuses_tools` is a reason to reject tools. Return the facts about each environment by name.
     """
     if not plays(config):
-        return []
+        return {}
     own = with_full_paths(config).environment
+    if own.path and own.paths:
+        raise ConfigError("environment.path and environment.paths: set one of the two.")
     if own.history == "as_template":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)
     with closing(EnvironmentHost(spec_of(own, tokenizer), own.step_timeout_s)) as host:
-        columns: list[str] = host.columns
         if refuses_tools and host.tools:
             names = ", ".join(tool["function"]["name"] for tool in host.tools)
             raise ConfigError(
                 f"environment={own.path}: its methods {names} are tools. {refuses_tools} Put an "
                 "underscore before methods that are none, or use a class without such methods."
             )
-        TurnRenderer(tokenizer, host.tools, [tokenizer.eos_token_id])
-    return columns
+        for kind in host.kinds.values():
+            TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])
+        return host.kinds
+
+
+def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> None:
+    """Tell sets of prompts whose samples are of which players, if there are several."""
+    if not any(kind.players for kind in kinds.values()):
+        return
+    for prompts in prompt_sets:
+        if prompts is not None:
+            prompts.players_of = lambda row: kinds[name_of(kinds, row)].players
 
 
 def with_full_paths(config: Any) -> Any:
@@ -55,6 +66,7 @@ def with_full_paths(config: Any) -> Any:
     own = config.environment
     paths = {
         "environment.path": in_full(own.path) if own.path else "",
+        "environment.paths": {name: in_full(path) for name, path in own.paths.items()},
         "environment.tools": [in_full(path) for path in own.tools],
         "environment.call_parser": own.call_parser and in_full(own.call_parser),
     }
@@ -72,9 +84,15 @@ def check_games(config: Any) -> None:
             )
 
 
-def check_row_columns(needed: Collection[str], there: Collection[str]) -> None:
-    """Refuse rows of the data without a column that the environment's `reset` needs."""
+def check_row_columns(kinds: Mapping[str, Kind], there: Collection[str]) -> None:
+    """Reject rows of the data without a column that the environment's `reset` needs."""
     columns = {*there, *OWN_COLUMNS}
+    needed = [name for kind in kinds.values() for name in kind.columns]
+    if kinds and "" not in kinds and COLUMN not in columns:
+        raise ConfigError(
+            f"environment.paths has {len(kinds)} environments, and the rows of data.train_files no "
+            f"column {COLUMN!r} that names one of {', '.join(kinds)}."
+        )
     for name in needed:
         if name not in columns:
             raise ConfigError(

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from trainer.rollouts.turns import EPISODE, turn_fields
+from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import has_column, read_columns, token_rows
+from workers.columns import PLAYERS, has_column, player_uid, read_columns, token_rows
 from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses
 
@@ -28,10 +29,26 @@ EXTRA = "reward_extra/"
 
 
 def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
-    """A row for each sample of every prompt, numbered among those of its prompt."""
-    batch = prompts.repeat(num_samples, interleave=True)
-    index = torch.arange(num_samples).repeat(len(prompts))
-    return batch.union(DataProto.from_dict({"sample_index": index}))
+    """A row for each sample of every prompt, numbered among those of its prompt.
+
+    The samples of a prompt whose environment has several players go to the players in turn. The
+    players of an environment are rows that follow each other; there is at least one environment.
+    """
+    players = prompts.non_tensor_batch.get(PLAYERS)
+    if players is None:
+        batch = prompts.repeat(num_samples, interleave=True)
+        index = torch.arange(num_samples).repeat(len(prompts))
+        return batch.union(DataProto.from_dict({"sample_index": index}))
+    samples = [
+        (row, player_uid(prompts.non_tensor_batch["uid"][row], player), number)
+        for row, names in enumerate(players)
+        for number in range(max(num_samples // max(len(names), 1), 1))
+        for player in names or [""]
+    ]
+    rows, uids, numbers = zip(*samples, strict=True)
+    batch = prompts.select_idxs(list(rows))
+    batch.non_tensor_batch["uid"] = object_rows(uids)
+    return batch.union(DataProto.from_dict({"sample_index": torch.tensor(numbers)}))
 
 
 def concat_rows(parts: Sequence[DataProto]) -> DataProto:

@@ -13,7 +13,12 @@ from trainer.data.files import row_limit
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.record import Run
-from trainer.rollouts.environments import check_environment, check_games, with_full_paths
+from trainer.rollouts.environments import (
+    check_environment,
+    check_games,
+    note_players,
+    with_full_paths,
+)
 from trainer.rollouts.headline import headline
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import try_rewards
@@ -64,13 +69,14 @@ class SamplingOnlyTrainer(Trainer):
         check_rollout(config)
         tokenizer = load_tokenizer(path)
         set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-        check_environment(config, tokenizer, cls.refuses_tools)
+        kinds = check_environment(config, tokenizer, cls.refuses_tools)
         prompts = PromptSet(
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
         )
         if not len(prompts):
             raise ConfigError(f"{prompts.story}: no prompt is left.")
         logger.info("%s", prompts.story)
+        note_players(kinds, prompts)
 
         rewards = make_rewards(config, tokenizer, prompts)
         at_end.enter_context(closing(rewards))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -65,6 +65,8 @@ class Environment:
     sample's own.
     """
 
+    players: ClassVar[Sequence[str]] = ()
+    """Names of the trained players, if there are several: each has its own trajectory."""
     rng_seed: int | None = None
 
     @cached_property
@@ -72,12 +74,19 @@ class Environment:
         """Random numbers of this sample alone; made when they are first asked for."""
         return np.random.default_rng(self.rng_seed)
 
-    def reset(self, row: Mapping[str, Any], rng: Any) -> str | None:
-        """Begin, with the columns of the data's row."""
+    def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
+        """Begin, with the columns of the data's row.
+
+        With several players, return a dict: player -> its first observation. These players speak.
+        """
         return None
 
-    def step(self, text: str) -> Turn | End:
-        """Answer what the policy said."""
+    def step(self, text: str) -> Any:
+        """Answer what the policy said with a `Turn` or an `End`.
+
+        With several players, the arguments are the text and the player who said it. Return a dict:
+        player -> its `Turn`, after which that player speaks, or its `End`.
+        """
         raise NotImplementedError
 
 
@@ -128,17 +137,28 @@ for _prefix, _class in {
 class EnvironmentSpec:
     """Which class, which tools, and what their processes may have."""
 
-    path: str = ""
-    """FILE.py:CLASS, package.module:CLASS, or PREFIX:ID; "": tools alone."""
+    path: str | Mapping[str, str] = ""
+    """FILE.py:CLASS, package.module:CLASS, or PREFIX:ID; "": tools alone; or these by name."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the class; by name, if there are several."""
     tools: Sequence[str] = ()
     """FILE.py:FUNCTION or package.module:FUNCTION of each."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; none: all forms."""
 
+    def load_all(self) -> dict[str, Loaded]:
+        """The environments by name; a single environment has the name ""."""
+        if isinstance(self.path, str):
+            return {"": self.load()}
+        return {
+            name: replace(self, path=path, kwargs=self.kwargs.get(name, {})).load()
+            for name, path in self.path.items()
+        }
+
     def load(self) -> Loaded:
         """The class and the functions; a ConfigError names what is no such thing."""
+        assert isinstance(self.path, str), "load_all loads several environments"
         cls, kwargs, parser = None, dict(self.kwargs), self._parser()
         functions = [
             Tool.of(object_at(path, f"tools[{number}]"), f"tools[{number}]")
@@ -199,6 +219,11 @@ class Loaded:
         from workers.agents.gateway import AgentEpisode
 
         return AgentEpisode(self.agent, self.kwargs, seeds, self.parse)
+
+    @property
+    def players(self) -> list[str]:
+        """Names of the trained players; none: there is one."""
+        return list(getattr(self.agent or self.cls, "players", ()))
 
     @cached_property
     def tools(self) -> list[Tool]:
@@ -339,12 +364,12 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
             )
     if not _has_step(cls):
         return
+    has_players = bool(getattr(cls, "players", ()))
     try:
-        inspect.signature(cls.step).bind(None, "text")
+        inspect.signature(cls.step).bind(None, "text", *["player"] * has_players)
     except TypeError as error:
-        raise ConfigError(
-            f"environment={path}: step takes the text that was said: {error}."
-        ) from error
+        takes = "the text that was said" + ", and the player who said it" * has_players
+        raise ConfigError(f"environment={path}: step takes {takes}: {error}.") from error
 
 
 class Played(Protocol):
@@ -375,16 +400,48 @@ class Episode:
                 self._env.rng = np.random.default_rng(seeds[1])
         self._tools = {tool.name: tool.bound_to(self._env) for tool in loaded.tools}
         self._loaded = loaded
+        self._silent = set(loaded.players)
+        """Players that have observed nothing yet."""
+        self._waiting = set(loaded.players)
+        """Players that do not speak next, and have not left."""
+        self._speaking: set[str] = set()
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The first observation: a text, or None."""
+        """The first observation: a text, or None; with several players, those of some of them."""
         text = None
         if self._env is not None:
             text = waited(self._call_reset(row))
+        seed_globals(self._seeds[1])
+        if self._loaded.players:
+            return self._of_players("reset", text, self._first)
+        return self._first(text)
+
+    def _first(self, text: Any) -> dict[str, Any]:
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset returned {_kind(text)}, not a text or None")
-        seed_globals(self._seeds[1])
         return {"text": text}
+
+    def _of_players(
+        self, method: str, answers: Any, read: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The answers to players by their names."""
+        players = self._loaded.players
+        if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
+            raise TypeError(f"{method} returned {_kind(answers)}, not a dict by {players}")
+        found = {player: read(answer) for player, answer in answers.items()}
+        if early := sorted({*found} - self._waiting):
+            raise ValueError(f"{method} answers {early[0]!r}, who speaks at present or has left")
+        self._waiting -= {*found}
+        self._speaking |= {player for player in found if "end" not in found[player]}
+        if self._waiting and not self._speaking:
+            raise ValueError(f"{method} lets nobody speak, and {sorted(self._waiting)} wait")
+        for player in self._silent & {*found}:
+            if "messages" in found[player]:
+                if answers[player].reward:
+                    raise ValueError(f"{method} rewards {player!r}, who has said nothing yet")
+                found[player] = {"text": answers[player].text}
+        self._silent -= {*found}
+        return {"players": found}
 
     def _call_reset(self, row: Mapping[str, Any]) -> Any:
         """With what it names of the columns, the row and the rng; `**columns` are the row's."""
@@ -397,8 +454,11 @@ class Episode:
             **{name: given[name] for name in given if name in names or takes_all and name in row}
         )
 
-    def step(self, text: str) -> dict[str, Any]:
-        """What is observed after this text: messages, the reward of the text, and if it ends."""
+    def step(self, text: str, player: str = "") -> dict[str, Any]:
+        """What is observed after this text: messages, the reward of the text, and if it ends.
+
+        With several players, what each of them observes after the text of this one.
+        """
         calls = self._loaded.parse(text)[0] if self._tools else []
         if calls:
             answers = [answer_call(call, self._tools) for call in calls]
@@ -407,7 +467,13 @@ class Episode:
                 for call, (said, _) in zip(calls, answers, strict=True)
             ]
             errors = sum(failed for _, failed in answers)
-            return {"messages": messages, "reward": 0.0, "calls": len(calls), "errors": errors}
+            counts = {"calls": len(calls), "errors": errors}
+            found = {"messages": messages, "reward": 0.0, **counts}
+            return {"players": {player: found}} if player else found
+        if player:
+            self._speaking.discard(player)
+            self._waiting.add(player)
+            return self._of_players("step", waited(self._env.step(text, player)), self._read)
         unread_call = call_like(text) if self._tools else ""
         return self._answer(text) | ({"call_like": unread_call} if unread_call else {})
 
@@ -415,7 +481,9 @@ class Episode:
         """The answer to a text that calls no tool."""
         if not self._loaded.has_step:
             return {"end": True, "reward": _finite(self._final_reward())}
-        answer = waited(self._env.step(text))
+        return self._read(waited(self._env.step(text)))
+
+    def _read(self, answer: Any) -> dict[str, Any]:
         if isinstance(answer, End):
             reward = _finite(answer.reward)
             return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}

@@ -28,10 +28,10 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
 from verl_like.process.child import start_child
 from verl_like.process.sandbox import visible_environment
 from workers.agents.environment import EnvironmentSpec
@@ -58,6 +58,8 @@ END_S = 10.0
 class _Process:
     number: int
     socket: socket.socket
+    waiting: list[Mapping[str, Any]] = field(default_factory=list)
+    """Messages that are sent once it has answered those before."""
     rest: bytes = b""
     until: float = 0.0
     is_asked: bool = False
@@ -66,6 +68,33 @@ class _Process:
     """Its last answer was a request: a program of the user's waits for what is drawn."""
     busy_s: float = 0.0
     """What its last answer took."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of an environment before it plays."""
+
+    tools: list[dict[str, Any]]
+    """Schemas of the tools that the policy may call."""
+    columns: list[str] = field(default_factory=list)
+    """Columns of a row that it cannot do without."""
+    players: list[str] = field(default_factory=list)
+    """Names of its trained players; none: there is one."""
+
+
+COLUMN = "environment"
+"""Column of the data that names the environment of a row, if a run has several."""
+
+
+def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
+    """The name of a row's environment; a single environment has the name ""."""
+    name = "" if "" in kinds else str(row.get(COLUMN))
+    if name not in kinds:
+        raise ConfigError(
+            f"environment: the column {COLUMN!r} of a row has {name!r}, and there are "
+            f"{', '.join(kinds)}.{nearest(name, kinds)}"
+        )
+    return name
 
 
 class EnvironmentHost:
@@ -105,13 +134,14 @@ class EnvironmentHost:
             pid, _ = self._channel.receive(until)  # of the code, which the supervisor ends
             with suppress(AttributeError, ProcessLookupError):  # not on Linux; it has ended
                 handles.append(os.pidfd_open(pid))
-            problem, self.tools, self.columns = self._channel.receive(until)
+            problem, kinds = self._channel.receive(until)
         except (TimeoutError, EOFError, OSError, TypeError, ValueError) as error:
             ended = error or "its process ended"
             problem = f"environment={self._spec.path} is not loaded: {ended}."
         if problem is not None:
             self._end()
             raise ConfigError(problem)
+        self.kinds = {name: Kind(*facts) for name, facts in kinds.items()}
         self._orders.setblocking(True)  # the channel, a copy of it, has deadlines of its own
         for end in (self._orders, *handles):
             self._selector.register(end, selectors.EVENT_READ, None)
@@ -134,12 +164,17 @@ class EnvironmentHost:
         )
         self._start_host()
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools of all environments."""
+        return [tool for kind in self.kinds.values() for tool in kind.tools]
+
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
         """Begin an environment with this row, in a process that has it alone."""
         one = self._idle.pop() if self._idle else self._start()
         self._open[number] = one
         self._selector.register(one.socket, selectors.EVENT_READ, number)
-        self._send(number, {"seeds": seeds, "row": row})
+        self._send(number, {"name": name_of(self.kinds, row), "seeds": seeds, "row": row})
 
     def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
@@ -222,6 +257,9 @@ class EnvironmentHost:
         one = self._open.get(number)
         if one is None:
             return
+        if one.is_asked:  # another player waits for its answer
+            one.waiting.append(message)
+            return
         one.until, one.is_asked = time.monotonic() + self._step_timeout_s, True
         line = TO_JSON(message).encode() + b"\n"
         try:
@@ -274,10 +312,13 @@ class EnvironmentHost:
             return None
         busy = found.pop("busy_s", 0.0)
         one.busy_s = busy if isinstance(busy, float) else 0.0
-        one.is_agent = "request" in found
+        of_players = found.get("players", {"": found}).values()
+        one.is_agent = any("request" in answer for answer in of_players)
         if "failed" in found:
             self._fail(number, str(found["failed"]))
             return None
+        if one.waiting:
+            self._send(number, one.waiting.pop(0))
         return found
 
     def _fail(self, number: int, why: str, reason: str = BROKEN) -> None:

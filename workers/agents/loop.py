@@ -58,6 +58,8 @@ class TurnLoop:
         self._numbers = itertools.count()
         self._trajectories: dict[int, Trajectory] = {}
         """The trajectories that are not taken, by number."""
+        self._games: dict[int, range] = {}
+        """Numbers of the trajectories of each environment that has not ended: one per player."""
         self._num_waits = 0
 
     @property
@@ -84,9 +86,16 @@ class TurnLoop:
             self._host, self._chat, self._config, self._decode, sampling, self._engine
         )
         self._num_open = num_open
-        added = [Trajectory(start, number=next(self._numbers)) for start in starts]
-        self._trajectories |= {trajectory.number: trajectory for trajectory in added}
-        return [trajectory.number for trajectory in added]
+        numbers = []
+        for start in starts:
+            number = game = next(self._numbers)
+            if start.player and numbers:
+                last = self._trajectories[numbers[-1]]
+                game = last.game if last.start.game == start.game else number
+            self._games[game] = range(game, number + 1)
+            self._trajectories[number] = Trajectory(start, number=number, game=game)
+            numbers.append(number)
+        return numbers
 
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None
@@ -100,23 +109,44 @@ class TurnLoop:
         for trajectory in self._trajectories.values():
             trajectory.num_drawn_in_take = 0
         try:
-            while len(self._in(State.ENDED)) < len(self._trajectories):
+            while self._games:
                 self._open_queued()
                 if self._step(budget) or budget.is_over:
                     break
         except BaseException:
             self.abort()
             raise
-        return {
-            ended.number: self._trajectories.pop(ended.number) for ended in self._in(State.ENDED)
-        }
+        ended = [one.number for one in self._trajectories.values() if one.game not in self._games]
+        return {number: self._trajectories.pop(number) for number in ended}
 
     def abort(self) -> None:
         """Drop all trajectories and end their environments."""
         self._engine.abort([running.request_id for running in self._in(State.ENGINE)])
-        for trajectory in self._open():
-            self._host.end(trajectory.number)
-        self._trajectories = {}
+        for game in self._games:
+            self._host.end(game)
+        self._trajectories, self._games = {}, {}
+
+    def _players(self, game: int) -> list[Trajectory]:
+        """The trajectories of an environment."""
+        return [self._trajectories[number] for number in self._games.get(game, ())]
+
+    def _end_games(self) -> None:
+        """End the environments that have no trajectory left.
+
+        A trajectory that ends for another reason than its environment's word ends those of the
+        other players, too.
+        """
+        ended = {one.game for one in self._in(State.ENDED)} & self._games.keys()
+        for game in ended:
+            players = self._players(game)
+            for cut in [one for one in players if one.state is State.ENDED and not one.has_left]:
+                for other in players:
+                    if other.state is not State.ENDED:
+                        self._drop_request(other)
+                        other.end(cut.ended, self._setting, cut.problem)
+            if all(one.state is State.ENDED for one in players):
+                self._host.end(game)
+                del self._games[game]
 
     def _in(self, state: State) -> list[Trajectory]:
         return [
@@ -134,14 +164,19 @@ class TurnLoop:
 
     def _open_queued(self) -> None:
         if queued := self._in(State.QUEUED):
-            for trajectory in queued[: max(0, self._num_open - len(self._open()))]:
-                trajectory.open(self._setting)
+            room = max(0, self._num_open - len(self._open()))
+            for game in sorted({trajectory.game for trajectory in queued[:room]}):
+                for player in self._players(game):
+                    player.open(self._setting)
 
     def _step(self, budget: Budget) -> bool:
-        """Read the answers of environments, then let the engine generate for a while.
+        """Play for a while; return whether a trajectory has as many tokens as `budget` allows."""
+        is_far = self._play_on(budget)
+        self._end_games()
+        return is_far
 
-        Return whether a trajectory has as many tokens as `budget` allows.
-        """
+    def _play_on(self, budget: Budget) -> bool:
+        """Read the answers of environments, then let the engine generate for a while."""
         seconds = min(TAKE_S, budget.seconds_left)
         is_idle = not self._in(State.ENGINE)
         self._receive(seconds if is_idle and not self._in(State.READY) else 0.0)
@@ -170,12 +205,14 @@ class TurnLoop:
         count = 0
         for number, answer in self._host.answers(seconds):
             count += 1
-            trajectory = self._trajectories[number]
-            trajectory.note_time(self._host.busy_s(number))
             if "failed" in answer:
-                self._on_failure(trajectory, answer)
-            else:
-                trajectory.on_answer(answer, self._setting)
+                self._on_failure(number, answer)
+                continue
+            by_player = answer.get("players", {"": answer})
+            for player in self._players(number):
+                if player.start.player in by_player and player.state is State.ENVIRONMENT:
+                    player.note_time(self._host.busy_s(number))
+                    player.on_answer(by_player[player.start.player], self._setting)
         return count
 
     def _tokenize_observations(self) -> None:
@@ -220,24 +257,30 @@ class TurnLoop:
                 LATE, self._setting, f"it took over environment.trajectory_timeout_s={most:g} s"
             )
 
-    def _on_failure(self, trajectory: Trajectory, answer: Mapping[str, Any]) -> None:
+    def _on_failure(self, game: int, answer: Mapping[str, Any]) -> None:
         """Restart with a fresh environment and the same noise, or end with the problem.
 
         After a missed deadline it restarts only while there are trajectories that missed none, so
         that nobody waits for a second deadline.
         """
-        trajectory.answers.append(answer)
-        self._drop_request(trajectory)
         is_late = answer["reason"] == LATE
-        trajectory.was_late |= is_late
+        players = self._players(game)
+        failed = [player for player in players if player.state is not State.ENDED]
+        for player in failed:
+            player.note_time(self._host.busy_s(game))
+            player.answers.append(answer)
+            self._drop_request(player)
+            player.was_late |= is_late
         unfinished = [*self._open(), *self._in(State.QUEUED)]
         has_time = not is_late or not all(other.was_late for other in unfinished)
-        if trajectory.attempts > self._config.retries or not has_time:
-            trajectory.end(answer["reason"], self._setting, str(answer["failed"]))
+        if any(player.attempts > self._config.retries for player in failed) or not has_time:
+            for player in failed:
+                player.end(answer["reason"], self._setting, str(answer["failed"]))
             return
-        self._host.end(trajectory.number)
-        again = self._trajectories[trajectory.number] = trajectory.restarted()
-        again.open(self._setting)
+        self._host.end(game)
+        for player in players:
+            again = self._trajectories[player.number] = player.restarted()
+            again.open(self._setting)
 
     def _drop_request(self, trajectory: Trajectory) -> None:
         """Stop generating: an environment's process may end while the engine has the sample."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,17 @@ import torch
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
+from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import NO_FAULTS, Faults
-from workers.agents.host import EnvironmentHost
+from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.loop import TurnLoop
 from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Start, Trajectory
-from workers.columns import require
+from workers.columns import PLAYERS, game_of, require
 from workers.rewards.decoding import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import NoiseOf
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
 
 ROW_COLUMNS = (
-    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", RECORDED,
+    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
 )  # fmt: skip
 """Columns that a trajectory begins with, in addition to those of any sample."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
@@ -51,7 +53,8 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
     call_parser = [config.call_parser] if config.call_parser else forms_of(template)
     sandbox = Sandbox.of(config.sandbox)
     sandbox = replace(sandbox, processes=max(sandbox.processes, PROCESSES * MOST_OPEN))
-    return EnvironmentSpec(config.path, config.kwargs, config.tools, sandbox, call_parser)
+    path = config.paths or config.path
+    return EnvironmentSpec(path, config.kwargs, config.tools, sandbox, call_parser)
 
 
 class Players:
@@ -82,14 +85,17 @@ class Players:
         """Begin a trajectory for every row that is no padding; return their numbers."""
         require(data, "raw_prompt", "sample_index", "uid")
         if self._loop is None or not self.num_running:
-            tools = self._host.tools
+            kinds = self._host.kinds
+            tools = kinds[""].tools if "" in kinds else []
             chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
             decode = self._decode(bool(tools))
             is_recorded = RECORDED in data.non_tensor_batch
-            host = RecordedHost(tools) if is_recorded else self._host
+            host = RecordedHost(kinds) if is_recorded else self._host
+            self._kinds = host.kinds
             self._loop = TurnLoop(engine, host, chat, self._config, decode)
         faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
-        return self._loop.submit(_starts(data, noise_of, faults), sampling, MOST_OPEN)
+        starts = _starts(data, noise_of, faults, self._kinds)
+        return self._loop.submit(starts, sampling, MOST_OPEN)
 
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None
@@ -109,12 +115,16 @@ class Players:
         return lambda ids: decode_rows(self._tokenizer, [ids])[0]
 
 
-def _starts(data: DataProto, noise_of: NoiseOf, faults: Faults) -> list[Start]:
+def _starts(
+    data: DataProto, noise_of: NoiseOf, faults: Faults, kinds: Mapping[str, Kind]
+) -> list[Start]:
     columns = data.non_tensor_batch
     indices = data.padded("sample_index").tolist()
-    starts = []
+    starts: list[Start] = []
     for number in range(data.num_real_rows):
-        uid = str(columns["uid"][number])
+        uid, index = str(columns["uid"][number]), indices[number]
+        key, name = noise_of(uid, index), f"uid {uid} sample {index}"
+        game, player = game_of(uid) if PLAYERS in columns else (uid, "")
         own = columns["row_columns"][number] if "row_columns" in columns else {}
         rule = columns["reward_model"][number] if "reward_model" in columns else {}
         row = {
@@ -126,10 +136,19 @@ def _starts(data: DataProto, noise_of: NoiseOf, faults: Faults) -> list[Start]:
         }
         if RECORDED in columns:
             row[RECORDED] = columns[RECORDED][number]
-        key = noise_of(uid, indices[number])
-        name = f"uid {uid} sample {indices[number]}"
-        seeds = noise_of(uid, OF_ALL), key
-        starts.append(Start(row["prompt"], row, seeds, key, name, faults))
+        kind = name_of(kinds, row)
+        players = kinds[kind].players
+        place = players.index(player) if players else 0
+        if place:  # the first player's environment
+            if len(starts) < place or starts[-place].game != (game, index):
+                raise RolloutError(f"rollout: {name} comes without the other players {players}.")
+            row = starts[-place].row
+        seeds = noise_of(game, OF_ALL), noise_of(game, index)
+        tools = None if kind == "" else kinds[kind].tools
+        start = Start(row["prompt"], row, seeds, key, name, faults)
+        starts.append(
+            replace(start, player=player * bool(players), game=(game, index), tools=tools)
+        )
     return starts
 
 

@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -55,20 +55,23 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
     end = FunctionEnd(os.dup(descriptor))
     end.send([os.getpid(), os.getcwd()])
     try:
-        loaded = spec.load()
+        loaded = spec.load_all()
     except ConfigError as error:
-        end.send([str(error), [], []])
+        end.send([str(error), {}])
         return
     except BaseException as error:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        end.send(
-            [f"environment={spec.path} is not loaded: {type(error).__name__}: {error}", [], []]
-        )
+        end.send([f"environment={spec.path} is not loaded: {type(error).__name__}: {error}", {}])
         return
-    end.send([None, [tool.schema for tool in loaded.tools], loaded.columns])
-    _ = loaded.has_step  # as tools and columns: read here, and in no trajectory's process
-    if loaded.is_async:
-        importlib.import_module("asyncio")
+    kinds = {
+        name: [[tool.schema for tool in one.tools], one.columns, one.players]
+        for name, one in loaded.items()
+    }
+    end.send([None, kinds])
+    for one in loaded.values():
+        _ = one.has_step  # as tools and columns: read here, and in no trajectory's process
+        if one.is_async:
+            importlib.import_module("asyncio")
     _warm_up()
     gc.collect()
     gc.freeze()  # what is loaded is then not copied page by page where a fork collects
@@ -117,7 +120,7 @@ def _kill(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _play(descriptor: int, loaded: Loaded, spec: EnvironmentSpec) -> NoReturn:
+def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) -> NoReturn:
     """Answer for one trajectory until the other end closes; the process then ends."""
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -134,7 +137,7 @@ def _play(descriptor: int, loaded: Loaded, spec: EnvironmentSpec) -> NoReturn:
         os._exit(0)
 
 
-def _answer_all(descriptor: int, loaded: Loaded, begins: Callable[[], None]) -> None:
+def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
     """Every line that comes, with a line; `begins` is called before each."""
     episode: Played | None = None
     for line in _lines(descriptor):
@@ -145,7 +148,7 @@ def _answer_all(descriptor: int, loaded: Loaded, begins: Callable[[], None]) -> 
             time.sleep(delay_s)
         try:
             if episode is None or "seeds" in asked:
-                episode = loaded.begin(tuple(asked["seeds"]))
+                episode = loaded[asked["name"]].begin(tuple(asked["seeds"]))
                 answer = episode.reset(asked["row"])
             else:
                 answer = episode.step(**asked)
@@ -179,6 +182,8 @@ def _warm_up() -> None:
     for _ in range(WARM_UPS):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            ours.sendall(b'{"seeds": [0, 1], "row": {}}\n{"text": "", "delay_s": 0.0}\n')
+            ours.sendall(
+                b'{"name": "", "seeds": [0, 1], "row": {}}\n{"text": "", "delay_s": 0.0}\n'
+            )
             ours.shutdown(socket.SHUT_WR)
-            _answer_all(theirs.fileno(), Loaded(_Nothing, {}, []), lambda: None)
+            _answer_all(theirs.fileno(), {"": Loaded(_Nothing, {}, [])}, lambda: None)

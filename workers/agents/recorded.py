@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+from workers.agents.host import Kind
 
 RECORDED = "recorded_answers"
 """Column: what the environment of each row's trajectory answered, in order."""
@@ -13,8 +16,9 @@ OVER = {"failed": "no further answer was recorded", "reason": "environment"}
 class RecordedHost:
     """Called as `EnvironmentHost` is; a trajectory's row has its answers."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self.tools = tools
+    def __init__(self, kinds: Mapping[str, Kind]) -> None:
+        """A recorded trajectory is played alone, also if it had other players."""
+        self.kinds = {name: replace(kind, players=[]) for name, kind in kinds.items()}
         self._left: dict[int, Iterator[Mapping[str, Any]]] = {}
         self._asked: list[int] = []
 

@@ -64,6 +64,12 @@ class Start:
     name: str
     faults: Faults = NO_FAULTS
     """The faults that are injected into its environment."""
+    game: Any = None
+    """Names its environment. The starts of an environment's players follow each other."""
+    player: str = ""
+    """Its player, where an environment has several."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Tools of its environment, where environments differ."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,8 @@ class Trajectory:
     sample: Sample = field(default_factory=lambda: Sample([]))
     turns: list[int] = field(default_factory=list)
     number: int = 0
+    game: int = 0
+    """The number of its environment, which all of its players share."""
     state: State = State.QUEUED
     request_id: int = -1
     """The engine's number of its sample, while the engine generates."""
@@ -166,6 +174,7 @@ class Trajectory:
         return Trajectory(
             self.start,
             number=self.number,
+            game=self.game,
             attempts=self.attempts + 1,
             was_late=self.was_late,
             given_up=+(self.given_up + tokens),
@@ -173,11 +182,22 @@ class Trajectory:
         )
 
     def open(self, setting: Setting) -> None:
-        """Open the environment; its first answer is that of `reset`."""
+        """Open the environment, as its first player; its first answer is that of `reset`."""
         self.state = State.ENVIRONMENT
         self.since = self.began = time.monotonic()
         self.times[-1].asked = time.time()
-        setting.host.open(self.number, self.start.seeds, self.start.row)
+        if self.number == self.game:
+            setting.host.open(self.game, self.start.seeds, self.start.row)
+
+    def chat_of(self, setting: Setting) -> TurnRenderer:
+        """The renderer of chats with the tools of its environment."""
+        tools = self.start.tools
+        return setting.chat if tools is None else setting.chat.with_tools(tools)
+
+    @property
+    def has_left(self) -> bool:
+        """Its environment has ended it; other players of the environment may go on."""
+        return self.state is State.ENDED and any("end" in answer for answer in self.answers[-1:])
 
     def on_answer(self, answer: Mapping[str, Any], setting: Setting) -> None:
         """The environment has answered: a first observation, the next one, or the end."""
@@ -196,10 +216,11 @@ class Trajectory:
         self.answers.append(answer | {"cut": self.cut} if "end" in answer and self.cut else answer)
         if "text" in answer:
             text = answer["text"]
+            chat = self.chat_of(setting)
             self.chat = with_observation(
-                self.start.prompt, None if text is None else setting.chat.escaped(text)
+                self.start.prompt, None if text is None else chat.escaped(text)
             )
-            self._observe(setting.chat.written(self.chat), replaces=True)
+            self._observe(chat.written(self.chat), replaces=True)
             return
         self.rewards.append((len(self.sample.tokens) - 1, answer["reward"]))
         if answer.get("end"):
@@ -267,20 +288,19 @@ class Trajectory:
             place = self._last_place(self.num_turns - 1)
             self.rewards.append((place, setting.config.reward_on_failure))
         else:
-            self.is_left_out = bool(problem)
+            self.is_left_out = bool(problem) or not self.num_turns
         reason = CUT_BY_LENGTH if ended in (CUT_BY_LENGTH, MAX_TURNS) else "stop"
         self.sample = replace(self.sample, finish_reason=reason, kept=None)
         if not self.sample.prompt:  # it failed before its first observation
-            prompt = setting.chat.prompt(with_observation(self.start.prompt, None))
+            prompt = self.chat_of(setting).prompt(with_observation(self.start.prompt, None))
             self.sample = replace(self.sample, prompt=prompt)
-        setting.host.end(self.number)
 
     def _observe(self, text: str, replaces: bool) -> None:
         self.state, self.observation = State.OBSERVED, (text, replaces)
 
     def _next_text(self, messages: Sequence[Message], setting: Setting) -> tuple[str, bool]:
         """The text that the next turn reads, and whether it is the whole chat."""
-        chat, stop = setting.chat, self.sample.stop_token
+        chat, stop = self.chat_of(setting), self.sample.stop_token
         if setting.config.history == "as_template":
             drawn = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
             turn = chat.turn(drawn, stop, messages)
@@ -331,7 +351,8 @@ class Trajectory:
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, Refused) else Refused(words)
-            setting.host.say(self.number, "", refused=problem.facts, is_cut=bool(self.cut))
+            refusal = {"refused": problem.facts, "is_cut": bool(self.cut)}
+            setting.host.say(self.game, "", **refusal, **self._named)
             return
         if request["extends"] and as_drawn:
             request = {**request, "chat": []}  # a replay reads its messages only
@@ -364,15 +385,24 @@ class Trajectory:
             struck = [kind for kind in KINDS if faults.strike(kind, key, self.num_turns)]
             self.faults.update(struck)
             if KILL in struck:
-                setting.host.kill(self.number)
+                setting.host.kill(self.game)
                 return
             delay_s = faults.delay_s if DELAY in struck else 0.0
         ids = drawn[:-1] if drawn[-1] in setting.sampling.stop_token_ids else drawn
-        if self.request is None:
-            setting.host.say(self.number, setting.decode(ids), delay_s)
-            return
-        text = setting.chat.with_tools(self.request["tools"]).text_of(ids)
-        setting.host.say(self.number, text, delay_s, **self._facts(len(drawn), setting))
+        facts = self._named
+        if self.request is not None:
+            text = setting.chat.with_tools(self.request["tools"]).text_of(ids)
+            facts |= self._facts(len(drawn), setting)
+        elif self.start.tools is not None:
+            text = self.chat_of(setting).text_of(ids)
+        else:
+            text = setting.decode(ids)
+        setting.host.say(self.game, text, delay_s, **facts)
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        """The name of the player, where there are several."""
+        return {"player": self.start.player} if self.start.player else {}
 
     def _facts(self, num_drawn: int, setting: Setting) -> dict[str, Any]:
         """What an agent's answer has besides the text of a turn."""

@@ -131,7 +131,7 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
     The reward of an environment is added.
     """
     rewards = []
-    if config.environment.path:
+    if config.environment.path or config.environment.paths:
         rewards.append(RewardConfig(name="environment", kind="environment", on_failure="skip"))
     if config.rewards or has_no_reward(config):
         return [*config.rewards, *rewards]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import Section, When, key, unless
+from verl_like.config_key import Section, When, key
 from verl_like.process.sandbox import Sandbox
 
 
 def plays(run: Any) -> bool:
     """True if samples are trajectories of several turns."""
     environment = getattr(run, "environment", None)
-    return environment is not None and bool(environment.path or environment.tools)
+    return environment is not None and bool(
+        environment.path or environment.paths or environment.tools
+    )
 
 
 PLAYS = When(
@@ -20,7 +22,11 @@ PLAYS = When(
     lambda _, run: plays(run),
     "a sample is one response. Set environment.path, or environment.tools",
 )
-HAS_CLASS = unless("path", "")
+HAS_CLASS = When(
+    "`path` or `paths` is set",
+    lambda environment, _: bool(environment.path or environment.paths),
+    "environment.path is not set",
+)
 
 
 @dataclass(kw_only=True)
@@ -28,11 +34,15 @@ class EnvironmentConfig(Section):
     """What answers the policy, turn by turn, in a process of its own for each trajectory."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
-    """Class of the environments, or function of an agent that uses OpenAI's API; in short
+    """Class of the environments, or function of an agent that uses an API; in short
     `environment=...`.
     """
+    paths: dict[str, str] = key(factory=dict, allows="paths by names")
+    """Environments by name; the data's column `environment` chooses one. In short
+    `environment={NAME: PATH}`.
+    """
     kwargs: dict[str, Any] = key(factory=dict, allows="what the class takes", read_when=HAS_CLASS)
-    """Keyword arguments of the class or function."""
+    """Keyword arguments of the class or function; of several environments, by their names."""
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
     """Functions that the policy can call; in short `tools=[...]`."""
     call_parser: str | None = key(

@@ -26,6 +26,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import view_rows
 from verl_like.calls.future import WorkerFuture, gather
 from verl_like.errors import LostSamplesError, WorkerDiedError
+from workers.columns import PLAYERS, game_of
 from workers.rollout.batches import REQUEST
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class RolloutClient:
         """
         submission = Submission(rows)
         while missing := submission.missing:
-            shares = self._shares(missing)
+            shares = self._shares(missing, rows)
             calls = {
                 rank: self._ask("generate_sequences", rank, _rows(rows, share))
                 for rank, share in shares.items()
@@ -127,7 +128,7 @@ class RolloutClient:
             numbers = torch.arange(len(submission.rows)) + (self._last_number << ROW_BITS)
             rows.append(submission.rows.select().union(DataProto.from_dict({REQUEST: numbers})))
         requests = rows[0] if len(rows) == 1 else DataProto.concat(rows)
-        for rank, share in self._shares(range(len(requests))).items():
+        for rank, share in self._shares(range(len(requests)), requests).items():
             self._sent.append(self._ask("submit", rank, _rows(requests, share)))
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
@@ -175,11 +176,22 @@ class RolloutClient:
             part = samples if bool(places.all()) else samples.select_idxs(places)
             self.submissions[number].add(rows, part)
 
-    def _shares(self, rows: Sequence[int]) -> dict[int, Sequence[int]]:
-        """Rank -> the rows that it generates, equally many for each."""
+    def _shares(self, rows: Sequence[int], batch: DataProto) -> dict[int, Sequence[int]]:
+        """Rank -> the rows that it generates, equally many for each.
+
+        Players of an environment go to the same rank.
+        """
         ranks = self.group.generate_sequences.collecting_ranks()
         size = -(-len(rows) // len(ranks))
-        shares = {rank: rows[place * size :][:size] for place, rank in enumerate(ranks)}
+        cuts = [min(place * size, len(rows)) for place in range(len(ranks) + 1)]
+        if PLAYERS in batch.non_tensor_batch:
+            uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
+            games = [(game_of(str(uids[row]))[0], indices[row]) for row in rows]
+            for number, cut in enumerate(cuts):
+                while 0 < cut < len(rows) and games[cut] == games[cut - 1]:
+                    cut += 1
+                cuts[number] = cut
+        shares = {rank: rows[cuts[n] : cuts[n + 1]] for n, rank in enumerate(ranks)}
         return {rank: share for rank, share in shares.items() if share}
 
 

@@ -20,6 +20,15 @@ def test_it_says_what_is_observed_and_what_holds(capsys: pytest.CaptureFixture[s
     assert "the samples of a prompt begin alike" in said
 
 
+def test_players_speak_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    main([f"{GAMES}:Duel", "--say", "a", "bb"])
+    said = capsys.readouterr().out
+    assert "): black: 'your move'\n" in said
+    assert "): white: 'go on', reward 0.5\n" in said
+    assert "): white: end, reward 2; black: end, reward -2\n" in said
+    assert "the same seed plays the same game, alone and beside another" in said
+
+
 def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
     call = '{"name": "increment", "arguments": {"step": 2}}'
     main([f"{GAMES}:Counter", "--row", '{"number": 4}', "--say", call, "done"])

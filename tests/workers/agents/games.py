@@ -371,3 +371,77 @@ class EndsAgain(FailsAgain):
 
     def _answer(self):
         return End(1.0)
+
+
+class Duel(Environment):
+    """Two players in turn: the longer text of a round wins it, and earns a tenth of its length."""
+
+    players = ("white", "black")
+
+    def __init__(self, rounds: int = 2, both: bool = False, leaves: bool = False) -> None:
+        self.rounds, self.both, self.leaves = rounds, both, leaves
+
+    def reset(self, row, rng):
+        self.texts = {name: [] for name in self.players}
+        return {name: f"{name} {rng.integers(9)}" for name in self.players[: 1 + self.both]}
+
+    def step(self, text, player):
+        self.texts[player].append(text)
+        white, black = (self.texts[name] for name in self.players)
+        if self.both and len(white) != len(black):
+            return {}
+        if self.leaves:
+            alone = Turn("alone") if len(black) < 2 else End(1.0)
+            return {"black": alone} | ({"white": End(0.25)} if player == "white" else {})
+        if len(black) < len(white) and not self.both:
+            return {"black": Turn("your move", 0.5 * (len(white) > 1))}
+        if len(black) == self.rounds:
+            longest = [max(map(len, texts)) for texts in (white, black)]
+            return {"white": End(longest[0]), "black": End(-longest[1])}
+        if self.both:
+            return {name: Turn("go on", 0.5) for name in self.players}
+        return {"white": Turn("go on", 0.5)}
+
+
+class Named(Environment):
+    """Says which environment it is, and has a tool."""
+
+    def reset(self, row, rng):
+        return "named"
+
+    def look(self) -> str:
+        """Look."""
+        return "seen"
+
+    def step(self, text):
+        return End(7.0)
+
+
+class FailsOnce(Environment):
+    """Two players; fails after the text of the first one, unless a file says that it has."""
+
+    players = ("white", "black")
+
+    def reset(self, row, rng):
+        self.mark = f"failed-{row['number']}"
+        return {"white": "go"}
+
+    def step(self, text, player):
+        if player == "white" and not os.path.exists(self.mark):
+            open(self.mark, "w").close()
+            raise ValueError("told to")
+        return {"black": Turn("go")} if player == "white" else {p: End(1.0) for p in self.players}
+
+
+class Stalls(Environment):
+    """Two players; answers the first one as the row says."""
+
+    players = ("white", "black")
+
+    def reset(self, row, rng):
+        self.number = row["number"]
+        return {"white": "go"}
+
+    def step(self, text, player):
+        found = [{}, {"red": Turn("a")}, {"black": Turn("a", 1.0)}, Turn("a"), {"white": "a"}]
+        return found[self.number]

@@ -433,7 +433,7 @@ def test_a_text_like_a_call_in_another_form_is_noted_once(
     stops = (tokenizer.eos_token_id,)
     engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
     answers = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
-    loop = TurnLoop(engine, RecordedHost([]), chat, EnvironmentConfig(), tokenizer.decode)
+    loop = TurnLoop(engine, RecordedHost({}), chat, EnvironmentConfig(), tokenizer.decode)
     starts = [
         Start("a", {RECORDED: answers}, (0, 1), noise_key(0, "uid", number), f"sample {number}")
         for number in range(3)

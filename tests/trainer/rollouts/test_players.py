@@ -1,0 +1,136 @@
+"""Runs with several trained players, and with several environments chosen by a column."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.runs import POLICY_ALONE, lines
+from tests.trainer.rollouts.test_environments import GAMES, play, rows, settings_of
+from trainer.async_training.recipe import ASYNC
+from trainer.config.compose import load_config
+from trainer.launch import run
+from trainer.replay.trajectory import replay_trajectory
+from trainer.roadside.saved_batches import batch_file
+from trainer.rollouts.samples import repeat_prompts
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from workers.columns import PLAYERS
+from workers.rollout.client import RolloutClient
+
+DUEL = f"environment={GAMES}:Duel"
+FOUR = (*POLICY_ALONE, "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4")
+
+
+def by_hand(scores: list[float]) -> list[float]:
+    """GRPO's advantages of one group."""
+    mean = sum(scores) / len(scores)
+    variance = sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
+    return [(score - mean) / (variance**0.5 + 1e-6) for score in scores]
+
+
+def test_players_are_trained_on_their_own_rewards_in_groups_of_their_own(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    more = (
+        "trainer.max_batches_to_keep=2",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=1",
+    )
+    play(tiny_dir, tmp_path / "run", *FOUR, *more, DUEL)
+    samples = rows(tmp_path / "run")
+    assert len(samples) == 16 == lines(tmp_path / "run")[0]["training/num_proven_samples"]
+    scores: dict[tuple[str, int], float] = {}
+    for row in samples:
+        said = [turn for turn in row["turns"] if turn["role"] == "assistant"]
+        player = row["uid"].split(":")[1]
+        sign = 1 if player == "white" else -1
+        assert ("white" in row["input"]) == (player == "white")
+        # rewards are this player's: its own half points, and at the end its own longest text
+        assert [turn["reward"] for turn in said][0] == 0.5
+        assert said[-1]["reward"] * sign > 0
+        assert row["score"] == pytest.approx(sum(turn["reward"] for turn in said))
+        scores[row["uid"], row["sample"]] = row["score"]
+    assert len({uid for uid, _ in scores}) == 8
+    assert {index for _, index in scores} == {0, 1}
+
+    (found,) = replay_trajectory(tmp_path / "run", samples[1]["uid"] + "/1")
+    assert found.difference == ""
+
+    batch = DataProto.load_from_disk(batch_file(tmp_path / "run", 1, "update"))
+    advantages, mask = batch.padded("advantages"), batch.padded("response_mask").bool()
+    indices = batch.padded("sample_index").tolist()
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        group = [score for (other, _), score in sorted(scores.items()) if other == uid]
+        expected = torch.tensor(by_hand(group)[indices[row]]).expand(int(mask[row].sum()))
+        torch.testing.assert_close(advantages[row][mask[row]], expected, atol=1e-4, rtol=1e-4)
+        assert not advantages[row][~mask[row]].any()
+
+
+def test_a_column_chooses_the_environment_of_a_row(tiny_dir: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    names = ["duel", "count"] * 4
+    data = [{"prompt": chat, "environment": name} for name in names]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
+    both = f"environment={{duel: {GAMES}:Duel, count: {GAMES}:Count}}"
+    kwargs = "environment.kwargs={count: {turns: 2}}"
+    files = f"data.train_files={tmp_path}/rows.jsonl"
+    play(tiny_dir, tmp_path / "run", *FOUR, files, both, kwargs, "data.train_batch_size=8")
+    samples = rows(tmp_path / "run")
+    assert len(samples) == 32
+    players = [row["uid"].partition(":")[2] for row in samples]
+    assert sorted(players) == [""] * 16 + ["black"] * 8 + ["white"] * 8
+    for row, player in zip(samples, players, strict=True):
+        if not player:
+            said = [turn["reward"] for turn in row["turns"] if turn["role"] == "assistant"]
+            assert said == [0.5, 2.0]
+
+
+def test_asynchronous_runs_train_players(tiny_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = settings_of(tiny_dir, folder, *FOUR, DUEL, "trainer.total_training_steps=1")
+    run(load_config([one for one in settings if "backend=" not in one], ASYNC))
+    assert sorted({row["uid"].split(":")[1] for row in rows(folder)}) == ["black", "white"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("actor_rollout_ref.rollout.n=3",), "n=3 samples of a prompt.*Set it to 4"),
+        (("actor_rollout_ref.rollout.n=2",), "n=2 samples of a prompt.*Set it to 4"),
+        (("algorithm.filter_groups.enable=true",), "one group or baseline"),
+        (("environment={a: x.py:A, b: y.py:B}",), "there is no .*x.py"),
+        ((f"environment={{a: {GAMES}:Count}}",), "no column 'environment' that names one of a"),
+    ],
+)
+def test_what_players_and_columns_cannot_have_is_rejected(
+    more: tuple[str, ...], words: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    duel = () if more[0].startswith("environment") else (DUEL,)
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        play(tiny_dir, tmp_path / "run", *FOUR, *duel, *more)
+
+
+def test_players_of_a_game_go_to_one_rank() -> None:
+    prompts = DataProto.from_dict(
+        {"input_ids": torch.zeros(3, 1)},
+        {"uid": ["0-0", "1-0", "2-0"], PLAYERS: [["a", "b"], [], ["a", "b"]]},
+    )
+    asked = repeat_prompts(prompts, 4)
+    uids = list(asked.non_tensor_batch["uid"])
+    assert uids == ["0-0:a", "0-0:b"] * 2 + ["1-0"] * 4 + ["2-0:a", "2-0:b"] * 2
+    assert asked.padded("sample_index").tolist() == [0, 0, 1, 1, 0, 1, 2, 3, 0, 0, 1, 1]
+    for ranks in range(1, 13):
+        group: Any = SimpleNamespace(
+            generate_sequences=SimpleNamespace(collecting_ranks=lambda ranks=ranks: range(ranks))
+        )
+        shares = RolloutClient(group)._shares(range(12), asked)
+        assert [row for share in shares.values() for row in share] == [*range(12)]
+        for share in shares.values():
+            assert re.fullmatch("(ab|x)*", "".join(uids[row][4:] or "x" for row in share))
