@@ -79,7 +79,7 @@ class WorkersConfig(ScoringSections):
     critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
     """Value model."""
     parallel: ParallelConfig = key(factory=ParallelConfig)
-    """How the ranks of every role share its model."""
+    """The axes along which the ranks of every role share its model."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss in addition to the policy loss."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)

@@ -65,8 +65,8 @@ class CriticConfig(ShardedConfig):
     huber_delta: float = key(1.0, above=0, read_when=when("value_loss", "huber"))
     """Error above which Huber's loss is linear."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
-    """How token losses become one number; null: the actor's."""
+    """Reduction of token losses to one number; null: the actor's."""
     grad_clip: float = key(1.0, above=0)
     """Largest gradient norm."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
-    """What is saved."""
+    """Contents of checkpoints."""

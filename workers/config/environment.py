@@ -31,7 +31,7 @@ HAS_CLASS = When(
 
 @dataclass(kw_only=True)
 class EnvironmentConfig(Section):
-    """What answers the policy, turn by turn, in a process of its own for each trajectory."""
+    """The environment of a policy, with a separate process for each trajectory."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
     """Class of the environments, or function of an agent that uses an API; in short

@@ -74,7 +74,7 @@ class ShardedConfig(Section):
     strategy: str = key(
         "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
     )
-    """How the model is sharded."""
+    """Distribution of the model over ranks."""
 
 
 @dataclass(kw_only=True)
@@ -111,7 +111,7 @@ class OptimConfig(Section):
 
 @dataclass(kw_only=True)
 class FrozenFSDPConfig(Section):
-    """How a module without an optimizer is sharded over its role's ranks."""
+    """Sharding of a module without an optimizer over its role's ranks."""
 
     may_change_on_resume = True
     fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
@@ -122,7 +122,7 @@ class FrozenFSDPConfig(Section):
 
 @dataclass(kw_only=True)
 class FSDPConfig(FrozenFSDPConfig):
-    """How a role's module and its optimizer are sharded over its ranks."""
+    """Sharding of a role's module and its optimizer over its ranks."""
 
     optimizer_offload: bool | None = key(None)
     """Keep optimizer state in host memory between updates."""
@@ -159,7 +159,7 @@ def own_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
 
 @dataclass(kw_only=True)
 class FrozenModelConfig(Section):
-    """How a model that gives log-probs alone is held."""
+    """Number format and distribution of a model that only computes log-probs."""
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
     """int8 stores linear weights as int8, whole on each rank."""
@@ -218,7 +218,7 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section):
-    """What a role puts into its part of a checkpoint."""
+    """A role's part of a checkpoint."""
 
     save_contents: list[str] = key(
         factory=lambda: ["model", "optimizer", "extra"],
@@ -226,6 +226,6 @@ class CheckpointConfig(Section):
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """What a checkpoint contains. A resume needs the first three; hf_model is a Hugging Face
+    """Contents of a checkpoint. A resume needs the first three; hf_model is a Hugging Face
     folder.
     """

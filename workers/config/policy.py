@@ -115,7 +115,7 @@ class RolloutCorrectionConfig(Section):
 
 @dataclass(kw_only=True)
 class RouterReplayConfig(Section):
-    """Which experts a mixture's tokens go to when the actor reads them."""
+    """Routing of a mixture's tokens to experts when the actor reads them."""
 
     mode: str = key(
         "disabled",
@@ -127,7 +127,7 @@ class RouterReplayConfig(Section):
 
 @dataclass(kw_only=True)
 class ActorConfig(ShardedConfig):
-    """How the policy is updated: mini-batches, loss, optimizer and checkpoints."""
+    """The update of the policy: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
     """Prompts per optimizer step, over all ranks; divides `data.train_batch_size` (unset: the
@@ -161,7 +161,7 @@ class ActorConfig(ShardedConfig):
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """The policy loss."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
-    """How token losses become one number."""
+    """Reduction of token losses to one number."""
     loss_scale_factor: float | None = key(
         None, above=0, read_when=when("loss_agg_mode", "seq-mean-token-sum-norm")
     )
@@ -191,7 +191,7 @@ class ActorConfig(ShardedConfig):
     parallel: dict[str, Any] = own_axes()
     """Axes of the actor that differ from the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
-    """What is saved."""
+    """Contents of checkpoints."""
 
 
 def replays_routing(policy: Any) -> bool:
@@ -207,7 +207,7 @@ def shuffle_seed(actor: ActorConfig) -> int | None:
 
 @dataclass(kw_only=True)
 class RefModelConfig(Section):
-    """Where the weights of the reference come from."""
+    """The weights of the reference."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
     """Model folder or hub name, with the actor's tokenizer; null: the actor's initial model."""

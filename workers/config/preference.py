@@ -48,7 +48,7 @@ REFERENCE_IS_APART = unless("ref.model.path")
 
 @dataclass(kw_only=True)
 class ReferenceModelConfig(Section):
-    """Where the weights of the reference model come from."""
+    """The weights of the reference model."""
 
     path: str | None = key(None, allows="a folder or a name", hint="or null")
     """Model folder or hub name, with the tokenizer of `model.path`; null: the initial model."""
@@ -56,7 +56,7 @@ class ReferenceModelConfig(Section):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """What the loss compares the model with, frozen; the rest is as `model` has it."""
+    """The frozen model that the loss compares with; other settings are those of `model`."""
 
     model: ReferenceModelConfig = key(factory=ReferenceModelConfig)
     """The model."""
@@ -77,7 +77,7 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
     """simpo's target margin of rewards."""
     orpo_lambda: float = key(0.1, at_least=0, read_when=takes("orpo_lambda"))
-    """Weight of the odds ratio beside the SFT loss."""
+    """Weight of the odds ratio, next to the SFT loss."""
     desirable_weight: float = key(1.0, at_least=0, read_when=takes("desirable_weight"))
     """Weight of good responses."""
     undesirable_weight: float = key(1.0, at_least=0, read_when=takes("undesirable_weight"))

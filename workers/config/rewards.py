@@ -113,7 +113,7 @@ IS_JUDGE = when("protocol", "openai")
 
 @dataclass(kw_only=True)
 class RewardConfig(Section):
-    """One reward: where its scores come from, what they weigh, what a failure costs."""
+    """One reward: the source of its scores, its weight, and the treatment of failures."""
 
     name: str = key("", required="give every reward a name of its own")
     """Name, as in the metric `reward/<name>_score/mean`."""

@@ -62,7 +62,7 @@ WEIGHTS_ARE_OURS = When(
 
 @dataclass(kw_only=True)
 class ValidationSamplingConfig(Section):
-    """How validation samples; greedy by default, and never as training does."""
+    """Sampling in validation: greedy by default, independent of training."""
 
     n: int = key(1, above=0)
     """Samples per prompt."""
@@ -78,7 +78,7 @@ class ValidationSamplingConfig(Section):
 
 @dataclass(kw_only=True)
 class RolloutConfig(Section):
-    """How samples are generated: engine, sampling, memory and weight sync."""
+    """Generation of samples: engine, sampling, memory and weight sync."""
 
     name: str = key(AUTO, registry="rollout engine")
     """Engine; auto: vllm on GPUs if installed, otherwise native."""
@@ -98,7 +98,7 @@ class RolloutConfig(Section):
     do_sample: bool = key(True)
     """false decodes greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
-    """Samples decoded together on a rank."""
+    """Samples that are decoded together, per rank."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
     """GiB of KV cache per rank, for native and for vllm on CPUs."""
     keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)

@@ -57,7 +57,7 @@ class RowDataConfig(Section):
 
 @dataclass(kw_only=True)
 class TrainedModelConfig(ModelConfig, ShardedConfig):
-    """The model that is trained, and how it lies over the ranks."""
+    """The trained model, and its distribution over ranks."""
 
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""
@@ -78,7 +78,7 @@ class RowWorkerConfig(Section):
     data: RowDataConfig = key(factory=RowDataConfig)
     """Rows."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
-    """What is saved."""
+    """Contents of checkpoints."""
 
 
 SCORE_AT = ("last_token", "legacy_mean")

@@ -1,8 +1,8 @@
-"""Losses that are plain sums over tokens, with the numbers that a client gives for each token.
+"""Losses that are plain sums over tokens, with per-token numbers from a client.
 
     losses = TOKEN_SUMS["ppo"].of_tokens(log_probs, columns, settings)     # [rows, R]; add them up
 
-Nothing is averaged and nothing is masked: a token whose weight or advantage is 0 adds nothing. The
+Nothing is averaged and nothing is masked: a token with weight or advantage 0 adds nothing. The
 formulas are those of the Tinker protocol: p is the log-prob under the model in training, q the
 log-prob under the policy that sampled (`logprobs`), A the advantage, r = exp(p - q).
 """
@@ -20,13 +20,13 @@ from verl_like.errors import ConfigError, nearest
 Columns = Mapping[str, Tensor]
 Settings = Mapping[str, float]
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
-"""Bounds of r, as settings or as a column with a number for each token."""
+"""Bounds of r, as settings, or as a column with one number per token."""
 POLICY = ("logprobs", "advantages")
 
 
 @dataclass(frozen=True)
 class TokenSum:
-    """A loss of each token, the columns that it reads, and its settings with their defaults."""
+    """A loss per token, its input columns, and its settings with their defaults."""
 
     of_tokens: Callable[[Tensor, Columns, Settings], Tensor]
     columns: tuple[str, ...]
@@ -34,49 +34,49 @@ class TokenSum:
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
-        """Columns that it reads where they are there."""
+        """Input columns that are used if the batch has them."""
         return tuple(name for name in BOUNDS if name in self.settings)
 
-    def checked(self, name: str, given: Settings) -> dict[str, float]:
+    def checked(self, name: str, settings: Settings) -> dict[str, float]:
         """Return the settings with defaults; reject unknown names."""
-        for setting in given:
+        for setting in settings:
             if setting not in self.settings:
                 raise ConfigError(
                     f"the loss {name} has no setting {setting!r}; it has "
                     f"{', '.join(self.settings) or 'none'}.{nearest(setting, self.settings)}"
                 )
-        return {**self.settings, **given}
+        return {**self.settings, **settings}
 
 
 def cross_entropy(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-p w; weights may be fractional or negative."""
+    """Return -p w; weights may be fractional or negative."""
     return -log_probs * columns["weights"]
 
 
 def importance_sampling(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-r A."""
+    """Return -r A."""
     return -_ratio(log_probs, columns) * columns["advantages"]
 
 
 def ppo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-min(r A, clip(r) A)."""
+    """Return -min(r A, clip(r) A)."""
     return _pessimistic(_ratio(log_probs, columns), columns, settings)
 
 
 def cispo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-clip(r) p A, where clip(r) has no gradient."""
+    """Return -clip(r) p A, where clip(r) has no gradient."""
     weight = _clipped(_ratio(log_probs.detach(), columns), columns, settings)
     return -weight * log_probs * columns["advantages"]
 
 
 def dro(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """-(p A - beta / 2 (p - q)^2)."""
+    """Return -(p A - beta / 2 (p - q)^2)."""
     gap = log_probs - columns["logprobs"]
     return -(log_probs * columns["advantages"] - 0.5 * settings["beta"] * gap.square())
 
 
 def gspo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    """PPO's loss with one ratio per row: exp(mean of p - q over `sequence_ratio_mask`)."""
+    """Return PPO's loss with one ratio per row: exp(mean of p - q over `sequence_ratio_mask`)."""
     mask = columns["sequence_ratio_mask"]
     gaps = (log_probs.detach() - columns["logprobs"]) * mask
     mean = gaps.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -85,7 +85,7 @@ def gspo(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
 
 
 def _ratio(log_probs: Tensor, columns: Columns) -> Tensor:
-    """r, and 1 without a gradient for tokens that add nothing."""
+    """Return r, and 1 without a gradient for tokens with advantage 0."""
     gap = log_probs - columns["logprobs"]
     return torch.where(columns["advantages"] == 0, 0.0, gap).exp()
 

@@ -4,11 +4,11 @@
     actor.forward_backward(rows, "importance_sampling")     # `workers.losses.token_sums`
     actor.optim_step(StepSettings(lr=1e-4))
     actor.copy_state("alice", "sampler"); actor.use_state("sampler")
-    sync_weights(actor, rollout, version)                   # whatever the placement
+    sync_weights(actor, rollout, version)                   # for every placement
     rollout.generate_sequences(rows)
 
-The rollout always has a copy of its own with adapters merged. So samples stay those of their
-snapshot while training goes on, and the same bits come from every placement.
+The rollout always has its own copy with merged adapters. So samples belong to their snapshot while
+training continues, and every placement gives the same bits.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 OURS = "verl_like:"
-"""What the name of a policy loss of this package begins with in a client's request."""
+"""Prefix of this package's policy losses in a client's request."""
 SETTINGS = "loss_settings"
 """The entry of a batch's meta_info with the settings of its loss."""
 MASK = "weights"
-"""The column that says which tokens are in a policy loss."""
+"""The column that marks the tokens of a policy loss."""
 
 
 class ServedActorWorker(ActorWorker):
     """Trains the state that is in use."""
 
     lends_module = False
-    """A rollout in the same process has a copy of its own."""
+    """A rollout in the same process has its own copy of the module."""
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__(config)
@@ -67,13 +67,13 @@ class ServedActorWorker(ActorWorker):
         self.states = TrainedStates(self.engine)
 
     def losses(self) -> dict[str, MakesLoss]:
-        """The sums over tokens, and the policy losses of this package by `verl_like:<name>`."""
+        """Return the sums over tokens, and this package's policy losses as `verl_like:<name>`."""
         sums = {name: partial(sum_loss, loss) for name, loss in TOKEN_SUMS.items()}
         ours = {f"{OURS}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
         return {**super().losses(), **sums, **ours}
 
     def _policy_loss(self, name: str, data: DataProto) -> Loss:
-        """A policy loss of this package on a client's rows."""
+        """Return a policy loss of this package on a client's rows."""
         policy_loss = get_policy_loss(name)
         config, arguments = policy_settings(name, self.config, data.meta_info.get(SETTINGS, {}))
 
@@ -99,23 +99,23 @@ class ServedActorWorker(ActorWorker):
     def add_state(
         self, name: str, rank: int, seed: int | None = None, frozen: Sequence[str] = ()
     ) -> None:
-        """Add a state that begins like the base; `frozen` is among mlp, attn and unembed."""
+        """Add a state with the base's weights; `frozen` may contain mlp, attn and unembed."""
         names = [n for n in self.states.parameters if _part_of(n) in frozen]
         self.states.add(name, rank, seed, frozenset(names))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_state(self, name: str) -> None:
-        """Let passes, steps and checkpoints be those of a state from now on."""
+        """Select the state of later passes, steps and checkpoints."""
         self.states.use(name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def copy_state(self, source: str, name: str) -> None:
-        """Keep the weights of a state under another name."""
+        """Copy the weights of a state to another name."""
         self.states.copy(source, name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_state(self, name: str) -> None:
-        """Forget a state."""
+        """Delete a state."""
         self.states.drop(name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -131,7 +131,7 @@ class ServedActorWorker(ActorWorker):
 
 
 class ServedRolloutWorker(RolloutWorker):
-    """Generates by the sampling parameters that a batch carries, and by nothing else."""
+    """Generates with the sampling parameters of each batch instead of the configuration."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -141,18 +141,18 @@ class ServedRolloutWorker(RolloutWorker):
         self.engine.decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
-        """The fields of `SamplingParams` in the batch's meta_info."""
+        """Return the sampling parameters in the batch's meta_info."""
         return SamplingParams(**data.meta_info["sampling"])
 
     def requests_of(self, data: DataProto) -> list[Sample]:
-        """Samples that end after `end_at` tokens, a column of the batch."""
+        """Return samples that end after `end_at` tokens, a column of the batch."""
         ends = data.padded("end_at").tolist()
         samples = super().requests_of(data)
         return [replace(s, end_at=end) for s, end in zip(samples, ends, strict=False)]
 
 
 def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
-    """A sum over tokens with the settings and the columns of a batch."""
+    """Return a sum over tokens with the settings and the columns of a batch."""
     settings = data.meta_info.get(SETTINGS, {})
     optional = [name for name in loss.optional_columns if name in data.columns]
 
@@ -173,24 +173,24 @@ def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
 
 
 def policy_settings(
-    name: str, config: ActorConfig, given: Mapping[str, Any]
+    name: str, config: ActorConfig, client_settings: Mapping[str, Any]
 ) -> tuple[ActorConfig, dict[str, Any]]:
-    """Return the actor's section and the loss's arguments, with a client's settings in them."""
+    """Return the actor's section and the loss's arguments, with a client's settings applied."""
     takes = {**arguments_of(get_policy_loss(name))}
     keys = {key.name for key in fields(config)}
-    for setting in given:
+    for setting in client_settings:
         if setting not in keys and setting not in takes:
             known = [*takes, "loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"]
             raise ConfigError(
                 f"the loss {OURS}{name} has no setting {setting!r}.{nearest(setting, known)}"
             )
-    arguments = {key: value for key, value in given.items() if key in takes}
-    changes = {key: value for key, value in given.items() if key not in takes}
+    arguments = {key: value for key, value in client_settings.items() if key in takes}
+    changes = {key: value for key, value in client_settings.items() if key not in takes}
     return replace(config, **changes), {**config.policy_loss.args, **arguments}
 
 
 def _part_of(name: str) -> str:
-    """The part of a model that a parameter belongs to, in the words of the protocol."""
+    """Return the part of a model that a parameter belongs to, as the protocol names it."""
     layers = name.split(".")
     if any(layer in ("lm_head", "embed_out", "output") for layer in layers):
         return "unembed"

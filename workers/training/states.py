@@ -1,15 +1,15 @@
-"""Several states of what one engine trains: adapters of several tenants, or copies of a model.
+"""Several trained states of one engine: adapters of several tenants, or copies of a model.
 
     states = TrainedStates(engine)
-    states.add("alice", rank=8)         # new adapters; of a model without adapters a copy
-    states.use("alice")                 # the engine's passes, steps and checkpoints are Alice's
+    states.add("alice", rank=8)         # new adapters; without adapters, a copy of the model
+    states.use("alice")                 # passes, steps and checkpoints now belong to Alice
     states.copy("alice", "snapshot")    # frozen: weights without gradients and moments
     states.drop("alice")
 
-A state is weights, gradients, optimizer moments and counts. Only one is in the module at a time, so
-nothing that is computed for one state can depend on another. Where this rank holds every weight,
-tensors change places and nothing is copied; adapters may then differ in rank. A sharded module has
-its shards written over. The state `BASE` is the model as it was loaded, and is never trained.
+A state consists of weights, gradients, optimizer moments and counts. Only one state is in the
+module at a time, so no computation for one state can depend on another. If this rank has all
+weights, tensors are exchanged without copying, and adapters may differ in rank. In a sharded module
+the shards are overwritten. The state `BASE` is the model as loaded, and is never trained.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from workers.models.state import own_part, own_rows
 from workers.training.engine import TrainEngine
 
 BASE = ""
-"""The name of the model as it was loaded."""
+"""The name of the model as loaded."""
 
 
 @dataclass
 class TrainedState:
-    """What is trained, by parameter name, while it is not in the module."""
+    """Trained tensors by parameter name, while they are not in the module."""
 
     rank: int
     weights: dict[str, Tensor]
     frozen: frozenset[str] = frozenset()
-    """Parameters that no step moves."""
+    """Parameters that no step changes."""
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     moments: dict[Any, Any] = field(default_factory=dict)
     has_gradients: bool = False
@@ -61,7 +61,7 @@ class TrainedStates:
     def add(
         self, name: str, rank: int, seed: int | None = None, frozen: frozenset[str] = frozenset()
     ) -> None:
-        """Add a state that begins like the base; new adapters have this rank and seed."""
+        """Add a state with the base's weights; new adapters have this rank and seed."""
         if name in self.held:
             raise ConfigError(f"there is a state {name!r} already.")
         if (rank == 0) != (self.rank == 0):
@@ -77,19 +77,19 @@ class TrainedStates:
         self.held[name] = TrainedState(rank, weights, frozen)
 
     def copy(self, source: str, name: str) -> None:
-        """Keep the weights of `source` as they are now under another name."""
+        """Copy the current weights of `source` to another name."""
         state = self._state(source)
         self.held[name] = TrainedState(state.rank, self._clones(source), state.frozen)
 
     def drop(self, name: str) -> None:
-        """Forget a state; the base stays."""
+        """Delete a state; the base stays."""
         if name == self.current:
             self.use(BASE)
         if name != BASE:
             self.held.pop(name, None)
 
     def use(self, name: str) -> None:
-        """Put a state into the module, and keep the one that was there."""
+        """Put a state into the module, and store the previous one."""
         state, before = self._state(name), self.held[self.current]
         if name == self.current:
             return
@@ -113,7 +113,7 @@ class TrainedStates:
         engine.has_gradients, engine.names_of_step = state.has_gradients, state.names_of_step
         engine.guard.total, engine.guard.in_a_row = state.skipped
         self._set_rank(state.rank)
-        # the module holds them now: a second reference would keep them when they are replaced
+        # the module has them now: a second reference would keep replaced tensors alive
         state.weights, state.gradients, state.moments = {}, {}, {}
         self.current = name
 
@@ -128,7 +128,7 @@ class TrainedStates:
 
     @contextmanager
     def without_frozen(self) -> Iterator[None]:
-        """Within, a step leaves the frozen parameters of the state in use as they are."""
+        """Context in which a step does not change the frozen parameters of the state in use."""
         frozen = [self.parameters[name] for name in self.held[self.current].frozen]
         for weight in frozen:
             weight.grad = None
