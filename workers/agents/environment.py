@@ -1,4 +1,4 @@
-"""What an environment is: a class that answers what a policy says, in a process of its own.
+"""The interface of environments: a class that replies to a policy, in a separate process.
 
     class Guess(Environment):
         def reset(self, row, rng):
@@ -10,9 +10,10 @@
                 return End(reward=1.0)
             return Turn("higher" if text < str(self.secret) else "lower")
 
-Its other public methods are tools, which the policy may call in place of an answer; so are the
-functions that `tools` names. A class with tools and no `step` ends with the first answer that calls
-none. A method may be `async`. Nothing here imports torch: environments' processes start with it.
+Its other public methods are tools, which the policy can call instead of giving an answer; so are
+the functions in `tools`. A class with tools and without `step` ends with the first response that
+calls no tool. A method may be `async`. Nothing here imports torch: environments' processes start
+with it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from workers.agents.tools import Tool, answer_call, waited
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy observes, and the reward of what it said."""
+    """The policy's observation, and the reward of its last text."""
 
     text: str
     reward: float = 0.0
@@ -46,23 +47,23 @@ class Turn:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a trajectory, and the reward of what was said last."""
+    """The end of a trajectory, and the reward of the policy's last text."""
 
     reward: float = 0.0
     truncated: bool = False
-    """The game could go on, but may not: it counts as `environment.max_turns` does."""
+    """True if the environment could continue; it counts like reaching `environment.max_turns`."""
 
 
 class Environment:
-    """One trajectory's counterpart.
+    """Base class for environments; one instance per trajectory.
 
         env = Guess(**kwargs)
-        observation = env.reset(row, rng)     # None: the row's prompt is all there is to read
+        observation = env.reset(row, rng)     # None: the row's prompt is the whole observation
         while not isinstance(answer := env.step(text), End):
             text = say(answer.text)
 
-    `rng` is a `numpy.random.Generator`, the same for every sample of a prompt; `self.rng` is the
-    sample's own.
+    `rng` is a `numpy.random.Generator` with the same seed for every sample of a prompt; `self.rng`
+    has a separate seed per sample.
     """
 
     players: ClassVar[Sequence[str]] = ()
@@ -71,7 +72,7 @@ class Environment:
 
     @cached_property
     def rng(self) -> Any:
-        """Random numbers of this sample alone; made when they are first asked for."""
+        """Random numbers of this sample, created at the first use."""
         return np.random.default_rng(self.rng_seed)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
@@ -91,31 +92,31 @@ class Environment:
 
 
 class Adapter(Environment):
-    """An environment that stands for many, by an id: `environment=PREFIX:ID`.
+    """An environment that covers many ids: `environment=PREFIX:ID`.
 
         class Level(Adapter):                   # environment=levels.py:Level:7
             def reset(self, row, rng):
                 return f"level {self.id}"
 
-    A class of its own is made for the id that a run names.
+    A subclass is created for the id of a run.
     """
 
     id: ClassVar[str]
     kwargs: ClassVar[Mapping[str, Any]]
     """`environment.kwargs`."""
     tools: ClassVar[Sequence[Tool]] = ()
-    """What the policy may call besides methods."""
+    """Tools of the policy in addition to methods."""
 
     @classmethod
     def id_in_full(cls, name: str) -> str:
-        """The id with its files named in full: processes work in folders of their own."""
+        """Return the id with absolute file names, because processes work in their own folders."""
         return name
 
     @classmethod
     def prepare(cls) -> None:
-        """Refuse an id that there is not; once, in the process that trajectories are forked from.
+        """Reject an unknown id; called once, in the process that trajectories are forked from.
 
-        What it imports is theirs, too.
+        The forks share the modules that it imports.
         """
 
 
@@ -135,17 +136,17 @@ for _prefix, _class in {
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """Which class, which tools, and what their processes may have."""
+    """The class, the tools, and the limits of their processes."""
 
     path: str | Mapping[str, str] = ""
     """FILE.py:CLASS, package.module:CLASS, or PREFIX:ID; "": tools alone; or these by name."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the class; by name, if there are several."""
     tools: Sequence[str] = ()
-    """FILE.py:FUNCTION or package.module:FUNCTION of each."""
+    """FILE.py:FUNCTION or package.module:FUNCTION per tool."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     call_parser: Sequence[str] = ()
-    """Names of `workers.agents.calls.FORMS`, or the path of a parser; none: all forms."""
+    """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
 
     def load_all(self) -> dict[str, Loaded]:
         """The environments by name; a single environment has the name ""."""
@@ -203,17 +204,17 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a spec names."""
+    """The loaded class and functions of a spec."""
 
     cls: type | None
     kwargs: Mapping[str, Any]
     functions: Sequence[Tool]
     parse: Parser = parse
     agent: Callable[..., Any] | None = None
-    """A function in the place of the class."""
+    """A function instead of the class."""
 
     def begin(self, seeds: tuple[int, int]) -> Played:
-        """A trajectory's counterpart."""
+        """Create the environment or agent of a trajectory."""
         if self.agent is None:
             return Episode(self, seeds)
         from workers.agents.gateway import AgentEpisode
@@ -227,7 +228,7 @@ class Loaded:
 
     @cached_property
     def tools(self) -> list[Tool]:
-        """All that the policy may call: functions, and the environment's methods."""
+        """All tools of the policy: functions, and the environment's methods."""
         return [*self.functions, *[Tool.of(method, "") for method in self._methods()]]
 
     def _methods(self) -> list[Callable[..., Any]]:
@@ -243,26 +244,26 @@ class Loaded:
 
     @cached_property
     def has_step(self) -> bool:
-        """Whether the class answers what is said."""
+        """True if the class replies to texts."""
         return self.cls is not None and _has_step(self.cls)
 
     @property
     def is_async(self) -> bool:
-        """Whether any of it is written as a coroutine."""
+        """True if any function or method is a coroutine function."""
         methods = (getattr(self.cls, name, None) for name in NO_TOOLS)
         functions = (tool.function for tool in self.tools)
         return any(map(inspect.iscoroutinefunction, (self.agent, *methods, *functions)))
 
     @cached_property
     def of_reset(self) -> list[inspect.Parameter]:
-        """What `reset` takes; read once, before trajectories are forked."""
+        """The parameters of `reset`; read once, before trajectories are forked."""
         if self.cls is None:
             return []
         return [*inspect.signature(self.cls.reset).parameters.values()][1:]
 
     @property
     def columns(self) -> list[str]:
-        """Columns of a row that `reset` cannot do without."""
+        """Columns of a row that `reset` requires."""
         return [
             one.name
             for one in self.of_reset
@@ -273,17 +274,17 @@ class Loaded:
 
 
 NO_TOOLS = {"reset", "step", "get_reward"}
-"""Public methods of an environment that the policy does not call."""
+"""Public methods of an environment that the policy cannot call."""
 
 
 def _has_step(cls: type) -> bool:
-    """Whether `step` answers what is said."""
+    """Return True if `step` replies to texts."""
     step = getattr(cls, "step", None)
     return step not in (None, Environment.step) and not _step_is_tool(cls)
 
 
 def _step_is_tool(cls: type) -> bool:
-    """As in TRL, whose tools give texts."""
+    """Return True if `step` is a tool that returns text, as in TRL."""
     step = getattr(cls, "step", None)
     if step is None or issubclass(cls, Environment):
         return False
@@ -291,7 +292,7 @@ def _step_is_tool(cls: type) -> bool:
 
 
 def in_full(path: str) -> str:
-    """A path whose file is named in full: processes work in folders of their own."""
+    """Return a path with an absolute file name, because processes work in their own folders."""
     where, name, own_id = _parts(path)
     prefix = path.partition(":")[0]
     if prefix in ADAPTERS:
@@ -302,7 +303,7 @@ def in_full(path: str) -> str:
 
 
 def _parts(path: str) -> tuple[str, str, str]:
-    """File or module, name in it, and the id behind them, "" where there is none."""
+    """Split a path into file or module, name in it, and the id after them ("" without one)."""
     prefix, _, rest = path.partition(":")
     if prefix in ADAPTERS:
         where, _, name = ADAPTERS[prefix].partition(":")
@@ -312,7 +313,7 @@ def _parts(path: str) -> tuple[str, str, str]:
 
 
 def object_at(path: str, key: str) -> Any:
-    """What a path names; the configuration's `key` has that path."""
+    """Load the object at a path; `key` is the setting of the path."""
     where, name, _ = _parts(path)
     if ":" not in path:
         where, _, name = path.rpartition(".")
@@ -327,7 +328,7 @@ def object_at(path: str, key: str) -> Any:
 
 
 def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
-    """The class of environments that a path names, of its id where it has one."""
+    """Return the class of environments at a path, for its id if it has one."""
     own_id = _parts(path)[2]
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
         raise ConfigError(
@@ -348,7 +349,7 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
 
 
 def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse methods that cannot be called as they will be."""
+    """Reject methods that cannot be called with the expected arguments."""
     try:
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:
@@ -373,22 +374,22 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
 
 
 class Played(Protocol):
-    """What a policy plays with, in the process that runs it."""
+    """The environment or agent of a trajectory, in the process that runs it."""
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The first answer."""
+        """Return the first reply."""
         ...
 
     def step(self, text: str) -> dict[str, Any]:
-        """The answer to what the policy said."""
+        """Return the reply to the policy's text."""
         ...
 
 
 class Episode:
-    """One environment and what it is asked, in the process that runs it."""
+    """One environment and its tools, in the process that runs it."""
 
     def __init__(self, loaded: Loaded, seeds: tuple[int, int]) -> None:
-        """`seeds`: one for the samples of a prompt, one of this sample alone."""
+        """Create the environment; one seed is for all samples of a prompt, one for this sample."""
         self._seeds = seeds
         seed_globals(seeds[0])
         self._env: Any = None
@@ -444,7 +445,7 @@ class Episode:
         return {"players": found}
 
     def _call_reset(self, row: Mapping[str, Any]) -> Any:
-        """With what it names of the columns, the row and the rng; `**columns` are the row's."""
+        """Call `reset` with the parameters that it names: columns, the row, the rng."""
         names = {one.name for one in self._loaded.of_reset}
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._loaded.of_reset)
         given = {**row, "row": dict(row)}
@@ -478,7 +479,7 @@ class Episode:
         return self._answer(text) | ({"call_like": unread_call} if unread_call else {})
 
     def _answer(self, text: str) -> dict[str, Any]:
-        """The answer to a text that calls no tool."""
+        """Reply to a text that calls no tool."""
         if not self._loaded.has_step:
             return {"end": True, "reward": _finite(self._final_reward())}
         return self._read(waited(self._env.step(text)))
@@ -495,7 +496,7 @@ class Episode:
         return {"messages": [message], "reward": _finite(answer.reward)}
 
     def _final_reward(self) -> Any:
-        """Of an environment without `step`, as in TRL."""
+        """Return the reward at the end of an environment without `step`, as in TRL."""
         if hasattr(self._env, "get_reward"):
             return waited(self._env.get_reward())
         return getattr(self._env, "reward", 0.0)

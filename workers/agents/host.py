@@ -1,16 +1,15 @@
-"""Processes of environments: one for each trajectory, forked from one that has loaded their code.
+"""Processes of environments: one per trajectory, forked from a process that has loaded their code.
 
-    host = EnvironmentHost(spec)                   # a ConfigError if the code is refused
+    host = EnvironmentHost(spec)                   # a ConfigError if the code is rejected
     host.open(7, seeds, row)                       # a process; its first answer is `reset`'s
     host.say(7, "42")                              # the next is `step`'s
-    for number, answer in host.answers(seconds):   # those that have come, or failed
+    for number, answer in host.answers(seconds):   # answers that have arrived, or failures
         ...
     host.end(7); host.close()
 
-Global state, such as Python's and numpy's random numbers, belongs to the one trajectory that runs
-in a process; once that has ended well, another one begins there, with seeds of its own. All of it
-runs under one supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, a line
-each.
+Global state, such as Python's and numpy's random numbers, belongs to the only trajectory in a
+process. When that has ended well, the next one begins there, with its own seeds. All processes run
+under one supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, one per line.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ logger = logging.getLogger(__name__)
 BROKEN, LATE = "environment", "deadline"
 """Reasons of failures; the second is a missed deadline."""
 START_S = 60.0
-"""Time in which the code has to be loaded."""
+"""Time limit for loading the code."""
 TO_JSON = json.JSONEncoder(default=str).encode
-"""What is no JSON goes as its text."""
+"""Values that are not JSON are sent as text."""
 LONGEST_LINE = 2**22
-"""Bytes of one answer."""
+"""Maximum bytes of an answer."""
 ENDED_S = 0.5
-"""Time between the end of an environment's process and its failure."""
+"""Time between the end of an environment's process and its reported failure."""
 END_S = 10.0
-"""Time that the supervisor gets to kill what it watches."""
+"""Time for the supervisor to kill its processes."""
 
 
 @dataclass
@@ -65,9 +64,9 @@ class _Process:
     is_asked: bool = False
     has_ended: bool = False
     is_agent: bool = False
-    """Its last answer was a request: a program of the user's waits for what is drawn."""
+    """True if its last answer was a request: a user's program waits for a response."""
     busy_s: float = 0.0
-    """What its last answer took."""
+    """Seconds of work for its last answer."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,15 @@ class EnvironmentHost:
     """The environments of one rollout process, from its side."""
 
     def __init__(self, spec: EnvironmentSpec, step_timeout_s: float) -> None:
-        """Start the process that loads the code; a reply takes at most `step_timeout_s` seconds."""
+        """Start the process that loads the code; an answer may take at most `step_s` seconds."""
         _raise_file_limit()
         self._spec, self._step_timeout_s = spec, step_timeout_s
         self.num_starts = 0
-        """Processes that have loaded the code: more than one, if the supervisor has ended one."""
+        """Number of processes that have loaded the code; more than one after a restart."""
         self._open: dict[int, _Process] = {}
-        """By the trajectory's number."""
+        """Processes by the number of their trajectory."""
         self._idle: list[_Process] = []
-        """Whose trajectories have ended well: the next ones begin there."""
+        """Processes whose trajectories ended well: the next ones begin there."""
         self._numbers = itertools.count()
         self._failed: list[tuple[int, dict[str, Any]]] = []
         self._start_host()
@@ -131,8 +130,8 @@ class EnvironmentHost:
         )
         until = time.monotonic() + START_S
         try:
-            pid, _ = self._channel.receive(until)  # of the code, which the supervisor ends
-            with suppress(AttributeError, ProcessLookupError):  # not on Linux; it has ended
+            pid, _ = self._channel.receive(until)  # of the process with the code
+            with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
                 handles.append(os.pidfd_open(pid))
             problem, kinds = self._channel.receive(until)
         except (TimeoutError, EOFError, OSError, TypeError, ValueError) as error:
@@ -142,12 +141,12 @@ class EnvironmentHost:
             self._end()
             raise ConfigError(problem)
         self.kinds = {name: Kind(*facts) for name, facts in kinds.items()}
-        self._orders.setblocking(True)  # the channel, a copy of it, has deadlines of its own
+        self._orders.setblocking(True)  # the channel, a copy of it, has its own deadlines
         for end in (self._orders, *handles):
             self._selector.register(end, selectors.EVENT_READ, None)
 
     def _replace_host(self) -> None:
-        """Fail all that is open by the supervisor's words, and start a host in its place."""
+        """Fail all open trajectories with the supervisor's message, and start a new host."""
         words = "ended"
         with suppress(TimeoutError, EOFError, OSError, NoAnswerError, TypeError, KeyError):
             words = str(self._channel.receive(time.monotonic() + END_S)["ended"])
@@ -170,7 +169,7 @@ class EnvironmentHost:
         return [tool for kind in self.kinds.values() for tool in kind.tools]
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
-        """Begin an environment with this row, in a process that has it alone."""
+        """Start an environment with this row, in a process of its own."""
         one = self._idle.pop() if self._idle else self._start()
         self._open[number] = one
         self._selector.register(one.socket, selectors.EVENT_READ, number)
@@ -185,21 +184,21 @@ class EnvironmentHost:
         return one
 
     def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
-        """Tell an environment what the policy said, and an agent more of it.
+        """Send the policy's text to an environment, and further facts to an agent.
 
-        It answers `delay_s` later than it could.
+        The answer is delayed by `delay_s` seconds.
         """
         self._send(number, {"text": text, "delay_s": delay_s, **facts})
 
     def kill(self, number: int) -> None:
-        """Kill an environment's process in the place of its next answer."""
+        """Kill an environment's process instead of waiting for its next answer."""
         one = self._open[number]
         one.until, one.is_asked = time.monotonic() + self._step_timeout_s, True
         with suppress(OSError):
             self._orders.send(ORDER.pack(KILL, one.number))
 
     def answers(self, seconds: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """What has come by now, or within `seconds`; {"failed": why} is the last of a number."""
+        """Yield answers that arrive within `seconds`; {"failed": why} ends a trajectory."""
         now = time.monotonic()
         waits = [one.until for one in self._open.values() if one.is_asked]
         if self._failed or not waits:
@@ -226,12 +225,12 @@ class EnvironmentHost:
         yield from failed
 
     def busy_s(self, number: int) -> float:
-        """Seconds that an environment worked for its last answer; one that failed, all of them."""
+        """Return the seconds of work for an environment's last answer; inf after a failure."""
         one = self._open.get(number)
         return math.inf if one is None else one.busy_s
 
     def end(self, number: int) -> None:
-        """End a trajectory; its process goes to another one, unless something goes on in it."""
+        """End a trajectory; its process is reused, unless something still runs in it."""
         one = self._open.pop(number, None)
         if one is None:
             return
@@ -248,7 +247,7 @@ class EnvironmentHost:
             self._orders.send(ORDER.pack(KILL, one.number))
 
     def close(self) -> None:
-        """End all of them; nothing is left."""
+        """End all processes."""
         for number in list(self._open):
             self.end(number)
         self._end()
@@ -265,7 +264,7 @@ class EnvironmentHost:
         try:
             with suppress(BlockingIOError):
                 line = line[one.socket.send(line) :]
-            if line:  # more than the socket holds
+            if line:  # more than the buffer of the socket
                 one.socket.settimeout(self._step_timeout_s)
                 one.socket.sendall(line)
                 one.socket.setblocking(False)
@@ -275,7 +274,7 @@ class EnvironmentHost:
             self._note_end(one)
 
     def _note_end(self, one: _Process) -> None:
-        """Let it fail a little later, by when it is known whether its host has ended, and why."""
+        """Delay the failure until it is known if the host has ended, and why."""
         if not one.has_ended:
             self._selector.unregister(one.socket)
         one.has_ended = one.is_asked = True
@@ -323,7 +322,7 @@ class EnvironmentHost:
 
     def _fail(self, number: int, why: str, reason: str = BROKEN) -> None:
         if number in self._open:
-            self._open[number].is_asked = True  # so that the process is not used again
+            self._open[number].is_asked = True  # so that the process is not reused
             self.end(number)
             self._failed.append((number, {"failed": why, "reason": reason}))
 
@@ -336,7 +335,7 @@ def _end(
     idle: list[_Process],
     handles: list[int],
 ) -> None:
-    """Close what the supervisor watches: it kills all of them."""
+    """Close what the supervisor watches: it then kills all processes."""
     for one in idle:
         one.socket.close()
     selector.close()
@@ -352,7 +351,7 @@ def _end(
 
 
 def _raise_file_limit() -> None:
-    """A socket for each open trajectory: as many as the system lets this process have."""
+    """Raise the limit of open files to the maximum: every open trajectory needs a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

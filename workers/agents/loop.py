@@ -4,14 +4,14 @@
          ^                                                          |
          +---------------------- sampled text <---------take--------+
 
-A turn is one more request with a longer response: what was sampled, what was observed since (of
-version -1, without log-probs), and room for more. An engine may keep what it has computed of a
-sample for the next turn. Whether it does, and whichever trajectory waits for which, the bits are
+A turn is one more request with a longer response: the sampled tokens, the tokens observed since
+(with version -1, without log-probs), and room for more. An engine may reuse its computation of a
+sample for the next turn. The bits do not depend on that, or on the order of trajectories: they are
 those of a fresh engine that gets the history.
 
-With `environment.history=as_template`, a chat that the template writes differently than it was read
-is in the response once more, as a segment: the engine reads the segment and nothing before it, and
-so does the trainer.
+With `environment.history=as_template`, a chat that the template renders differently than it was
+read is appended to the response again, as a segment: the engine reads only the segment, and so does
+the trainer.
 """
 
 from __future__ import annotations

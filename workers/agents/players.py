@@ -1,4 +1,4 @@
-"""How a rollout worker plays trajectories, from rows of prompts to rows of trajectories."""
+"""Play trajectories in a rollout worker: from rows of prompts to rows of trajectories."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 ROW_COLUMNS = (
     "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
 )  # fmt: skip
-"""Columns that a trajectory begins with, in addition to those of any sample."""
+"""Columns that a trajectory needs, in addition to those of any sample."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
-"""Columns of any row that `reset` gets, in addition to the user's."""
+"""Columns of every row that `reset` gets, in addition to the user's."""
 MOST_OPEN = 1024
-"""Environments that one rollout process has at the same time."""
+"""Maximum number of concurrent environments per rollout process."""
 OF_ALL = -1
 """The index of the noise that all samples of a prompt share."""
 PROCESSES = 4
@@ -66,7 +66,7 @@ class Players:
     def __init__(
         self, config: EnvironmentConfig, tokenizer: Any, faults: Faults = NO_FAULTS
     ) -> None:
-        """Nothing starts before the first trajectory; `faults` are injected in training only."""
+        """Create the players; nothing starts yet, and faults affect only training."""
         self._config, self._tokenizer, self._faults = config, tokenizer, faults
         self._loop: TurnLoop | None = None
 
@@ -76,13 +76,13 @@ class Players:
 
     @property
     def num_running(self) -> int:
-        """Trajectories that are played or wait for their turn."""
+        """Number of unfinished trajectories."""
         return 0 if self._loop is None else self._loop.num_running
 
     def submit(
         self, data: DataProto, engine: RolloutEngine, sampling: SamplingParams, noise_of: NoiseOf
     ) -> list[int]:
-        """Begin a trajectory for every row that is no padding; return their numbers."""
+        """Start a trajectory for every row that is not padding; return their numbers."""
         require(data, "raw_prompt", "sample_index", "uid")
         if self._loop is None or not self.num_running:
             kinds = self._host.kinds
@@ -100,7 +100,7 @@ class Players:
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None
     ) -> dict[int, Trajectory]:
-        """Trajectories that ended once one had so many more tokens, or after so long."""
+        """Return ended trajectories, after `max_tokens` tokens of one or `seconds` at most."""
         return {} if self._loop is None else self._loop.take(max_tokens, seconds)
 
     def abort(self) -> None:

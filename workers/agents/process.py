@@ -1,6 +1,6 @@
-"""The program that environments run in: it loads their code, then forks one for each trajectory.
+"""The program that environments run in: it loads their code, then forks once per trajectory.
 
-`workers.agents.host` starts it, in a sandbox, and tells it what to open and what to kill.
+`workers.agents.host` starts it in a sandbox, and tells it which trajectories to open and kill.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from workers.rewards.process import in_words, place_of
 FROM_JSON = json.JSONDecoder().scan_once
 TO_JSON = json.JSONEncoder().encode
 ROOM_FOR_ONE = socket.CMSG_SPACE(struct.calcsize("@i"))
-"""Bytes for a descriptor."""
+"""Bytes of a file descriptor in an ancillary message."""
 ORDER = struct.Struct("!cQ")
-"""What it is told: open or kill, and a number."""
+"""An order: open or kill, and a number."""
 OPEN, KILL = b"o", b"k"
 WARM_UPS = 16
-"""Python specialises a function after eight calls."""
+"""Python specializes a function after eight calls."""
 PREFIX = b"(environment) "
-"""Before each line that environments print."""
+"""Prefix of each line that environments print."""
 MOST_OUTPUT = 2**16
 """Bytes that the environments of a process may print."""
 REAP_S = 0.2
-"""Time between two looks for processes that have ended."""
+"""Interval for reaping ended processes."""
 
 
 def main(control: Connection) -> None:
@@ -51,7 +51,7 @@ def main(control: Connection) -> None:
 
 
 def serve(descriptor: int, spec: EnvironmentSpec) -> None:
-    """Load the code, then fork a process for each trajectory that is asked for."""
+    """Load the code, then fork a process for each requested trajectory."""
     end = FunctionEnd(os.dup(descriptor))
     end.send([os.getpid(), os.getcwd()])
     try:
@@ -74,7 +74,7 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
             importlib.import_module("asyncio")
     _warm_up()
     gc.collect()
-    gc.freeze()  # what is loaded is then not copied page by page where a fork collects
+    gc.freeze()  # so that garbage collection in a fork does not copy the loaded pages
 
     orders = socket.socket(fileno=descriptor)
     running: dict[int, int] = {}
@@ -112,7 +112,7 @@ def _reap(running: dict[int, int]) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Its whole session; one that has ended is not reaped yet, so its number is no other's."""
+    """Kill a whole session; an ended process is not reaped yet, so its number is not reused."""
     if pid:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) 
         _answer_all(descriptor, loaded, spec.sandbox.allow_cpu)
     except ConnectionError:
         pass  # the other end is gone
-    except BaseException:  # noqa: BLE001 - this is the edge of the process
+    except BaseException:  # noqa: BLE001 - process boundary
         with suppress(BaseException):
             traceback.print_exc()
     finally:
@@ -168,16 +168,16 @@ def _lines(descriptor: int) -> Iterator[bytes]:
 
 
 class _Nothing(Environment):
-    """Is played before any other, in the process that forks."""
+    """Played before all others, in the process that forks."""
 
     def step(self, text: str) -> Turn:
         return Turn(text)
 
 
 def _warm_up() -> None:
-    """Run what every trajectory runs until Python has written down what it learns of code.
+    """Run the code of every trajectory until Python has specialized it.
 
-    It does so in the code itself: in a page of its own in every process that runs it first.
+    Otherwise each fork would specialize the code itself, and copy its memory pages.
     """
     for _ in range(WARM_UPS):
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Recorded answers in the place of environments: a trajectory is played against them once more."""
+"""Recorded answers instead of environments: a trajectory is replayed against them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from workers.agents.host import Kind
 
 RECORDED = "recorded_answers"
-"""Column: what the environment of each row's trajectory answered, in order."""
+"""Column: the answers of the environment of each row's trajectory, in order."""
 OVER = {"failed": "no further answer was recorded", "reason": "environment"}
 
 
 class RecordedHost:
-    """Called as `EnvironmentHost` is; a trajectory's row has its answers."""
+    """Has the interface of `EnvironmentHost`; a trajectory's row contains its answers."""
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
         """A recorded trajectory is played alone, also if it had other players."""
@@ -23,26 +23,26 @@ class RecordedHost:
         self._asked: list[int] = []
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
-        """Begin with the first answer."""
+        """Start with the first answer."""
         self._left[number] = iter(row[RECORDED])
         self._asked.append(number)
 
     def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
-        """Ask for the next answer, whatever was said."""
+        """Request the next answer, whatever the policy's text."""
         self._asked.append(number)
 
     def answers(self, seconds: float) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Those that were asked for."""
+        """Yield the requested answers."""
         asked, self._asked = self._asked, []
         for number in asked:
             yield number, next(self._left[number], OVER)
 
     def busy_s(self, number: int) -> float:
-        """Nobody works."""
+        """Return 0: nothing works."""
         return 0.0
 
     def kill(self, number: int) -> None:
-        """Nobody is there."""
+        """Do nothing: there is no process."""
 
     def end(self, number: int) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""

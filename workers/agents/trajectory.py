@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 TERMINATED, MAX_TURNS = "terminated", "max_turns"
 GIVEN_UP = "in an environment that failed"
-"""Why tokens of a trajectory that started over are not trained on."""
+"""Why tokens of a restarted trajectory are not trained on."""
 
 
 class State(Enum):
-    """The thing that a trajectory waits for."""
+    """What a trajectory waits for."""
 
     QUEUED = "a place among the open trajectories"
     ENVIRONMENT = "the answer of its environment"
@@ -52,7 +52,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Start:
-    """What a trajectory begins with."""
+    """The start of a trajectory."""
 
     prompt: Any
     """The row's prompt: a text, or a chat."""
@@ -80,14 +80,14 @@ class Setting:
     chat: TurnRenderer
     config: EnvironmentConfig
     decode: Callable[[list[int]], str]
-    """Turns sampled ids into the text that an environment gets."""
+    """Converts sampled ids into the text that an environment gets."""
     sampling: SamplingParams
     engine: RolloutEngine
 
 
 @dataclass
 class Times:
-    """Seconds of a turn from its first token on; the first of a trajectory are those of `reset`.
+    """Seconds of a turn from its first token on; the first entry of a trajectory is `reset`.
 
     The part of an answer's time in which the environment's process did not work is waiting.
     """
@@ -96,9 +96,9 @@ class Times:
     engine: float = 0.0
     environment: float = 0.0
     asked: float = 0.0
-    """When the message to the environment was sent, by the wall clock."""
+    """Wall-clock time when the message to the environment was sent."""
     heard: float = 0.0
-    """When its answer was received."""
+    """Wall-clock time when its answer was received."""
 
 
 @dataclass
@@ -115,25 +115,25 @@ class Trajectory:
     request_id: int = -1
     """The engine's number of its sample, while the engine generates."""
     observation: tuple[str, bool] = "", False
-    """A text to be read next, and whether it replaces all that was read before."""
+    """A text to read next, and True if it replaces everything that was read before."""
     num_drawn_in_take: int = 0
     """Tokens that were sampled since the loop's `take` was called."""
     chat: list[Message] = field(default_factory=list)
-    """What the template wrote, as messages, where the history is as the template writes it."""
+    """The template's rendering as messages, if the history is as the template renders it."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """(place of a turn's last sampled token, reward)."""
     ended: str = ""
     problem: str = ""
-    """Why it failed, if it did."""
+    """Why it failed, or ""."""
     is_left_out: bool = False
-    """Left out of the update and the baseline: it failed, and failures have no reward."""
+    """True if it is excluded from the update and the baseline: it failed, without a reward."""
     request: Mapping[str, Any] | None = None
     """The last request of an agent."""
     cut: str = ""
-    """Why an agent gets no more tokens; it may still end with a reward."""
+    """Why an agent gets no more tokens, or ""; it may still end with a reward."""
     attempts: int = 1
     was_late: bool = False
-    """An environment of some attempt missed its deadline."""
+    """True if an environment of any attempt missed its deadline."""
     num_turns: int = 0
     num_calls: int = 0
     num_call_errors: int = 0
@@ -169,7 +169,7 @@ class Trajectory:
         return sum(times.waiting for times in self.times)
 
     def restarted(self) -> Trajectory:
-        """The next attempt, from the prompt on; the tokens so far are counted as given up."""
+        """Return the next attempt, from the prompt on; earlier tokens are counted as given up."""
         tokens = Counter({GIVEN_UP: int(self.sample.is_drawn.sum())})
         return Trajectory(
             self.start,
@@ -200,7 +200,7 @@ class Trajectory:
         return self.state is State.ENDED and any("end" in answer for answer in self.answers[-1:])
 
     def on_answer(self, answer: Mapping[str, Any], setting: Setting) -> None:
-        """The environment has answered: a first observation, the next one, or the end."""
+        """Handle an answer of the environment: the first observation, the next one, or the end."""
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
         if found := answer.get("call_like"):
@@ -238,7 +238,7 @@ class Trajectory:
                 self.end(BROKEN, setting, str(error))
 
     def note_time(self, busy_s: float) -> None:
-        """An answer has come for which the environment's process worked so long."""
+        """Record the arrival of an answer, and the seconds of work for it."""
         seconds, times = self.lap(), self.times[-1]
         busy_s = min(busy_s, seconds)
         times.environment += busy_s
@@ -246,7 +246,7 @@ class Trajectory:
         times.heard = time.time()
 
     def read(self, ids: list[int], setting: Setting) -> None:
-        """Continue after the observation, whose ids these are; end if there is no room."""
+        """Continue after the observation with these ids; end if there is no room."""
         width = setting.engine.limits.prompt_width
         if self.num_turns:
             length = len(self.sample.tokens) + len(ids)
@@ -262,11 +262,11 @@ class Trajectory:
             self._begin(ids, self._end_of_turn(0, setting))
 
     def submitted(self, request_id: int) -> None:
-        """The engine has the sample."""
+        """Record that the engine has the sample."""
         self.state, self.request_id = State.ENGINE, request_id
 
     def on_sample(self, sample: Sample, setting: Setting) -> None:
-        """The engine has finished a turn; tell the environment."""
+        """Handle a turn that the engine has finished: send it to the environment."""
         self.times[-1].engine += self.lap()
         self.sample = self.sample.with_last_segment(sample)
         drawn = self.sample.tokens[len(self.turns) :].tolist()
@@ -299,7 +299,7 @@ class Trajectory:
         self.state, self.observation = State.OBSERVED, (text, replaces)
 
     def _next_text(self, messages: Sequence[Message], setting: Setting) -> tuple[str, bool]:
-        """The text that the next turn reads, and whether it is the whole chat."""
+        """Return the text that the next turn reads, and True if it is the whole chat."""
         chat, stop = self.chat_of(setting), self.sample.stop_token
         if setting.config.history == "as_template":
             drawn = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
@@ -321,7 +321,7 @@ class Trajectory:
         self.state = State.READY
 
     def _on_request(self, answer: Mapping[str, Any], setting: Setting) -> None:
-        """An agent's request: a turn, or an error; the agent may then end or send another one."""
+        """Handle an agent's request: start a turn, or return an error that the agent can handle."""
         request = self.request = answer["request"]
         as_drawn = setting.config.history == "as_drawn"
         width, max_tokens = setting.engine.limits.prompt_width, setting.sampling.max_tokens
@@ -359,7 +359,7 @@ class Trajectory:
         self.answers.append({**answer, "request": request})
 
     def _served(self, settings: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
-        """The settings of a request that are its own; note once which ones the run overrides."""
+        """Return the settings that a request may set; warn once about overridden ones."""
         can_stop = setting.engine.decode is not None
         names = overridden(settings, setting.sampling, setting.config.overrides, can_stop)
         if names:
@@ -371,13 +371,13 @@ class Trajectory:
         return {name: value for name, value in settings.items() if name not in names}
 
     def _end_of_turn(self, length: int, setting: Setting) -> int | None:
-        """Tokens of the response at which a turn ends that begins after `length` of them."""
+        """Return the response length at which a turn ends that begins after `length` tokens."""
         of_agent = None if self.request is None else self.request["max_tokens"]
         bounds = [n for n in (setting.config.max_tokens_per_turn, of_agent) if n is not None]
         return length + min(bounds) if bounds else None
 
     def _tell(self, drawn: list[int], setting: Setting) -> None:
-        """Send a turn to the environment, which injected faults may hit in the first attempt."""
+        """Send a turn to the environment; injected faults affect the first attempt."""
         self.state, delay_s = State.ENVIRONMENT, 0.0
         self.times[-1].asked = time.time()
         if self.attempts == 1:
@@ -405,7 +405,7 @@ class Trajectory:
         return {"player": self.start.player} if self.start.player else {}
 
     def _facts(self, num_drawn: int, setting: Setting) -> dict[str, Any]:
-        """What an agent's answer has besides the text of a turn."""
+        """Return the facts of an agent's answer in addition to the text."""
         sample = self.sample
         facts = {
             "finish_reason": sample.finish_reason,
@@ -422,6 +422,6 @@ class Trajectory:
         return facts | {"ids": ids, "texts": texts, "log_probs": log_probs}
 
     def _last_place(self, turn: int) -> int:
-        """The place of the last sampled token of a turn."""
+        """Return the position of the last sampled token of a turn."""
         of_turn = self.sample.is_drawn & (torch.tensor(self.turns) == turn)
         return int(of_turn.nonzero()[-1])

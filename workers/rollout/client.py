@@ -6,10 +6,10 @@
         for submission in client.take(seconds=0.5):   # submissions with all their samples
             samples = submission.samples()
 
-Decoding issues no collective, so each rank generates samples of its own. Weights or further
-submissions may arrive between two takes. A sample depends neither on its rank nor on its
-neighbours: the group that replaces a lost one generates the unfinished samples again from their
-prompts, and they are the same.
+Decoding runs no collectives, so each rank generates its samples independently. Weights or further
+submissions may arrive between two takes. A sample does not depend on its rank or its neighbours: a
+group that replaces a lost one generates the unfinished samples again from their prompts, with the
+same result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workers.rollout.batches import REQUEST
 
 logger = logging.getLogger(__name__)
 ROW_BITS = 32
-"""The number of a request has the number of its row in these low bits, its submission above."""
+"""The low bits of a request number are the row's number, the higher bits the submission's."""
 
 
 class Submission:
@@ -43,7 +43,7 @@ class Submission:
         self._parts: list[DataProto] = []
 
     def add(self, numbers: Sequence[int], samples: DataProto) -> None:
-        """Accept the samples of the rows with these numbers."""
+        """Add the samples of the rows with these numbers."""
         self._numbers += numbers
         self._parts.append(samples)
 
@@ -54,11 +54,11 @@ class Submission:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the rows that have no sample yet."""
+        """The numbers of the rows without a sample."""
         return np.delete(np.arange(len(self.rows)), self._numbers).tolist()
 
     def samples(self) -> DataProto:
-        """All samples in the order of their rows, once none is missing."""
+        """Return all samples in the order of their rows; none may be missing."""
         assert not self.missing, "a submission is taken when it is whole"
         whole = self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
         if self._numbers == list(range(len(self.rows))):
@@ -67,7 +67,7 @@ class Submission:
 
 
 Replace = Callable[[LostSamplesError, Submission], Any]
-"""Returns the group that replaces a lost one; raises the error where there is none."""
+"""Returns the group that replaces a lost one, or raises the error if there is none."""
 
 
 class RolloutClient:
@@ -117,7 +117,7 @@ class RolloutClient:
         return submission.samples()
 
     def submit(self, *submissions: Submission) -> None:
-        """Begin these submissions next to those that are running.
+        """Start these submissions, in addition to running ones.
 
         All of them have the same columns and meta entries.
         """
@@ -133,7 +133,7 @@ class RolloutClient:
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
-        """Let every rank go so far (see an engine's `take`); return the complete submissions.
+        """Let every rank generate (see an engine's `take`); return the complete submissions.
 
         If a rank is lost, raise `WorkerDiedError`; the group's submissions are lost with it.
         """
@@ -177,10 +177,7 @@ class RolloutClient:
             self.submissions[number].add(rows, part)
 
     def _shares(self, rows: Sequence[int], batch: DataProto) -> dict[int, Sequence[int]]:
-        """Rank -> the rows that it generates, equally many for each.
-
-        Players of an environment go to the same rank.
-        """
+        """Divide the rows evenly over the ranks; players of an environment share a rank."""
         ranks = self.group.generate_sequences.collecting_ranks()
         size = -(-len(rows) // len(ranks))
         cuts = [min(place * size, len(rows)) for place in range(len(ranks) + 1)]
@@ -197,7 +194,7 @@ class RolloutClient:
 
 def _rows(rows: DataProto, numbers: Sequence[int]) -> DataProto:
     first, last = numbers[0], numbers[-1]
-    if last - first == len(numbers) - 1:  # ascending and without a gap
+    if last - first == len(numbers) - 1:  # ascending without gaps
         return view_rows(rows, first, last + 1)
     return rows.select_idxs(list(numbers))
 
@@ -205,7 +202,7 @@ def _rows(rows: DataProto, numbers: Sequence[int]) -> DataProto:
 def lost_samples(
     submission: Submission, error: Exception, missing: Sequence[int]
 ) -> LostSamplesError:
-    """An error that names the missing samples."""
+    """Return an error that names the missing samples."""
     rows = submission.rows.select_idxs(list(missing))
     uids, indices = rows.non_tensor_batch["uid"], rows.padded("sample_index").tolist()
     names = [f"{uid}/{index}" for uid, index in zip(uids, indices, strict=True)]
