@@ -1,8 +1,8 @@
-"""Faults of environments on purpose (`faults.kill_environment`, `faults.delay_environment`).
+"""Injected faults of environments (`faults.kill_environment`, `faults.delay_environment`).
 
-Which answers they strike follows from the seed, the trajectory's noise key and the answer's number:
-whoever plays it, and whenever. They strike the first environment of a trajectory alone, so that the
-next one plays on undisturbed.
+The seed, the trajectory's noise key and the number of the answer determine which answers get a
+fault, independent of rank and time. Faults affect only the first environment of a trajectory, so
+its restart runs without faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KINDS = KILL, DELAY = "kill_environment", "delay_environment"
 
 @dataclass(frozen=True)
 class Faults:
-    """How likely which fault is for an answer."""
+    """Probabilities of injected faults per answer."""
 
     kill_environment: float = 0.0
     delay_environment: float = 0.0
@@ -25,7 +25,7 @@ class Faults:
 
     @classmethod
     def of(cls, settings: Any) -> Faults:
-        """As the section `faults` has them; none of a recipe without such keys."""
+        """Return the faults in the section `faults`; none for a recipe without these keys."""
         if not hasattr(settings, "kill_environment"):
             return cls()
         return cls(
@@ -36,7 +36,7 @@ class Faults:
         )
 
     def strike(self, kind: str, key: int, answer: int) -> bool:
-        """Whether this answer has a fault of this kind."""
+        """Return True if this answer gets a fault of this kind."""
         chance = getattr(self, kind)
         return chance > 0 and Random(f"{self.seed}/{kind}/{key}/{answer}").random() < chance
 

@@ -70,13 +70,13 @@ class TurnLoop:
     def play(
         self, starts: Sequence[Start], sampling: SamplingParams, num_open: int
     ) -> list[Trajectory]:
-        """Play all of them to their ends, at most `num_open` at the same time, in their order."""
+        """Play all to their ends, at most `num_open` at the same time; return them in order."""
         numbers = self.submit(starts, sampling, num_open)
         ended = self.take()
         return [ended[number] for number in numbers]
 
     def submit(self, starts: Sequence[Start], sampling: SamplingParams, num_open: int) -> list[int]:
-        """Begin these trajectories next to those that are played; return their numbers."""
+        """Start these trajectories, in addition to running ones; return their numbers."""
         if self._trajectories and sampling != self._setting.sampling:
             raise RolloutError(
                 f"rollout: {self.num_running} trajectories are played with other sampling "
@@ -102,8 +102,9 @@ class TurnLoop:
     ) -> dict[int, Trajectory]:
         """Play until all have ended; return the ended trajectories by number.
 
-        With `max_tokens`, play until one trajectory has about so many more tokens; with `seconds`,
-        no longer than that. The others keep their environments and continue in the next call.
+        With `max_tokens`, play until one trajectory has about that many more tokens; with
+        `seconds`, no longer than that. The others keep their environments and continue in the next
+        call.
         """
         budget = Budget(max_tokens, seconds)
         for trajectory in self._trajectories.values():

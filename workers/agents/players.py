@@ -45,9 +45,9 @@ PROCESSES = 4
 
 
 def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec:
-    """The configured environments, with processes for `MOST_OPEN` of them.
+    """Return the configured environments, with processes for `MOST_OPEN` of them.
 
-    The tokenizer's chat template chooses how calls of tools are parsed, unless a key does.
+    The tokenizer's chat template determines the format of tool calls, unless a key does.
     """
     template = str(getattr(tokenizer, "chat_template", ""))
     call_parser = [config.call_parser] if config.call_parser else forms_of(template)
@@ -153,7 +153,7 @@ def _starts(
 
 
 def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> DataProto:
-    """The columns that rows of trajectories have in addition to those of samples."""
+    """Return the columns that rows of trajectories have in addition to those of samples."""
     responses = batch.column("response_mask")
     assert isinstance(responses, Ragged), "the rollout makes ragged rows"
     num_pads = len(batch) - len(trajectories)

@@ -103,7 +103,7 @@ class Times:
 
 @dataclass
 class Trajectory:
-    """A trajectory so far: its sample, the number of the turn of each token, and its rewards."""
+    """A trajectory: its sample, the turn number of each token, and its rewards."""
 
     start: Start
     sample: Sample = field(default_factory=lambda: Sample([]))
