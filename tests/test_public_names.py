@@ -58,3 +58,16 @@ def test_every_path_on_the_page_of_the_interface_can_be_imported() -> None:
     paths = re.findall(r"^::: (\S+)$", text, re.M)
     assert len(paths) >= 15
     assert [path for path in paths if find(path) is None] == []
+
+
+def test_every_name_that_a_page_imports_is_on_the_page_of_the_interface() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^::: verl_like\.(\w+)$", reference, re.M))
+    errors = set(vars(find("verl_like.errors")))  # the page shows the whole module
+    imported = set[str]()
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for names in re.findall(r"^\s*from verl_like import ([\w, ]+)$", text, re.M):
+            imported |= {name.strip() for name in names.split(",")}
+    assert len(imported) >= 20
+    assert imported - documented - errors == set()
