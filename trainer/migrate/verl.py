@@ -130,7 +130,7 @@ def _images(given: Mapping[str, str], path: str, done: Translation) -> None:
     if WITH_IMAGES.search(given.get(path, "")) and "data.image_key" not in given:
         done.refused.append(
             f"{path}={given[path]}: models with images are not trained here, and verl reads the "
-            "rows' column images unasked; where there are none say data.image_key=null"
+            "rows' column images unasked; where there are none set data.image_key=null"
         )
 
 

@@ -67,8 +67,8 @@ def test_reward_models_and_preferences() -> None:
     ("program", "flags", "reason"),
     [
         ("train_sft", "--model.aux_loss_coef 0.1", "load-balancing loss of experts"),
-        ("train_rm", "--data.chosen_key better", "call the column chosen"),
-        ("train_dpo", "--optim muon", "no Muon is built in"),
+        ("train_rm", "--data.chosen_key better", "rename the column to chosen"),
+        ("train_dpo", "--optim muon", "Muon is not built in"),
     ],
 )
 def test_another_experiment_is_refused(program: str, flags: str, reason: str) -> None:

@@ -32,14 +32,14 @@ KEYS_OF_NO_SCHEMA = ("placement", "role_mapping.reward_model")
 REFUTED_BY = {
     # data
     "a row whose tokens are ambiguous is an error": "*mismatch*",
-    "call the column chosen": "data.chosen_key",
-    "call the column data_source": "data.*source_key",
-    "call the column messages": "data.messages_key",
-    "call the column prompt": "dpo:data.prompt_key",
-    "call the column rejected": "data.rejected_key",
-    "call the column text": "data.text_key",
+    "rename the column to chosen": "data.chosen_key",
+    "rename the column to data_source": "data.*source_key",
+    "rename the column to messages": "data.messages_key",
+    "rename the column to prompt": "dpo:data.prompt_key",
+    "rename the column to rejected": "data.rejected_key",
+    "rename the column to text": "data.text_key",
     "columns are those of the recipe's rows": "data.label*",
-    "give a file of as many rows": "data.*max_samples",
+    "give a file with that many rows": "data.*max_samples",
     "give one file with the mixture": "data.*prob*",
     "rows are read and tokenized once, before the first step": "data.*stream*",
     "rows are read by their columns: text, prompt and response, messages": "data.dataset_kwargs*",
@@ -47,23 +47,21 @@ REFUTED_BY = {
     "validation goes through its files in order": "data.validation_shuffle",
     "write it into the model's chat template": "sft:*chat_template_kwargs*",
     "write it into the config.json of the model's folder": "*override_config*",
-    "write it into the config.json of the model's folder, else an engine may refuse so long rows": (
+    "write it into the config.json of the model's folder, or an engine may reject long rows": (
         "*max_position*"
     ),
     "write the template into the prompts": "data.input_template*",
-    "write the template into the prompts, or into the model's chat template": (
-        "data.input_template*"
-    ),
+    "write the template into the prompts or the model's chat template": ("data.input_template*"),
     # models and adapters
     "activations are recomputed": "*activation_offload*",
     "adapters are plain LoRA": "*lora_type*",
     "adapters are plain LoRA on linear layers": "*lora_*[!ahknpr]",
-    "adapters begin as PEFT's do, kaiming": "*lora*init*",
+    "adapters start as in PEFT (kaiming)": "*lora*init*",
     "adapters have no dropout": "*dropout*",
     "buffers stay as the model has them": "*buffer_dtype*",
-    "code in model folders is not run: take a model that transformers has": "*remote_code*",
+    "code in model folders is not run: use a model class of transformers": "*remote_code*",
     "embeddings get no noise": "*neftune*",
-    "experts are computed as transformers chooses": "*experts_implementation*",
+    "transformers chooses how experts are computed": "*experts_implementation*",
     "give a folder that has all: model, tokenizer, chat template": "*tokenizer*",
     "give the folder of a model that was fetched before": "*model_scope*",
     "give the folder of that revision": "*revision*",
@@ -74,9 +72,9 @@ REFUTED_BY = {
     "models are sharded by FSDP": "*megatron*",
     "models with images are not trained here": "*image*",
     "name those to train: target_modules": "*exclude_modules*",
-    "no model is loaded in 4 bits; --lora_rank trains adapters alone": "*4bit*",
+    "no model is loaded in 4 bits; --lora_rank trains only adapters": "*4bit*",
     "passes compute in bfloat16 or float32": "*fp16*",
-    "the tokenizer is transformers' own choice": "*fast_tokenizer*",
+    "transformers chooses the tokenizer": "*fast_tokenizer*",
     "the value head is called score": "*value_head*",
     "weights are loaded shard by shard onto the device": "*init_on_gpu*",
     # optimizers and losses

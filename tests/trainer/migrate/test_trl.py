@@ -200,7 +200,7 @@ def test_scripts_with_code_of_their_own_are_refused() -> None:
     ("flags", "reason"),
     [
         ("--reward_weights 1 2", "each reward of the list"),
-        ("--load_in_4bit", "trained models are not quantised"),
+        ("--load_in_4bit", "trained models are not quantized"),
         ("--max_tool_calling_iterations 3", "environment.tools=[FILE.py:FUNCTION]"),
         ("--loss_type vespo", "--loss_type vespo: there are"),
         ("--chat_template_path t", "give a folder that has all"),
