@@ -16,7 +16,7 @@ COPY workers workers
 COPY trainer trainer
 # vLLM brings the torch that it was built with; flash-attn is compiled against that
 ARG FLASH_ATTN=0
-RUN pip install --no-cache-dir ".[vllm,lora,math,tensorboard,wandb]" "ray[default]" \
+RUN pip install --no-cache-dir ".[vllm,lora,math,tensorboard,trackio,wandb]" "ray[default]" \
     && if [ "$FLASH_ATTN" = 1 ]; then pip install --no-cache-dir --no-build-isolation ".[flash-attn]"; fi
 
 RUN useradd --create-home --home-dir /workspace user

@@ -49,7 +49,7 @@ def check_tracker_methods(tracker: Any, subject: str) -> None:
 
 TRACKERS: Registry[Any] = Registry("tracker", check_tracker)
 """Names for `trainer.logger`: built-in trackers, and functions (config, total_steps) -> tracker."""
-for _built_in in ("console", "tensorboard", "wandb"):
+for _built_in in ("console", "tensorboard", "trackio", "wandb"):
     TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
 
 

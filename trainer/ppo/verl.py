@@ -42,7 +42,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "trainer.test_freq": {"False": "-1"},
 }
 """Key -> verl's word for a value -> ours."""
-TRACKERS = ("console", "tensorboard", "wandb")
+TRACKERS = ("console", "tensorboard", "trackio", "wandb")
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
 """Configurations of verl's drivers, which have verl's defaults."""

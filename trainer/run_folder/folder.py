@@ -8,6 +8,7 @@
   placement.txt      the roles of every node                (trainer.launch, at start)
   metrics.jsonl      a line per step                        (trainer.run_folder.tracking)
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
+  trackio_run.txt    the trackio run, if there is one       (trainer.run_folder.tracking)
   timeline.json      the calls of every worker              (trainer.run_folder.timeline)
   faults.jsonl        injected faults, if there are any      (trainer.roadside.fault_injection)
   restarts.jsonl     lost and replaced workers, if any      (trainer.restarts)

@@ -32,6 +32,8 @@ MOST = 2**53
 """The largest count: beyond it, JSON numbers are not exact."""
 WANDB_ID = "wandb_run_id.txt"
 """The file with the id of the W&B run, which a resumed run continues."""
+TRACKIO_RUN = "trackio_run.txt"
+"""The file with the name of the trackio run, which a resumed run continues."""
 IS_LAST = "is_last_step"
 """The key of the driver's state that marks the run's last step."""
 OF_STEPS = ("rollouts", "validation", "batches")
@@ -146,7 +148,8 @@ class ResumePoint:
                 shutil.rmtree(leftover, ignore_errors=True)
         last = self.start_step if self.goes_on_here else -1
         if not self.goes_on_here:
-            (self.folder / WANDB_ID).unlink(missing_ok=True)  # the run starts a new one there
+            for name in (WANDB_ID, TRACKIO_RUN):
+                (self.folder / name).unlink(missing_ok=True)  # the run starts a new one there
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
             lines = [line for line in json_objects(metrics)[0] if _is_of(line, last)]

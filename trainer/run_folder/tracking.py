@@ -16,6 +16,7 @@ import math
 import re
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ from typing import Any, Protocol, TextIO
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.report.read import spread
 from trainer.run_folder.notebook import NotebookConsole, is_in_notebook
-from trainer.run_folder.resume import WANDB_ID
+from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, json_objects, write_whole
 from verl_like.masking import masked
@@ -226,7 +227,53 @@ class WandB:
         self._run.finish()
 
 
-BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB}
+class Trackio:
+    """A run of trackio, with the configuration.
+
+    A resumed run continues the one that its run folder names. trackio finds a run by its name, so
+    each new run gets a name of its own.
+    """
+
+    def __init__(self, config: RunConfig, total_steps: int):
+        import trackio
+
+        trainer = config.trainer
+        file = Path(trainer.default_local_dir) / TRACKIO_RUN
+        is_resumed = file.is_file()
+        name = f"{trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
+        if is_resumed:
+            name = file.read_text(encoding="utf-8")
+        try:
+            self._run = trackio.init(
+                project=trainer.project_name,
+                name=name,
+                config=masked(asdict(config)),
+                resume="allow" if is_resumed else "never",
+                embed=False,  # the notebook has the run's own display
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"trainer.logger names trackio, which starts no run: {error} Unset "
+                "TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to keep the numbers on this machine, or "
+                "take trackio out."
+            ) from error
+        write_whole(file, name)
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, name: str, rows: Rows, step: int) -> None:
+        import trackio
+
+        table = trackio.Table(list(rows[0]), [list(row.values()) for row in rows])
+        self._run.log({f"samples/{name}": table}, step=step)
+
+    def close(self) -> None:
+        """Finish the run, which writes or sends what is still in memory."""
+        self._run.finish()
+
+
+BUILT_IN = {"console": Console, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": WandB}
 """The trackers that need not be registered, by their names in `TRACKERS`."""
 
 

@@ -161,7 +161,7 @@ SETTINGS = [
         "trainer.logger=[wandbb]",
         [
             "'wandbb'",
-            "console, tensorboard, wandb",
+            "console, tensorboard, trackio, wandb",
             "Did you mean 'wandb'",
             "metrics.jsonl is always written",
         ],

@@ -16,7 +16,7 @@ import pytest
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, saved
 from trainer.run_folder import checkpoint
 from trainer.run_folder.marker import committed, validation_score
-from trainer.run_folder.resume import WANDB_ID
+from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
 from verl_like.errors import CheckpointError, ConfigError
 
 
@@ -214,10 +214,12 @@ def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_begins_its_lines_anew(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    (tmp_path / WANDB_ID).write_text("abc")
+    names = (WANDB_ID, TRACKIO_RUN)
+    for name in names:
+        (tmp_path / name).write_text("abc")
     checkpoints(tmp_path).resume.cut_back()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert not (tmp_path / WANDB_ID).exists()
+    assert [name for name in names if (tmp_path / name).exists()] == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""W&B and TensorBoard as they are installed, without a network: what a run has written
+"""W&B, trackio and TensorBoard as they are installed, without a network: what a run has written
 there, read back.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -16,18 +17,20 @@ import pytest
 
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from tests.programs import VERL_LIKE
+from trainer.run_folder.resume import TRACKIO_RUN
 
 pytestmark = pytest.mark.example
 NAME = "critic/score/mean"
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 @pytest.fixture(scope="module")
 def run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two steps, each with a validation, that both have followed."""
     folder = tmp_path_factory.mktemp("run")
-    own = ["WANDB_API_KEY"]
-    environment = {name: value for name, value in os.environ.items() if name not in own}
+    remote = ["TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "WANDB_API_KEY"]
+    environment = {name: value for name, value in os.environ.items() if name not in remote}
+    environment |= {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     settings = [
         *overrides(tiny_dir, folder / "run", *POLICY_ALONE, *FEW_ROWS),
         f"data.val_files={tiny_dir}/few.parquet",
@@ -39,7 +42,7 @@ def run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     done = subprocess.run(
         [VERL_LIKE, "ppo", *settings],
-        cwd=folder, env=environment | {"WANDB_MODE": "offline"}, check=False,
+        cwd=folder, env=environment, check=False,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -99,6 +102,18 @@ def test_wandb_has_the_numbers_and_the_samples(run: Path) -> None:
         table = json.loads(file.read_text())
         best = best_of(run, name, 2)
         assert table["data"][0][table["columns"].index("output")] == best["output"]
+
+
+def test_trackio_has_the_numbers_and_the_samples(run: Path) -> None:
+    with sqlite3.connect(run.parent / "trackio" / "letters.db") as database:
+        rows = database.execute("SELECT step, run_name, metrics FROM metrics").fetchall()
+    found = [(step, name, json.loads(metrics)) for step, name, metrics in rows]
+    assert {name for _, name, _ in found} == {(run / TRACKIO_RUN).read_text()}
+    assert sorted((step, m[NAME]) for step, _, m in found if NAME in m) == rewards_of(run)
+    tables = {name: table for _, _, m in found for name, table in m.items() if "samples/" in name}
+    assert set(tables) == {"samples/rollouts", "samples/validation"}
+    uids = [row["uid"] for row in tables["samples/rollouts"]["_value"]]
+    assert best_of(run, "rollouts", 2)["uid"] in uids
 
 
 def messages_of(log: bytes) -> Iterator[bytes]:

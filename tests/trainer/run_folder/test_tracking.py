@@ -186,6 +186,26 @@ def test_wandb_gets_names_configuration_and_steps_and_a_resumed_run_goes_on_in_i
     ]
 
 
+def test_trackio_finds_the_run_of_a_resumed_run_by_a_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+
+    def init(**settings: Any) -> Any:
+        opened.append((settings["project"], settings["name"], settings["resume"]))
+        return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    for folder in ("one", "one", "two"):
+        with make_tracking(config(tmp_path / folder, "trackio"), total_steps=2):
+            pass
+    one, again, two = opened
+    assert (one[0], one[2], again[2], two[2]) == ("letters", "never", "allow", "never")
+    assert one[1] == again[1]
+    assert one[1].startswith("first-")
+    assert two[1] != one[1]
+
+
 def test_a_tracker_that_is_not_installed_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +231,20 @@ def test_a_missing_login_is_said_with_the_way_out(
     with (
         pytest.raises(ConfigError, match="api_key not configured. Log in by `wandb login`"),
         make_tracking(config(tmp_path, "wandb"), total_steps=1),
+    ):
+        pass
+
+
+def test_what_trackio_rejects_is_an_error_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**settings: Any) -> Any:
+        raise ValueError("`server_url` must be a full URL.")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    with (
+        pytest.raises(ConfigError, match="must be a full URL. Unset TRACKIO_SPACE_ID"),
+        make_tracking(config(tmp_path, "trackio"), total_steps=1),
     ):
         pass
 
