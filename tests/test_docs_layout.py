@@ -1,4 +1,4 @@
-"""The paths that the layout and a batch's way name are there, and the layout is one page."""
+"""Paths that pages name exist, and the index and the nav have every page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from tests import ROOT
 
 PATH = re.compile(r"`((?:verl_like|workers|trainer|tests)/[\w/.]+)`")
-PAGES = (ROOT / "docs" / "layout.md", ROOT / "docs" / "dispatch.md")
+PAGES = (ROOT / "docs" / "layout.md", ROOT / "docs" / "dispatch.md", ROOT / "AGENTS.md")
 MOST_LINES = 90
 
 
@@ -36,3 +36,13 @@ def test_the_index_links_to_every_page() -> None:
     index = (docs / "index.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\((\w+\.md)", index)) | {"index.md"}
     assert {page.name for page in docs.glob("*.md")} - linked == set()
+
+
+def test_the_nav_of_the_site_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = re.findall(r": (\w+\.md)$", text, re.M)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_guide_for_agents_is_short() -> None:
+    assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) <= 80

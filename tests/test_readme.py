@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
+from tests.conftest import load
 from trainer.ppo.stages import PPOTrainer
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,13 +66,21 @@ def test_the_readme_is_short_and_begins_with_the_status() -> None:
     assert any("Status:" in line for line in lines[:10])
 
 
-def test_the_first_python_block_is_six_lines_of_code() -> None:
-    code = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)[0]
-    assert len([line for line in code.splitlines() if line]) <= 6
-
-
 def test_what_python_reads_is_made_by_a_command_above_it() -> None:
     """tests/test_docs.py runs the blocks next to what `make-tiny` writes."""
-    for page in (ROOT / "README.md", ROOT / "docs" / "python.md"):
-        text = page.read_text(encoding="utf-8")
-        assert 0 <= text.find("verl-like make-tiny tiny") < text.index('"tiny/model"'), page.name
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert 0 <= text.find("verl-like make-tiny tiny") < text.index('"tiny/model"')
+
+
+@pytest.mark.parametrize(
+    "path", [*PAGES, ROOT / "CITATION.cff"], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_the_address_of_the_repository_is_that_of_pyproject(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = re.findall(r"https://github\.com/[\w-]+/verl-like\b", path.read_text(encoding="utf-8"))
+    assert set(named) <= {project["urls"]["Repository"]}
+
+
+def test_the_picture_of_the_architecture_is_what_its_script_draws() -> None:
+    script = load("docs/draw_architecture.py")
+    assert script.PICTURE.read_text(encoding="utf-8") == script.draw()

@@ -1,8 +1,9 @@
-"""Turn GSM8K's own JSONL files into parquet files in verl's schema.
+"""Turn GSM8K into parquet files in verl's schema.
 
-    python examples/data/prepare_gsm8k.py OUT train.jsonl test.jsonl
+    python examples/data/prepare_gsm8k.py OUT                           # from the Hugging Face hub
+    python examples/data/prepare_gsm8k.py OUT train.jsonl test.jsonl    # from GSM8K's own files
 
-writes OUT/train.parquet and OUT/test.parquet. A line of GSM8K is {"question": ..., "answer": "...
+writes OUT/train.parquet and OUT/test.parquet. A row of GSM8K is {"question": ..., "answer": "...
 #### 18"}; the number behind #### becomes the ground truth, without commas. Rewards: `openai/gsm8k`
 in `workers.rewards.functions`.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +38,47 @@ def make_row(line: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     }
 
 
-def convert(source: Path, folder: Path) -> Path:
-    """Write the parquet file of one JSONL file; the name of the split is the file's."""
+def write(lines: Iterable[dict[str, Any]], split: str, folder: Path, source: str) -> Path:
+    """Write the parquet file of a split."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = []
-    for number, text in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            rows.append(make_row(json.loads(text), source.stem, len(rows)))
-        except (KeyError, ValueError) as err:
-            raise SystemExit(f"{source}, line {number} is not a line of GSM8K: {err}") from err
+    rows: list[dict[str, Any]] = []
+    try:
+        for line in lines:
+            rows.append(make_row(line, split, len(rows)))
+    except (KeyError, ValueError) as err:
+        raise SystemExit(f"{source}, line {len(rows) + 1} is not a line of GSM8K: {err}") from err
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{source.stem}.parquet"
+    target = folder / f"{split}.parquet"
     pq.write_table(pa.Table.from_pylist(rows), target)
     return target
 
 
+def convert(source: Path, folder: Path) -> Path:
+    """Write the parquet file of one JSONL file; the name of the split is the file's."""
+    texts = source.read_text(encoding="utf-8").splitlines()
+    return write(map(json.loads, texts), source.stem, folder, str(source))
+
+
+def fetch(folder: Path) -> list[Path]:
+    """Write the parquet files of the data set on the hub."""
+    from datasets import load_dataset
+
+    splits = load_dataset("openai/gsm8k", "main")
+    return [write(rows, split, folder, f"openai/gsm8k {split}") for split, rows in splits.items()]
+
+
 def main() -> None:
-    """Command line of `convert`."""
+    """Command line of `fetch` and `convert`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", metavar="OUT", type=Path)
-    parser.add_argument("files", metavar="FILE.jsonl", type=Path, nargs="+")
+    parser.add_argument("files", metavar="FILE.jsonl", type=Path, nargs="*")
     args = parser.parse_args()
-    for source in args.files:
-        print(f"wrote {convert(source, args.folder)}")
+    targets = [convert(source, args.folder) for source in args.files] or fetch(args.folder)
+    print(*(f"wrote {target}" for target in targets), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import load
 from tests.examples.scripts import EXAMPLES
 from tests.integration.runs import lines
 
@@ -24,12 +25,17 @@ def read() -> Any:
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def test_the_notebook_is_no_longer_than_with_trl_and_has_no_outputs() -> None:
+def test_the_notebook_is_no_longer_than_with_trl() -> None:
     cells = [cell for cell in read().cells if cell.cell_type == "code"]
     code = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
     assert len(code) <= LINES_OF_TRL
     assert max(map(len, code)) <= 100
-    assert not any(cell.outputs or cell.execution_count for cell in cells)
+
+
+def test_the_page_shows_the_notebook_with_its_outputs() -> None:
+    script = load("docs/make_notebook.py")
+    assert script.PAGE.read_text(encoding="utf-8") == script.page_of(read())
+    assert sum(bool(cell.get("outputs")) for cell in read().cells) >= 4
 
 
 @pytest.mark.example

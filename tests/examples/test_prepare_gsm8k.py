@@ -53,3 +53,17 @@ def test_a_line_of_something_else_is_named(tmp_path: Path) -> None:
         SystemExit, match=r"x.jsonl, line 1 is not a line of GSM8K: its answer has no ####"
     ):
         load("examples/data/prepare_gsm8k.py").convert(tmp_path / "x.jsonl", tmp_path)
+
+
+def test_without_files_the_data_set_of_the_hub_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = {"train": LINES, "test": LINES[:1]}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, config: splits)
+    targets = load("examples/data/prepare_gsm8k.py").fetch(tmp_path)
+    rows = {
+        path.stem: read_rows(DataConfig(train_files=str(path)), "train_files")[0]
+        for path in targets
+    }
+    assert {split: len(of_split) for split, of_split in rows.items()} == {"train": 2, "test": 1}
+    assert rows["test"][0]["extra_info"]["split"] == "test"

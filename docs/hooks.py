@@ -1,0 +1,64 @@
+"""Hooks of mkdocs: addresses come from `pyproject.toml`, `llms.txt` from the nav.
+
+`llms.txt` (https://llmstxt.org) lists the pages of the site for language models: the title in the
+nav, the address, and the first sentence of each page.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_PROSE = ("#", "    ", "```", "|", "<", "!", "-", ">")
+"""How a paragraph starts that is no sentence."""
+
+
+def on_config(config: Any) -> Any:
+    """Set the addresses of the site and of the repository."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    config.site_url = urls["Documentation"]
+    config.repo_url = urls["Repository"]
+    config.repo_name = urls["Repository"].removeprefix("https://github.com/")
+    config.edit_uri = "edit/main/docs/"
+    return config
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Remember the nav for `on_post_build`."""
+    config.extra["nav_of_site"] = nav
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    """Write `llms.txt` into the site."""
+    nav = config.extra["nav_of_site"]
+    lines = [
+        f"# {config.site_name}",
+        "",
+        f"> {config.site_description}",
+        "",
+        *lines_of(nav.items, config),
+    ]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def lines_of(items: Any, config: Any) -> Iterator[str]:
+    """A heading for each section of the nav, a line for each page."""
+    for item in items:
+        if item.is_section:
+            yield from ("", f"## {item.title}", "")
+            yield from lines_of(item.children, config)
+        elif item.is_page:
+            text = Path(config.docs_dir, item.file.src_uri).read_text(encoding="utf-8")
+            yield f"- [{item.title}]({item.canonical_url}): {first_sentence(text)}"
+
+
+def first_sentence(page: str) -> str:
+    """The first sentence of a page, without links and emphasis."""
+    paragraphs = [part for part in page.split("\n\n") if not part.startswith(NO_PROSE)]
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraphs[0].split()))
+    return re.split(r"(?<=[.!?]) ", plain.replace("**", ""))[0].rstrip(":")
