@@ -50,11 +50,11 @@ OF_TRL = {
     "num_generations": "n",
     "num_train_epochs": "epochs",
     "output_dir": "save_to",
-    "per_device_train_batch_size": "batch_size",
-    "report_to": "logger",
     "save_steps": "save_every",
 }
-"""TRL's name -> ours, for messages. Batches here are counted over all devices."""
+"""Name of TRL's that is accepted -> our name for the same value."""
+LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
+"""Name of TRL's -> our name for another value: a batch here is counted over all devices."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
 """Key of a weight -> the key that enables it; the flat name with 0 disables it."""
 
@@ -68,6 +68,7 @@ def settings_of(
     keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
 ) -> dict[str, Any]:
     """Return a call's keywords as dotted keys: flat names, sections as dicts, dotted keys."""
+    keywords = _with_our_names(keywords, names)
     others = {name: value for name, value in keywords.items() if name not in names}
     for name in others:
         if "." not in name and unknown_key(name, recipe):
@@ -85,6 +86,17 @@ def settings_of(
     return settings
 
 
+def _with_our_names(keywords: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keywords with TRL's names replaced."""
+    ours: dict[str, Any] = {}
+    for name, value in keywords.items():
+        flat = OF_TRL[name] if OF_TRL.get(name) in names else name
+        if flat != name and flat in keywords:
+            raise ConfigError(f"{name} and {flat} are two names of one setting. Drop one.")
+        ours[flat] = value
+    return ours
+
+
 def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if key in SWITCHES:
         yield SWITCHES[key], value != 0
@@ -95,8 +107,8 @@ def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     """Return the error's message, with our name for TRL's or the nearest flat name."""
     same = [flat for flat, key in names.items() if key.rpartition(".")[2] == name]
-    if OF_TRL.get(name) in names:
-        hint = f" TRL's {name} is {OF_TRL[name]!r} here."
+    if LIKE_TRL.get(name) in names:
+        hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."
     else:
         hint = f" Did you mean {same[0]!r}?" if same else nearest(name, names)
     text = f"There is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
-from trainer.api.flat_names import OF_PPO, OF_TRL, SWITCHES, settings_of
+from trainer.api.flat_names import LIKE_TRL, OF_PPO, OF_TRL, SWITCHES, settings_of
 from trainer.config.keys import keys_by_name, named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from verl_like.errors import ConfigError
@@ -89,8 +89,8 @@ def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Pat
         ({"batchsize": 4}, r"no key 'batchsize'\. Did you mean 'batch_size'"),
         ({"max_response_length": 8}, r"Did you mean 'max_new_tokens'\? Flat names: lr, .*, n, "),
         ({"tempreature": 1.0}, "Did you mean 'temperature'"),
-        ({"num_generations": 8}, "TRL's num_generations is 'n' here"),
-        ({"output_dir": "out"}, "TRL's output_dir is 'save_to' here"),
+        ({"report_to": "wandb"}, "TRL's report_to is 'logger' here"),
+        ({"num_generations": 8, "n": 4}, "num_generations and n are two names of one setting"),
         ({"zzz": 1}, r"no key 'zzz'\. Flat names: lr, "),
         ({"lr": 1, "actor_rollout_ref.actor.optim.lr": 2}, r"lr=1 sets actor.*given as 2, too"),
         ({"lr": 1.0, "actor_rollout_ref": {"actor": {"optim": {"lr": 2.0}}}}, "Drop one"),
@@ -112,8 +112,16 @@ def test_the_same_value_by_both_names_is_no_contradiction() -> None:
 
 
 def test_trl_s_names_are_names_of_nothing_else() -> None:
-    assert set(OF_TRL.values()) <= OF_PPO.keys()
-    assert not OF_TRL.keys() & {*OF_PPO, *named_keys(PPO_RECIPE.schema)}
+    names = OF_TRL | LIKE_TRL
+    assert set(names.values()) <= OF_PPO.keys()
+    assert not names.keys() & {*OF_PPO, *named_keys(PPO_RECIPE.schema)}
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+def test_trl_s_names_set_the_keys_of_ours(name: str) -> None:
+    ours, theirs = ({key: 2} for key in (OF_TRL[name], name))
+    expected = settings_of(ours, PPO.flat_names, PPO_RECIPE)
+    assert settings_of(theirs, PPO.flat_names, PPO_RECIPE) == expected
 
 
 def test_validation_rows_may_come_third(tiny_dir: Path, tmp_path: Path) -> None:
