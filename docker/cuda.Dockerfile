@@ -1,6 +1,6 @@
 # docker build -f docker/cuda.Dockerfile -t verl-like:cuda .
 # docker run --rm --gpus all --shm-size=16g verl-like:cuda doctor
-FROM nvidia/cuda:12.9.1-cudnn-devel-ubuntu24.04
+FROM nvidia/cuda:13.0.3-cudnn-devel-ubuntu24.04
 
 # hadolint ignore=DL3008
 RUN apt-get update \

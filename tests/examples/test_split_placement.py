@@ -71,7 +71,7 @@ def test_the_7b_command_composes_with_half_of_the_cards_for_the_critic() -> None
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
     assert config.role_mapping["critic"] == "critic_pool"
     assert config.role_mapping["ref"] == "actor_rollout_ref_pool"
-    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1
 
 
 README_COMMANDS = re.findall(

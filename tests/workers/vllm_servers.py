@@ -130,10 +130,10 @@ class StandIn(WorkerExtension):
         self.tables.sampling = None
 
     def begin_load(self) -> None:
-        self._arrivals = Arrivals()
+        self._arrivals, self.weights = Arrivals(), {}
 
     def load_tensors(self, tensors: Any) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in tensors}
+        self.weights |= {name: tensor.clone() for name, tensor in tensors}
         self.damage()
 
     def finish_load(self) -> Arrivals:

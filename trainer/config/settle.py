@@ -10,7 +10,7 @@ files and devices, such as the largest passes, are settled in the same way when 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer.config.devices import devices_of, with_simulated
 from trainer.config.keys import path_to, read
@@ -22,6 +22,8 @@ from verl_like.config_key import changed, freeze
 from workers.config.rollout import RolloutConfig
 
 C = TypeVar("C", bound=RunConfig)
+SEQUENCES_ON_GPUS, BUCKET_MB_ON_GPUS = 1024, 512.0
+"""Defaults of `max_num_seqs` for vLLM and of the buckets of weights, where devices are GPUs."""
 
 
 def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
@@ -47,7 +49,7 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
 
 def _settled(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
     config = with_simulated(composed, keys)
-    config, about_engine = _with_engine(config)
+    config, about_engine = _with_engine(config, keys)
     named_roles = names_below("role_mapping", keys)
     mapping = own_names_first(config.role_mapping, named_roles)
     config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
@@ -68,8 +70,8 @@ def _without(config: C, keys: Collection[str]) -> C:
     return config
 
 
-def _with_engine(config: C) -> tuple[C, list[str]]:
-    """Choose the engine of a recipe that generates, unless the user has chosen it."""
+def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
+    """Choose the engine of a recipe that generates, and its sizes, unless the user has set them."""
     policy = getattr(config, "actor_rollout_ref", None)
     rollout = getattr(policy, "rollout", None)
     if not isinstance(rollout, RolloutConfig):
@@ -78,5 +80,11 @@ def _with_engine(config: C) -> tuple[C, list[str]]:
 
     device_type = devices_of(config.trainer).type
     name = engine_for(rollout, device_type)
-    config = changed(config, {"actor_rollout_ref.rollout.name": name})
-    return config, notices_of_engine(name, device_type)
+    changes: dict[str, Any] = {"actor_rollout_ref.rollout.name": name}
+    if device_type == "cuda":
+        sizes = {"update_weights_bucket_megabytes": BUCKET_MB_ON_GPUS}
+        if name == "vllm" and not rollout.server_urls:
+            sizes["max_num_seqs"] = SEQUENCES_ON_GPUS
+        sizes = {f"actor_rollout_ref.rollout.{key}": value for key, value in sizes.items()}
+        changes |= {key: value for key, value in sizes.items() if key not in keys}
+    return changed(config, changes), notices_of_engine(name, device_type)

@@ -182,7 +182,10 @@ class WorkerHost:
         self._turn = None
         for role, state in self._states.items():
             state.close()
-            self._workers.pop(role, None)
+            worker = self._workers.pop(role, None)
+            if isinstance(worker, Worker):
+                worker.close()
+            del worker
         self._states.clear()
 
         gc.collect()  # workers and their engines refer to each other

@@ -99,6 +99,9 @@ class Worker(VerlWorker):
     def __init__(self) -> None:
         """Takes no arguments: rank, role and device are known before any `__init__` runs."""
 
+    def close(self) -> None:
+        """Free what garbage collection would not free, before this role is constructed again."""
+
     @property
     def rank(self) -> int:
         """The number of this process in its group, from 0 to world_size - 1."""

@@ -108,6 +108,11 @@ class RolloutWorker(WeightReceiver, Worker):
         self.open_process_group()
         self.engine = build_engine(self._whole_config, self)
 
+    def close(self) -> None:
+        """Close the engine, if there is one."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+
     @register(dispatch_mode=SPLIT, readonly=True)
     @batch_columns(reads=("input_ids", "attention_mask", *NAMED))
     @in_step

@@ -232,6 +232,9 @@ class RolloutEngine(ABC):
         """Declare the loaded weights verified: later samples belong to `version`."""
         self.version = version
 
+    def close(self) -> None:  # noqa: B027 - most engines need nothing
+        """Free what garbage collection would not free."""
+
     def sleep(self) -> None:
         """Free memory; an engine that owns its weights loses them and becomes stale."""
         if self._running:

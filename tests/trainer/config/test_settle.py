@@ -103,3 +103,30 @@ def test_options_are_checked_like_keys(setting: str, message: str) -> None:
 def test_a_deleted_option_has_its_default_again() -> None:
     config = load_config([*NEEDED, "critic.optim={lr: 2, eps: 1}", "~critic.optim.lr"])
     assert config.critic.optim == {"lr": 1e-5, "eps": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sequences", "bucket_mb"),
+    [
+        ([], 256, 16.0),
+        (["trainer.simulate=8xH100", "actor_rollout_ref.rollout.name=vllm"], 1024, 512.0),
+        (["trainer.simulate=8xH100", "actor_rollout_ref.rollout.name=native"], 256, 512.0),
+        (
+            [
+                "trainer.simulate=8xH100",
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.max_num_seqs=64",
+                "placement=standalone",
+                "actor_rollout_ref.rollout.update_weights_bucket_megabytes=2",
+            ],
+            64,
+            2.0,
+        ),
+    ],
+)
+def test_gpus_have_their_own_sizes_of_decoding_and_of_buckets(
+    settings: list[str], sequences: int, bucket_mb: float
+) -> None:
+    rollout = load_config([*NEEDED, *settings]).actor_rollout_ref.rollout
+    assert rollout.max_num_seqs == sequences
+    assert rollout.update_weights_bucket_megabytes == bucket_mb

@@ -17,9 +17,19 @@ from verl_like import Dispatch, Worker, register
 class Reporter(Worker):
     """Says where it runs and what it was given."""
 
+    num_closed = 0
+    """Workers that this process has closed."""
+
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self.config = config
+
+    def close(self) -> None:
+        type(self).num_closed += 1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def times_closed(self) -> int:
+        return self.num_closed
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def who(self) -> tuple[str, int]:

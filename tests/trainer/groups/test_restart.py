@@ -117,6 +117,7 @@ def test_pools_that_are_lost_or_do_not_answer_in_their_turn_are_named(
 def test_roles_are_constructed_anew_in_their_processes(groups: WorkerGroups) -> None:
     group, before = groups["rollout_1"], pids(groups, "rollout_1")
     groups.construct_again("generator_1_pool")
+    assert group.times_closed() == [1, 1]
     first = [group.execute_func_rank_zero(random.random) for _ in range(2)]
     assert group.sum_of_ranks() == [1.0, 1.0]
 

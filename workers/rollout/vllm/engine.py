@@ -107,6 +107,10 @@ class VllmEngine(RolloutEngine):
             return self.vllm.num_unfinished
         return super().num_running
 
+    def close(self) -> None:
+        """Shut vLLM down, so that another engine can start in this process."""
+        self.vllm.close()
+
     def leading(self) -> AbstractContextManager[None]:
         """Return the context of a role's call in which this engine generates."""
         return nullcontext() if self.lockstep is None else self.lockstep.leading()

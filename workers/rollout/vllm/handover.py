@@ -10,8 +10,10 @@ tensors of checkpoints, in which the experts of a layer are separate.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from torch import Tensor
 
@@ -27,6 +29,25 @@ class Arrivals:
     unplaced: dict[str, str] = field(default_factory=dict)
     """Name -> vLLM's message."""
     changed: list[str] = field(default_factory=list)
+
+
+def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield copies of consecutive tensors of a layer together, and other tensors one by one.
+
+    The memory of a tensor may be reused once the next one is asked for.
+    """
+    for layer, members in groupby(tensors, lambda named: _layer_of(named[0])):
+        copies = ((name, tensor.detach().clone()) for name, tensor in members)
+        if layer is None:
+            yield from ([copy] for copy in copies)
+        else:
+            yield list(copies)
+
+
+def _layer_of(name: str) -> str | None:
+    """Return the name of the layer whose number comes first, such as `model.layers.7`."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return None if found is None else found[1]
 
 
 class Handover:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.rollout.base import Budget, EngineLimits
-from workers.rollout.vllm.handover import Arrivals
+from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks
 from workers.rollout.vllm.setup import (
     EXTENSION,
@@ -60,7 +61,8 @@ class InProcessVllm:
                 "and ranks must schedule the same. Leave it out."
             )
         try:
-            with process_environment(settings.device_type, limits.kv_cache_gb), launched:
+            environment = process_environment(settings.device_type, limits.kv_cache_gb, num_ranks)
+            with environment, launched:
                 from vllm import LLM
 
                 return LLM(
@@ -142,13 +144,18 @@ class InProcessVllm:
         """Send these tensors to the workers; return the report of each."""
         self.call("begin_load")
         try:
-            for tensor in tensors:
-                self.call("load_tensors", [tensor])
+            for layer in by_layer(tensors):
+                self.call("load_tensors", layer)
         finally:
             arrivals: list[Arrivals] = self.call("finish_load")
             if self.lockstep is not None:
                 arrivals = self.lockstep.gathered(arrivals[0])
         return arrivals
+
+    def close(self) -> None:
+        """Shut vLLM down; its objects are freed only then, since it freezes garbage collection."""
+        self.llm.llm_engine.engine_core.shutdown()
+        gc.unfreeze()
 
     def resume(self) -> None:
         """Do nothing: nothing was paused."""

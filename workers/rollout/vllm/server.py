@@ -90,6 +90,9 @@ class VllmServer:
         if wrong:
             raise self._error(f"has {', '.join(wrong)}")
 
+    def close(self) -> None:
+        """Do nothing: the server goes on."""
+
     def resume(self) -> None:
         """End the pause that a load has started."""
         self._ask("/resume", {})

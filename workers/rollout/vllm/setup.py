@@ -98,7 +98,7 @@ EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 
 
 @contextmanager
-def process_environment(device_type: str, kv_cache_gb: float) -> Iterator[None]:
+def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1) -> Iterator[None]:
     """Context with the environment in which an engine starts; variables set by the user stay."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -110,6 +110,9 @@ def process_environment(device_type: str, kv_cache_gb: float) -> Iterator[None]:
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb)))
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    elif num_ranks > 1:
+        # both number GPUs by what a process sees, and each of ours sees its own GPU as number 0
+        wanted |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)

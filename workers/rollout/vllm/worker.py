@@ -10,7 +10,7 @@ times slower, and log-probs after truncation.)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from workers.parallel.page_lock import to_device
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms_of
 from workers.rollout.vllm.choices import Choices
-from workers.rollout.vllm.handover import Arrivals
+from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.setup import model_facts
 from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
@@ -166,6 +166,8 @@ class WorkerExtension:
     _links: Connections | None = None
     _loose: dict[str, Tensor]
     _arrivals: Arrivals
+    _placed: frozenset[str] = frozenset()
+    """Tensors that vLLM's model is known to have a place for."""
     _processed: set[nn.Module]
     """Layers whose weights have been processed for their kernels since this load began."""
 
@@ -247,12 +249,20 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
 
-    def load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some of the weights, as in a checkpoint."""
+    def load_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Load some of the weights, as in a checkpoint; the loader keeps the tensors.
+
+        vLLM looks for its parameters anew in each call, so tensors that an earlier load has placed
+        one by one are loaded together.
+        """
+        if len(tensors) > 1 and self._placed.issuperset(name for name, _ in tensors):
+            if self._why_not_placed(tensors) is None:
+                return
         for name, tensor in tensors:
-            copy = tensor.detach().clone()  # the loader stores it until its layer is complete
-            why_not = self._load_tensor(name, copy)
-            if why_not is not None:
+            why_not = self._why_not_placed([(name, tensor)])
+            if why_not is None:
+                self._placed |= {name}
+            else:
                 self._arrivals.unplaced[name] = why_not
 
     def receive_load(self, address: str, num_ranks: int) -> None:
@@ -260,14 +270,15 @@ class WorkerExtension:
         self._links = self._links or Connections()
         who = self.rank + 1, num_ranks, self.device, "vllm"
         with receiving(self._links, Address.read(address), *who) as channel:
-            self.load_tensors(channel.receive())
+            for layer in by_layer(channel.receive()):
+                self.load_tensors(layer)
         self._arrivals.changed += channel.corrupt
 
-    def _load_tensor(self, name: str, tensor: Tensor) -> str | None:
-        """Load a tensor; return vLLM's message if its model has no place for it, otherwise None."""
+    def _why_not_placed(self, tensors: Sequence[tuple[str, Tensor]]) -> str | None:
+        """Load tensors; return vLLM's message if it has no place for them, otherwise None."""
         with self._loading():
             try:
-                filled = self.model_runner.model.load_weights([(name, tensor)])
+                filled = self.model_runner.model.load_weights(tensors)
             except (KeyError, ValueError) as error:
                 return f" ({type(error).__name__}: {error})"
         return None if filled is None or filled else ""

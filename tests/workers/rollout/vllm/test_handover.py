@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from tests.workers.rollout.vllm.fakes import engine_on
 from tests.workers.rollout_engines import make_model
+from workers.rollout.vllm.handover import Arrivals, by_layer
+from workers.rollout.vllm.worker import WorkerExtension
 from workers.weights import checksum
 
 
@@ -38,3 +43,67 @@ def test_no_weight_is_copied_to_the_host_on_its_way_to_vllm(
         }
         assert all(tensor.is_meta for tensor in llm.given.values())
     assert max(fetched) <= 8 * len(sent), "hashes"
+
+
+def test_tensors_of_a_layer_are_handed_over_together_and_do_not_change_afterwards() -> None:
+    memory = torch.zeros(2)
+
+    def received() -> Iterator[tuple[str, Tensor]]:
+        for number, name in enumerate(["embed", "norm", "h.0.a", "h.0.b.c", "h.1.a", "head"]):
+            yield name, memory.fill_(number)
+
+    layers = [[(name, tensor[0].item()) for name, tensor in part] for part in by_layer(received())]
+    assert layers == [
+        [("embed", 0)],
+        [("norm", 1)],
+        [("h.0.a", 2), ("h.0.b.c", 3)],
+        [("h.1.a", 4)],
+        [("head", 5)],
+    ]
+
+
+class ModelOfVllm:
+    """Has places for some tensors, and notes what comes together."""
+
+    def __init__(self, *places: str) -> None:
+        self.places, self.calls = set(places), list[list[str]]()
+
+    def load_weights(self, tensors: Any) -> set[str]:
+        names = [name for name, _ in tensors]
+        self.calls.append(names)
+        if unknown := set(names) - self.places:
+            raise KeyError(unknown.pop())
+        return set(names)
+
+
+def worker_with(model: ModelOfVllm, monkeypatch: pytest.MonkeyPatch) -> WorkerExtension:
+    monkeypatch.setattr(WorkerExtension, "_loading", lambda self: nullcontext())
+    worker = WorkerExtension()
+    worker.model_runner, worker._arrivals = SimpleNamespace(model=model), Arrivals()
+    return worker
+
+
+def test_a_later_load_places_the_tensors_of_a_layer_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = ModelOfVllm("h.0.a", "h.0.b")
+    worker, layer = (
+        worker_with(model, monkeypatch),
+        [(n, torch.ones(1)) for n in ("h.0.a", "h.0.b")],
+    )
+    for _ in range(2):
+        worker.load_tensors(layer)
+    assert model.calls == [["h.0.a"], ["h.0.b"], ["h.0.a", "h.0.b"]]
+
+
+def test_a_tensor_without_a_place_is_named_in_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelOfVllm("h.0.a", "h.0.b")
+    worker = worker_with(model, monkeypatch)
+    for names, unplaced in ((["h.0.a", "h.0.b"], []), (["h.0.a", "h.0.x"], ["h.0.x"])):
+        worker._arrivals = Arrivals()
+        worker.load_tensors([(name, torch.ones(1)) for name in names])
+        assert list(worker._arrivals.unplaced) == unplaced
+    model.places.remove("h.0.b")
+    worker._arrivals = Arrivals()
+    worker.load_tensors([(name, torch.ones(1)) for name in ("h.0.a", "h.0.b")])
+    assert list(worker._arrivals.unplaced) == ["h.0.b"]

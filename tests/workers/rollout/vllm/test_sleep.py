@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from tests.workers.rollout.vllm.fakes import engine_on
 from tests.workers.rollout_engines import make_model
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.rollout.base import SamplingParams
+from workers.rollout.vllm.setup import process_environment
 from workers.rollout.vllm.worker import WorkerExtension
 
 WEIGHTS, CACHE = "wake ['weights']", "wake ['kv_cache']"
@@ -122,3 +125,33 @@ def test_buffers_and_loose_tensors_are_after_a_sleep_what_they_were_where_they_w
     assert rope.kv_cache.tolist() == [-1] * 6, "it begins empty"
     assert memory == {id(rope.cos), id(rope.slopes)}
     assert not worker._loose
+
+
+def test_vllm_is_shut_down_before_another_engine_starts_in_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_model(tmp_path)
+    engine = engine_on(monkeypatch, tmp_path, [])
+    log: list[str] = []
+    vllm: Any = engine.vllm
+    vllm.llm.engine_core = SimpleNamespace(shutdown=lambda: log.append("shut down"))
+    gc.freeze()
+    engine.close()
+    assert log == ["shut down"]
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("device_type", "num_ranks", "expected"),
+    [("cuda", 4, "0"), ("cuda", 1, None), ("cpu", 4, None)],
+)
+def test_ranks_with_one_visible_gpu_reduce_without_symmetric_memory(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, num_ranks: int, expected: str | None
+) -> None:
+    names = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER")
+    monkeypatch.setattr(os, "environ", {})
+    with process_environment(device_type, 4.0, num_ranks):
+        assert [os.environ.get(name) for name in names] == [expected] * 2
+    monkeypatch.setattr(os, "environ", {names[0]: "1"})
+    with process_environment("cuda", 4.0, 4):
+        assert os.environ[names[0]] == "1", "the user's"
