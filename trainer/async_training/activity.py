@@ -1,6 +1,7 @@
-"""What each generator and trainer does at every moment: busy, waiting or syncing weights.
+"""Record what each generator and the trainer do: busy, waiting, or syncing weights.
 
-The driver's threads say it as they go, the step logs the seconds, a stall names who waits for what:
+The driver's threads enter these states, each step logs their seconds, and the report of a stall
+names who waits for what:
 
     activity = Activity()
     with activity.of("generator 0").busy("generate"):
@@ -28,7 +29,7 @@ VERBS = {
 
 
 class State(NamedTuple):
-    """What a role does, and since when."""
+    """The state of a role, and the time when it began."""
 
     name: str
     what: str
@@ -38,10 +39,9 @@ class State(NamedTuple):
 class Activity:
     """The states of named roles, such as `generator 0` and `trainer`.
 
-    From the first block of any role on, a role is in one state at every moment: that of its
-    innermost open block, and outside all of them it waits for something to do. So its seconds add
-    up to the wall time, but for those in which it is gone: it does nothing then. The blocks of a
-    role are one thread's; any thread may read them.
+    After the first block of any role, every role is always in one state: that of its innermost open
+    block, or waiting if no block is open. Its seconds add up to the wall time, except for the time
+    in which it is gone. One thread enters the blocks of a role; any thread may read them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,24 +52,24 @@ class Activity:
         self.lock = threading.RLock()
 
     def of(self, role: str) -> RoleActivity:
-        """The role's states, to be entered. Before it was first named it waited."""
+        """Return the states of a role, which waited until it was first named."""
         with self.lock:
             return self._roles.setdefault(role, RoleActivity(self))
 
     def now(self, begins: bool = False) -> float:
-        """Seconds since the first block: models are loaded before."""
+        """Return the seconds since the first block, which comes after the models are loaded."""
         if begins and self._began is None:
             self._began = self._clock()
         return 0.0 if self._began is None else self._clock() - self._began
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        """Role -> state -> seconds until now."""
+        """Return the seconds until now, by role and state."""
         with self.lock:
             now = self.now()
             return {name: role.seconds(now) for name, role in self._roles.items()}
 
     def metrics(self) -> dict[str, float]:
-        """`async/<role>/<state>_s` since the last call: a step's metrics."""
+        """Return a step's metrics: `async/<role>/<state>_s` since the last call."""
         before, self._logged = self._logged, self.seconds()
         return {
             f"async/{role.replace(' ', '_')}/{state}_s": spent - before.get(role, {}).get(state, 0)
@@ -78,7 +78,7 @@ class Activity:
         }
 
     def who_waits(self) -> str:
-        """What every role does, for the report of a stall: who has waited longest comes first."""
+        """Describe every role's state for the report of a stall; the longest wait comes first."""
         with self.lock:
             now = self.now()
             states = [(name, role.state) for name, role in self._roles.items()]
@@ -92,7 +92,7 @@ class Activity:
 
 
 class RoleActivity:
-    """The states of one role, each a block of `with`."""
+    """The states of one role; each is entered by a `with` block."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
@@ -119,11 +119,11 @@ class RoleActivity:
     """The state of a role whose processes are lost, until others have come."""
 
     def leave(self, what: str) -> None:
-        """Be gone from now on."""
+        """Enter the state `gone` for good."""
         self._go_to(State("gone", what, 0.0))
 
     def seconds(self, now: float) -> dict[str, float]:
-        """The seconds spent in each state until `now`."""
+        """Return the seconds spent in each state until `now`."""
         if self.state.name in self._seconds:
             self._seconds[self.state.name] += now - self._counted_to
         self._counted_to = now

@@ -129,7 +129,7 @@ class ExperienceBuffer:
     # -------------------------------------------------------------------------- generators' side
 
     def join(self, generator: int) -> None:
-        """A generator's thread begins."""
+        """Count a generator's thread in."""
         with self._change():
             self._generators.add(generator)
 
@@ -142,10 +142,10 @@ class ExperienceBuffer:
             self._failure = self._failure or error
 
     def begin(self, generator: int, weights: Weights, waits: bool = True) -> Experience | None:
-        """The next piece for a generator that holds these weights; waits for its turn.
+        """Return the next piece for a generator with these weights; wait for its turn.
 
-        None: the generator has to take newer weights first, the run is over, or nothing is to do
-        now and the generator does not wait.
+        Return None if it has to take newer weights first, if the run is over, or if there
+        is nothing to do now and the generator does not wait.
         """
         most = f"at most {self.settings.max_staleness} versions old"
         what = f"room: weights of version {weights.version} may be {most}"
@@ -194,10 +194,10 @@ class ExperienceBuffer:
     # ---------------------------------------------------------------------------- trainer's side
 
     def take(self, demand: Demand) -> list[Experience]:
-        """The pieces of a batch, as the sampler chooses them; waits for them.
+        """Wait for the pieces of a batch, as the sampler chooses them, and return them.
 
-        Raises the error of a generator's thread, `StalledError` where nobody can go on, and
-        `EndOfSamples` where no samples are left.
+        Raise the error of a generator's thread, `StalledError` if nobody can go on, and
+        `EndOfSamples` if no samples are left.
         """
         with self._changed, self._activity.of("trainer").waiting("samples"):
             self._demand = demand
@@ -211,7 +211,7 @@ class ExperienceBuffer:
                 self._look_again()
 
     def validate(self, rows: DataProto, generators: Sequence[int]) -> DataProto:
-        """The samples of a validation's rows; each of these generators generates a part.
+        """Return the samples of a validation's rows; each of these generators generates a part.
 
         Call it within `paused`. The part of a lost generator goes to its successor or another
         generator.
@@ -230,7 +230,7 @@ class ExperienceBuffer:
         return concat_rows([part.samples for part in parts if part.samples is not None])
 
     def check(self) -> None:
-        """Raise if the log does not add up, or has a group elsewhere than the buffer."""
+        """Raise if the sample log does not add up or disagrees with the buffer about a group."""
         with self._changed:
             queued = [uid for piece in self.open.ready for uid in piece.uids]
             in_flight = [uid for piece in self.open.in_flight.values() for uid in piece.uids]
@@ -259,7 +259,7 @@ class ExperienceBuffer:
                 self.is_paused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the prompts, the log, and what is queued, without its samples."""
+        """Return the position in the prompts, the log, and the queued pieces without samples."""
         with self._changed:
             self._queued_at_save = list(self.open.ready)
             return {
@@ -281,7 +281,7 @@ class ExperienceBuffer:
             piece.samples.save_to_disk(checkpoint / SAMPLES / f"{piece.number}.safetensors")
 
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path | None) -> None:
-        """Go on from there. Queued pieces whose samples are not restored are generated again."""
+        """Continue from there. Queued pieces whose samples are not restored are generated again."""
         restores = self.settings.on_resume == "restore"
         folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
         queued = [Experience.from_state(facts, folder) for facts in state["queued"]]
@@ -313,7 +313,7 @@ class ExperienceBuffer:
             return num_samples_of(self.open.ready)
 
     def in_flight(self, generator: int | None = None) -> list[Experience]:
-        """The pieces that one generator is generating, or any generator."""
+        """Return the pieces that this generator, or any generator, is generating."""
         with self._changed:
             return [
                 piece
@@ -330,7 +330,7 @@ class ExperienceBuffer:
             self._look_again()
 
     def _look_again(self) -> None:
-        """Wake everybody who waits."""
+        """Wake all waiting threads."""
         self._idle.clear()
         self._changed.notify_all()
         self._has_turn.notify_all()
@@ -364,7 +364,7 @@ class ExperienceBuffer:
         )
 
     def _take_chosen(self) -> list[Experience]:
-        """A batch as the sampler chooses it, with a share for each trainer rank with generators."""
+        """Return the batch that the sampler chooses, with a share for each routed trainer rank."""
         whole = Choice()
         for stock in self.open.stocks(self._demand, self.version, self._num_taken):
             choice = chosen(self._sampler, stock)

@@ -1,4 +1,4 @@
-"""The rules between fields of an asynchronous run: refused before a device is taken."""
+"""Rules between fields of an asynchronous run, checked before a device is taken."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_run(config: AsyncConfig) -> None:
-    """Refuse, with the numbers and the way out, what cannot work."""
+    """Reject settings that cannot work, with the numbers and the way out."""
     topology = config.topology
     _check_pools(config, topology)
     _check_algorithm(config, topology)
@@ -91,7 +91,7 @@ def _check_algorithm(config: AsyncConfig, topology: Topology) -> None:
 
 
 def _check_sizes(config: AsyncConfig, topology: Topology) -> None:
-    """A batch is cut into parts for trainer ranks, a part into pieces; rounds are whole."""
+    """Check that batches divide among trainer ranks and pieces, and that rounds are whole."""
     async_training, ranks = config.async_training, len(topology.routed_ranks)
     batch, total = config.data.train_batch_size, config.data.total_prompts
     last = batch if total is None else total % batch
@@ -163,7 +163,7 @@ def _check_buffer(config: AsyncConfig) -> None:
 
 
 def check_start(config: AsyncConfig) -> None:
-    """Refuse to go on from the last checkpoint of a run that ended within a round."""
+    """Reject resuming from a checkpoint of a run that ended within a round."""
     resume, length = ResumePoint(config), config.steps_per_version
     if resume.start is None or resume.start_step % length == 0:
         return

@@ -158,7 +158,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def topology(self) -> Topology:
-        """Who sends what to whom."""
+        """The routes of samples and weights."""
         async_training = self.async_training
         edges = async_training.sample_routes, async_training.weight_routes
         return Topology.of(async_training.generators, async_training.trainers, *edges)
@@ -207,15 +207,15 @@ class AsyncConfig(PPOConfig):
         }
 
     def kind_of(self, role: str) -> str:
-        """What generator 0 calls the role of another generator."""
+        """Return the name that generator 0 has for a role of any generator."""
         return self.generator_roles.get(role, (role, 0))[0]
 
     def reads_in(self, role: str) -> str:
-        """Generators read their samples as they make them."""
+        """Return `gen` for roles of generators, which read samples as they generate them."""
         return "gen" if role in ("rollout", *self.score_roles) else super().reads_in(role)
 
     def prompts_per_call(self, role: str) -> int:
-        """Of a generator's roles a piece."""
+        """Return the prompts per call of a role: a piece for the roles of generators."""
         return self.piece_size if role in self.generator_roles else super().prompts_per_call(role)
 
     def of_role(self, role: str) -> AsyncConfig:
@@ -234,11 +234,11 @@ class AsyncConfig(PPOConfig):
         return dataclasses.replace(self, actor_rollout_ref=of_generator)
 
     def rollout_of(self, generator: int) -> RolloutConfig:
-        """The settings of a generator's rollout, its own ones included."""
+        """Return the rollout settings of a generator, including its own."""
         return self.of_role(generator_role(generator)).actor_rollout_ref.rollout
 
     def validators(self, living: Sequence[int]) -> list[int]:
-        """The generators that validate: those with the settings of the first generator that lives.
+        """Return the generators that validate: those with the settings of the first live generator.
 
         With `async_training.score_on=generator` that first generator also scores.
         """
@@ -248,12 +248,12 @@ class AsyncConfig(PPOConfig):
 
 
 def samples_per_batch(config: AsyncConfig) -> int:
-    """Samples of a step."""
+    """Return the number of samples per step."""
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
 
 
 def open_at_once(config: AsyncConfig) -> int:
-    """Samples that staleness and the buffer's limit let be queued or in the making."""
+    """Return how many samples may be queued or in generation at once."""
     async_training = config.async_training
     num_batches = (async_training.max_staleness + 1) * async_training.update_steps
     return min(

@@ -121,7 +121,7 @@ class Generator:
                 self._weights = Weights(newest.num_swaps, version)
 
     def _submit(self) -> None:
-        """Submit pieces if the queue has room; wait for room if nothing else is to do."""
+        """Submit pieces if the queue has room; wait for room if there is nothing else to do."""
         begun: list[Experience] = []
         while len(begun) < self._num_at_once:
             waits = not (self._running or begun)
@@ -167,9 +167,9 @@ class Generator:
             experience.samples, experience.metrics = scored
 
     def _replace(self, error: WorkerDiedError) -> None:
-        """Hand back the pieces of a group that lost a process, and restart it if it may be.
+        """Hand back the pieces of a group that lost a process, and restart it if allowed.
 
-        Raises where the run cannot go on.
+        Raise if the run cannot go on.
         """
         num_lost = self._buffer.lost(self._number)
         self._running, self._weights = {}, Weights(0, 0)

@@ -1,6 +1,4 @@
-"""Lost generators: `async_training.on_generator_loss` says whether a run ends, goes on, or restarts
-the generator.
-"""
+"""Handle lost generators: end the run, go on without them, or restart them."""
 
 from __future__ import annotations
 
@@ -26,14 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class LostGenerators:
-    """Handles the loss of a generator as `async_training.on_generator_loss` says; restarts
-    generators.
-    """
+    """Handles the loss of a generator as `async_training.on_generator_loss` asks."""
 
     def __init__(
         self, run: Run, buffer: ExperienceBuffer, init_arguments: Callable[[str], dict[str, Any]]
     ) -> None:
-        """While the run stops or is over, it waits for no node."""
+        """`init_arguments` returns the arguments of a role's `init_model`."""
         self._config: AsyncConfig = run.config  # type: ignore[assignment]
         self._run, self._groups, self._buffer = run, run.groups, buffer
         self._init_arguments = init_arguments
@@ -42,7 +38,7 @@ class LostGenerators:
         self._gone: set[int] = set()
 
     def __call__(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
-        """Return whether this generator goes on; raise where the run cannot."""
+        """Return whether this generator goes on; raise if the run cannot."""
         if self._is_alive(generator):  # then a trainer died while it sent weights
             raise error
         policy, now = (
@@ -103,7 +99,7 @@ class LostGenerators:
         time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without(self, generator: int) -> list[int]:
-        """The trainer ranks without a generator, now that this generator is gone, too."""
+        """Return the trainer ranks without a generator, now that this one is gone."""
         self._gone.add(generator)
         topology = self._config.topology
         ranks = range(topology.trainers)

@@ -1,6 +1,4 @@
-"""Where the samples of an asynchronous run come from: their generator, and the age of their
-weights.
-"""
+"""The generators of an asynchronous run's samples, and the age of their weights."""
 
 from __future__ import annotations
 
@@ -43,19 +41,19 @@ class Origins:
         self._num_tokens = 0
 
     def add(self, experiences: Sequence[Experience], batch: DataProto) -> None:
-        """Note who made these pieces, which are a batch."""
+        """Note the generators of these pieces, which make up a batch."""
         self._generator_of |= {uid: piece.generator for piece in experiences for uid in piece.uids}
         self._uids += [uid for piece in experiences for uid in piece.uids]
         self._scoring += [piece.metrics for piece in experiences]
         self._num_tokens += int(count_ones(batch, "response_mask").sum())
 
     def draw_metrics(self) -> Metrics:
-        """The generators' scores and the tokens that this step has drawn."""
+        """Return the metrics of generators' scores and the number of tokens of this step."""
         return over_draws(self._scoring) | {"async/drawn_tokens": float(self._num_tokens)}
 
     @contextmanager
     def naming_samples(self, run: Run) -> Iterator[None]:
-        """Within, an error gets a note with the uids of the step's samples."""
+        """Add the uids of the step's samples to errors inside the block."""
         try:
             yield
         except Exception as error:
@@ -64,14 +62,14 @@ class Origins:
             raise
 
     def rows_by_generator(self, batch: DataProto) -> dict[int, list[int]]:
-        """Generator -> numbers of its rows."""
+        """Return the row numbers of each generator."""
         rows: dict[int, list[int]] = {}
         for row, uid in enumerate(batch.non_tensor_batch["uid"]):
             rows.setdefault(self._generator_of[str(uid)], []).append(row)
         return dict(sorted(rows.items()))
 
     def facts(self, batch: DataProto) -> dict[SampleKey, dict[str, int]]:
-        """For the sample log: the trainer rank of each sample, its version and its staleness."""
+        """Return the trainer rank, version and staleness of each sample, for the sample log."""
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
         keys = [(str(uid), index) for uid, index in zip(uids, indices, strict=True)]
         rows = zip(keys, self._trainer_ranks(batch), self._versions(batch).tolist(), strict=True)
@@ -81,7 +79,7 @@ class Origins:
         }
 
     def fields(self, batch: DataProto) -> dict[str, list[Any]]:
-        """Further fields of `rollouts/N.jsonl`."""
+        """Return further fields of `rollouts/N.jsonl`."""
         return {
             "generator": [
                 self._generator_of.get(str(uid)) for uid in batch.non_tensor_batch["uid"]
@@ -91,7 +89,7 @@ class Origins:
         }
 
     def metrics(self, batch: DataProto) -> Metrics:
-        """How old the samples, and the values of generators' critics, are."""
+        """Return the ages of the samples and of the values from generators' critics."""
         ages = self.trained_by - self._versions(batch)
         metrics = {
             f"async/staleness/{age}": float(count) for age, count in Counter(ages.tolist()).items()

@@ -1,4 +1,4 @@
-"""The plan of an asynchronous run in words, from its configuration."""
+"""Describe an asynchronous run's plan from its configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOMENTS = {"between_batches": "between two pieces", "immediate": "in the middle 
 def plan_lines(
     config: AsyncConfig, max_columns: int | None = None, brief: bool = False
 ) -> list[str]:
-    """Who sends what to whom, how far generators run ahead, when weights reach them."""
+    """Describe routes, the lead of generators, and when weights reach them."""
     async_training, topology = config.async_training, config.topology
     generators, num_open = topology.generators, open_at_once(config)
     age = AGES.get(
@@ -32,7 +32,7 @@ def plan_lines(
         f"call{together}"
     )
     queued = (
-        f"at most {num_open} samples are queued or being made "
+        f"at most {num_open} samples are queued or in generation "
         f"({num_open / samples_per_batch(config):.3g} times a batch)"
     )
     versions = (
@@ -42,24 +42,24 @@ def plan_lines(
     drawn = topology.describe(max_columns).splitlines()
     lines = [*drawn, pieces, aged, queued, versions]
     if roles := config.score_roles:
-        lines.append(f"generators score what they have made, each with its own {', '.join(roles)}")
+        lines.append(f"each generator scores its samples with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
-        lines.append(f"what older weights drew is corrected for: rollout_is={weights}")
+        lines.append(f"samples of older weights are corrected: rollout_is={weights}")
     if brief:
-        lines = [f"A sample is {age}; at most {num_open} are queued or being made"]
+        lines = [f"A sample is {age}; at most {num_open} are queued or in generation"]
     if topology.lopsided:
         lines.append(topology.lopsided)
     if idle := _idle_generators(config):
         lines.append(
-            f"{idle} of {generators} generators have nothing to make, so few pieces are open at "
-            "once: smaller ones (async_training.prompts_per_call), or a larger "
+            f"{idle} of {generators} generators have no work, because few pieces may be open at "
+            "once. Use smaller ones (async_training.prompts_per_call), or a larger "
             "async_training.max_staleness"
         )
     return lines
 
 
 def _idle_generators(config: AsyncConfig) -> int:
-    """Generators for whom no piece is left, so few are open at once."""
+    """Count the generators without work because too few pieces may be open."""
     ranks = config.topology.routed_ranks
     samples_per_piece = config.piece_size * config.actor_rollout_ref.rollout.n
     num_open = open_at_once(config) // len(ranks) // samples_per_piece

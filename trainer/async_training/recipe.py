@@ -1,12 +1,12 @@
 """usage: verl-like async data.train_files=FILE
            actor_rollout_ref.model.path=FOLDER [key=value ...]
 
-PPO whose samples are made beside the training: generators generate on pools of their own, the
-trainer takes batches from a buffer and sends its weights back. All keys of `verl-like ppo`, and:
+PPO that generates and trains at the same time: generators sample on their own pools, and the
+trainer takes batches from a buffer and sends weights back. All keys of `verl-like ppo`, and:
 
-  async_training.generators=2  async_training.trainers=1   or async_training.topology=2m1t
-  async_training.max_staleness=1                 versions that a sample may be old; 0 is synchronous
-  verl-like async --cfg all             every key with its meaning
+  async_training.generators=2      rollout groups; or async_training.topology=2m1t
+  async_training.max_staleness=1   largest age of a sample in weight versions; 0 is synchronous
+  verl-like async --cfg all        every key with its meaning
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from verl_like.registry import load_object
 
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"async": {TRAINER_POOL: TRAINER_ROLES, "generator_0_pool": ["rollout"]}}
-"""The roles of a run; its pools are as many as it has generators, so no preset could name them."""
+"""The roles of a run. It has a pool per generator, so no preset could name them all."""
 
 
 def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, Sequence[str]]:
@@ -85,7 +85,7 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
 
 
 def _workers(config: AsyncConfig) -> dict[str, str]:
-    """Return the classes of generators' roles that have none yet."""
+    """Return the worker classes of generators' roles for which the user chose none."""
     classes = {"rollout": ROLLOUT_WORKER, **config.score_roles}
     return {
         role: config.role_workers.get(kind) or classes[kind]
@@ -117,7 +117,7 @@ def check_async(config: AsyncConfig) -> None:
 
 
 def _check_trainer(path: str) -> None:
-    """Refuse a trainer of the user's that would leave generators out."""
+    """Reject a user's trainer that would not use the generators."""
     own = load_object(OWN_TRAINER, "trainer.cls")
     cls = load_object(path, "trainer.cls")
     if isinstance(cls, type) and not issubclass(cls, own):

@@ -1,5 +1,4 @@
-"""What is queued, and the samplers that choose a batch of it: the names of
-`async_training.sampler`.
+"""Queued pieces, and the samplers that choose a batch from them (`async_training.sampler`).
 
     @SAMPLERS.register("newest_first")
     class NewestFirst(Sampler):
@@ -60,17 +59,17 @@ class Experience:
 
     @property
     def is_validation(self) -> bool:
-        """Whether it is a part of a validation's rows."""
+        """Whether the piece has rows of a validation."""
         return self.number < 0
 
     @property
     def names(self) -> list[tuple[str, int]]:
-        """Uid and index of each of its samples."""
+        """The uid and index of each sample."""
         size = self.num_samples // max(len(self.uids), 1)
         return [(uid, index) for uid in self.uids for index in range(size)]
 
     def place(self) -> dict[str, int]:
-        """The prompts of the piece, as JSON has it."""
+        """Return the position of the piece's prompts, for JSON."""
         names = "number", "num_samples", "batch", "start", "stop", "rank"
         return {name: getattr(self, name) for name in names}
 

@@ -22,7 +22,7 @@ from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
 
 ANY_RANK = -1
-"""In the place of a trainer rank: samples may go to whichever."""
+"""Stands for a trainer rank: samples may go to any rank."""
 Other = TypeVar("Other")
 Route = tuple[int, int]
 """(sender, receiver): (generator, trainer rank) of experience, (trainer rank, generator) of
@@ -115,25 +115,25 @@ class Topology:
         return by_first((trainer, generator) for generator, trainer in self.experience)
 
     def trainers_of(self, generator: int) -> list[int]:
-        """The trainer ranks that get this generator's experience."""
+        """Return the trainer ranks that get this generator's samples."""
         return self._receivers.get(generator, [])
 
     def generators_of(self, trainer: int) -> list[int]:
-        """The generators whose experience this trainer rank gets."""
+        """Return the generators whose samples this trainer rank gets."""
         return self._senders.get(trainer, [])
 
     @property
     def routed_ranks(self) -> list[int]:
-        """The trainer ranks whose samples come from generators of their own.
+        """The trainer ranks that have their own generators.
 
-        Where every generator serves every rank, rows may go to any: one answer, `ANY_RANK`.
+        If every generator serves every rank, the result is `[ANY_RANK]`.
         """
         if len(self.experience) == self.generators * self.trainers:
             return [ANY_RANK]
         return list(range(self.trainers))
 
     def generators_for(self, rank: int) -> list[int]:
-        """The generators that make samples for one of `routed_ranks`."""
+        """Return the generators that sample for one of `routed_ranks`."""
         return list(range(self.generators)) if rank == ANY_RANK else self.generators_of(rank)
 
     @property
@@ -165,15 +165,15 @@ class Topology:
         return next(n for n in range(max(part // generators, 1), 0, -1) if part % n == 0)
 
     def weight_sender(self, generator: int) -> int:
-        """The trainer rank that sends this generator its weights."""
+        """Return the trainer rank that sends this generator its weights."""
         return next(trainer for trainer, receiver in self.weights if receiver == generator)
 
     def weight_receivers(self, trainer: int) -> list[int]:
-        """The generators that this trainer rank sends weights to."""
+        """Return the generators that this trainer rank sends weights to."""
         return [generator for sender, generator in self.weights if sender == trainer]
 
     def roles(self) -> dict[str, str]:
-        """Role of every generator -> its pool."""
+        """Return the pool of every generator's role."""
         return {
             generator_role(generator): generator_pool(generator)
             for generator in range(self.generators)
@@ -225,7 +225,7 @@ class Topology:
 
 
 def by_first(pairs: Iterable[tuple[int, Other]]) -> dict[int, list[Other]]:
-    """First of a pair -> the others of its pairs, in their order."""
+    """Return, by the first member of a pair, the second members in their order."""
     found: dict[int, list[Other]] = defaultdict(list)
     for first, other in pairs:
         found[first].append(other)

@@ -39,7 +39,7 @@ class SyncLog:
         self._lock = threading.Lock()
 
     def add(self, generator: int, role: str, figures: Mapping[str, float]) -> None:
-        """Write what `deliver_weights` has said of a delivery to this role of the generator's."""
+        """Write the figures of a delivery to this role of the generator."""
         line = {
             "time": time.time(),
             "version": round(figures["training/weight_version"]),
@@ -55,7 +55,7 @@ class SyncLog:
 
 
 class WeightFeed:
-    """The trainers' newest weights, for any generator that asks."""
+    """The trainers' newest weights, which any generator can fetch."""
 
     def __init__(
         self, run: Run, buffer: ExperienceBuffer, rounds: Rounds, activity: Activity
@@ -90,7 +90,7 @@ class WeightFeed:
         return metrics
 
     def publish(self, version: int) -> Metrics:
-        """The weights as they are now are that version, on the ranks that send."""
+        """Copy the present weights as that version, on the ranks that send."""
         senders = sorted({sender for sender, _ in self._topology.weights})
         copies = {}
         # a version comes again where a validation has had other weights: the critic has one set
@@ -103,7 +103,7 @@ class WeightFeed:
         return metrics | {"training/weight_version": float(version)}
 
     def deliver(self, generator: int) -> int:
-        """Bring that generator to the newest weights; gives their version."""
+        """Bring a generator to the newest weights, and return their version."""
         version = self._deliver(generator, "actor", "rollout")
         if CRITIC_COPY in self._groups:
             self._deliver(generator, "critic", CRITIC_COPY)

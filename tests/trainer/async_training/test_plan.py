@@ -36,11 +36,11 @@ def test_it_says_pieces_ages_and_what_may_be_open() -> None:
     )
     assert pieces in lines
     assert any("at most 2 versions old when it is trained on" in line for line in lines)
-    assert "at most 96 samples are queued or being made (3 times a batch)" in lines
+    assert "at most 96 samples are queued or in generation (3 times a batch)" in lines
     assert any(
         "after every batch; a generator takes it between two pieces" in line for line in lines
     )
-    assert any("corrected for: rollout_is=token" in line for line in lines)
+    assert any("corrected: rollout_is=token" in line for line in lines)
     assert lines[1].split()[:3] == ["generator", "0", "rollout"]
 
 
@@ -58,7 +58,7 @@ def test_a_smaller_limit_is_what_may_be_open() -> None:
     lines = plan_lines(
         config_of("async_training.max_inflight_samples=40", "async_training.update_steps=3")
     )
-    assert "at most 40 samples are queued or being made (1.25 times a batch)" in lines
+    assert "at most 40 samples are queued or in generation (1.25 times a batch)" in lines
     assert any("after every 3 batches" in line for line in lines)
 
 
@@ -66,7 +66,7 @@ def test_a_smaller_limit_is_what_may_be_open() -> None:
 def test_generators_without_a_piece_are_told(generators: int, idle: int) -> None:
     sizes = ["async_training.max_staleness=0", "async_training.prompts_per_call=4"]
     lines = plan_lines(config_of(f"async_training.generators={generators}", *sizes))
-    told = [line for line in lines if "have nothing to make" in line]
+    told = [line for line in lines if "have no work" in line]
     assert [line.split()[0] for line in told] == ([str(idle)] if idle else [])
 
 
@@ -85,9 +85,9 @@ def test_generators_of_one_rank_without_a_piece_are_told() -> None:
     sizes = ["async_training.topology=4m2t", edges, "async_training.max_staleness=0"]
     config = config_of(*sizes)
     assert config.piece_size == 1  # one of the 4 prompts of a rank for each of its 3 generators
-    assert not [line for line in plan_lines(config) if "have nothing to make" in line]
+    assert not [line for line in plan_lines(config) if "have no work" in line]
     told = plan_lines(config_of(*sizes, "async_training.prompts_per_call=2"))
-    assert [line.split()[0] for line in told if "have nothing to make" in line] == ["1"]
+    assert [line.split()[0] for line in told if "have no work" in line] == ["1"]
 
 
 def test_every_generator_is_in_the_table_of_sizes_with_what_it_is_asked_for_at_once() -> None:
