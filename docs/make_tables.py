@@ -8,6 +8,7 @@ test checks that they are current. An algorithm's row and card are what its file
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -523,6 +524,21 @@ def _joined(names: list[str]) -> str:
     )
 
 
+def tinker_method_table() -> str:
+    """A row for every client of the tinker SDK, and one for each method that is rejected."""
+    methods = json.loads((DOCS / "data" / "tinker_methods.json").read_text(encoding="utf-8"))
+    working: dict[str, list[str]] = {}
+    rejected = ["", "| Rejected | Why |", "|---|---|"]
+    for method, said in methods.items():
+        client, _, name = method.partition(".")
+        if said == "works":
+            working.setdefault(client, []).append(f"`{name}`")
+        else:
+            rejected.append(f"| `{method}` | {said.removeprefix('rejected: ')} |")
+    rows = [f"| `{client}` | {', '.join(names)} |" for client, names in working.items()]
+    return "\n".join(["| Client | Methods that work |", "|---|---|", *rows, *rejected])
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "flat-names": ("python.md", flat_name_table),
     "keys": ("configuration.md", key_table),
@@ -531,6 +547,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
     "async-keys": ("async.md", partial(recipe_key_table, ASYNC, PPOConfig)),
     "columns": ("dataflow.md", column_table),
+    "tinker-methods": ("serve.md", tinker_method_table),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),
     "policy-losses": ("algorithms.md", policy_loss_list),

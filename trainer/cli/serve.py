@@ -30,8 +30,8 @@ from trainer.config.compose import load_config
 from trainer.recipe_command import is_setting
 from trainer.serve.desk import check_key
 from trainer.serve.recipe import SERVE, prepare
-from trainer.serve.rows import loss_of
 from trainer.serve.server import serve
+from workers.roles.served import client_loss
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> None:
         check_key(options.host, options.token)
         aliases = {}
         if options.stable_reinforce:
-            aliases["stable_reinforce"] = loss_of(options.stable_reinforce, {})
+            client_loss(options.stable_reinforce)
+            aliases["stable_reinforce"] = options.stable_reinforce
         config = load_config([f"actor_rollout_ref.model.path={options.model}", *settings], SERVE)
         prepare(config)
         serve(config, options.host, options.port, options.token, aliases)

@@ -22,11 +22,11 @@ from starlette.routing import Route
 from trainer.serve import bodies as b
 from trainer.serve.bodies import Facts
 from trainer.serve.checkpoints import SavedPath, expiry
-from trainer.serve.clients import OpenModel, OpenSampler, Session, Sessions
+from trainer.serve.clients import Session, Sessions
 from trainer.serve.desk import Desk
 from trainer.serve.promises import Promises, RequestError
-from trainer.serve.rows import loss_of, read_datums, settings_of
-from trainer.serve.sampling import Sampler, sample_request
+from trainer.serve.rows import read_datums, settings_of
+from trainer.serve.sampling import Sampler, SampleRequest
 from trainer.serve.verbs import ServedModel
 from trainer.serve.wire import PROTOBUF, digest, parse
 from verl_like.errors import VerlLikeError
@@ -40,11 +40,13 @@ GAP_S = 120.0
 SILENT_S = 1800.0
 """After how long without a word from its client a session ends; the SDK speaks every 10 s."""
 LARGEST_BODY = 64 * 2**20
-NO_CANCEL = {
-    "refresh_interval_sec": 300,
-    "sample_cancel_enabled": False,
-    "sample_cancel_max_batch_size": 1,
-}
+NO_CANCEL = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+CONSTANT: list[tuple[str, str, Facts]] = [
+    ("GET", "/healthz", {"status": "ok"}),
+    ("POST", "/client/config", {}),  # all flags are the SDK's defaults
+    ("POST", "/client/dynamic_config", NO_CANCEL | {"sample_cancel_max_batch_size": 1}),
+    ("POST", "/telemetry", {"status": "accepted"}),  # and forgotten: nothing of a client is kept
+]
 Handler = Callable[[Any], Facts]
 
 
@@ -61,17 +63,12 @@ class Door:
         run, session = "/training_runs/{run}", "/sessions/{session_id}"
         checkpoint = run + "/checkpoints/{kind}/{name}"
         table: list[tuple[str, str, Handler]] = [
-            ("GET", "/healthz", self.health),
-            ("POST", "/client/config", self.config),
-            ("POST", "/client/dynamic_config", self.dynamic_config),
-            ("POST", "/telemetry", self.telemetry),
             ("GET", "/get_server_capabilities", self.capabilities),
             ("POST", "/create_session", self.create_session),
             ("POST", "/session_heartbeat", self.heartbeat),
             ("POST", session + "/finish", self.finish),
             ("GET", session, self.get_session),
             ("GET", "/sessions", self.list_sessions),
-            ("POST", "/sessions/search", self.search_sessions),
             ("POST", "/create_model", self.create_model),
             ("POST", "/get_info", self.get_info),
             ("POST", "/optim_step", self.optim_step),
@@ -91,14 +88,15 @@ class Door:
             ("DELETE", checkpoint + "/publish", self.unpublish),
             ("PUT", checkpoint + "/ttl", self.set_ttl),
         ]
-        routes = [self._route(*entry) for entry in table]
-        for path, answer in (
-            ("forward_backward", self.forward_backward),
-            ("retrieve_future", self.retrieve),
-        ):
-            routes.append(Route(f"/api/v1/{path}", self._guarded(answer), methods=["POST"]))
+        routes = [self._route(method, path, _answering(facts)) for method, path, facts in CONSTANT]
+        routes += [self._route(*entry) for entry in table]
+        others = {
+            "/api/v1/forward_backward": self.forward_backward,
+            "/api/v1/retrieve_future": self.retrieve,
+            "/{path:path}": self.not_supported,
+        }
         methods = ["GET", "POST", "PUT", "DELETE"]
-        routes.append(Route("/{path:path}", self._guarded(_not_supported), methods=methods))
+        routes += [Route(p, self._guarded(f), methods=methods) for p, f in others.items()]
         return Starlette(routes=routes)
 
     # ------------------------------------------------------------------ around every request
@@ -163,20 +161,6 @@ class Door:
 
     # ------------------------------------------------------------------ clients and sessions
 
-    def health(self, body: b.Body) -> Facts:
-        return {"status": "ok"}
-
-    def config(self, body: b.Body) -> Facts:
-        """Flags: all are the SDK's defaults."""
-        return {}
-
-    def dynamic_config(self, body: b.Body) -> Facts:
-        return NO_CANCEL
-
-    def telemetry(self, body: b.Body) -> Facts:
-        """Accept and forget: nothing of a client is kept."""
-        return {"status": "accepted"}
-
     def capabilities(self, body: b.Body) -> Facts:
         facts = {"model_name": self.desk.base_model, "trainable": True, "sampleable": True}
         return {"supported_models": [facts | {"max_context_length": self.desk.limits.context}]}
@@ -199,7 +183,7 @@ class Door:
     def _end(self, session: Session) -> None:
         del self.sessions.open[session.session_id]
         self.promises.end_session(session.session_id)
-        states = {*session.models, *(each.sampler.state for each in session.samplers.values())}
+        states = {*session.models, *(each.state for each in session.samplers.values())}
         self.desk.drop(states - self.sessions.sampled_states() - {BASE})
 
     def get_session(self, body: b.OfSession) -> Facts:
@@ -213,13 +197,6 @@ class Door:
 
     def list_sessions(self, body: b.Page) -> Facts:
         return {"sessions": _page(body, [*self.sessions.open])[0]}
-
-    def search_sessions(self, body: b.Search) -> Facts:
-        summaries = []
-        for session in self.sessions.search(body)[: body.limit]:
-            counts = [len(self.checkpoints.describe_all(run)) for run in session.models]
-            summaries.append(session.summary() | {"checkpoints_count": sum(counts)})
-        return {"sessions": summaries}
 
     # ----------------------------------------------------------------------------- training
 
@@ -257,7 +234,7 @@ class Door:
                     "has a model open; try again when its session has ended."
                 )
             model.name = f"{session.session_id}:train:{body.model_seq_id}"
-            session.models[model.name] = OpenModel(model)
+            session.models[model.name] = model
             promise = self.promises.new(session.session_id)
             self.desk.work(promise, work)
             return {"request_id": promise.request_id}
@@ -265,7 +242,7 @@ class Door:
         return session.model_repeats.answer(body.model_seq_id, body.digest, answer)
 
     def get_info(self, body: b.OfModel) -> Facts:
-        model, name = self.sessions.model(body.model_id).model, self.desk.base_model
+        model, name = self.sessions.model(body.model_id), self.desk.base_model
         return {
             "type": "get_info",
             "model_id": model.name,
@@ -281,13 +258,12 @@ class Door:
             raise RequestError(f"forward_backward takes {PROTOBUF}.", 415)
         body = await _body(request)
         message = parse("ForwardBackwardRequest", body)
-        opened = self.sessions.model(message.model_id)
-        model = opened.model
+        model = self.sessions.model(message.model_id)
         run = self.verbs.forward if message.forward_only else self.verbs.forward_backward
 
         def work() -> bytes:
             try:
-                loss = loss_of(message.loss_fn, self.desk.aliases)
+                loss = self.desk.aliases.get(message.loss_fn, message.loss_fn)
                 settings = settings_of(message, loss)
                 datums = read_datums(message, loss, self.desk.limits)
             except VerlLikeError as error:
@@ -296,23 +272,23 @@ class Door:
                 raise
             return run(model, datums, loss, settings)
 
-        return JSONResponse(self._in_turn(opened, message.seq_id, digest(body), work))
+        return JSONResponse(self._in_turn(model, message.seq_id, digest(body), work))
 
     def _in_turn(
-        self, opened: OpenModel, seq_id: int, body: str, work: Callable[[], bytes | Facts]
+        self, model: ServedModel, seq_id: int, body: str, work: Callable[[], bytes | Facts]
     ) -> Facts:
         """Let a model's request wait for its turn, and answer with its promise."""
 
         def answer() -> Facts:
-            opened.turns.check(seq_id)
-            promise = self.promises.new(opened.model.name.partition(":")[0])
-            opened.turns.submit(seq_id, promise, lambda: self.desk.work(promise, work))
+            model.turns.check(seq_id)
+            promise = self.promises.new(model.name.partition(":")[0])
+            model.turns.submit(seq_id, promise, lambda: self.desk.work(promise, work))
             return {"request_id": promise.request_id}
 
-        return opened.repeats.answer(seq_id, body, answer)
+        return model.repeats.answer(seq_id, body, answer)
 
     def optim_step(self, body: b.OptimStep) -> Facts:
-        opened, adam = self.sessions.model(body.model_id), body.adam_params
+        model, adam = self.sessions.model(body.model_id), body.adam_params
         settings = StepSettings(
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
@@ -321,8 +297,8 @@ class Door:
             grad_clip=adam.grad_clip_norm or float("inf"),
             ends_update=False,
         )
-        work = lambda: self.verbs.optim_step(opened.model, settings)  # noqa: E731
-        return self._in_turn(opened, body.seq_id, body.digest, work)
+        work = lambda: self.verbs.optim_step(model, settings)  # noqa: E731
+        return self._in_turn(model, body.seq_id, body.digest, work)
 
     # -------------------------------------------------------------------------- checkpoints
 
@@ -333,8 +309,8 @@ class Door:
         """A named checkpoint, or a snapshot that lives as long as the session."""
         if body.sampling_session_seq_id is None:
             return self._save(body, "sampler_weights", True)
-        opened = self.sessions.model(body.model_id)
-        model, session = opened.model, self.sessions.find(body.model_id.partition(":")[0])
+        model = self.sessions.model(body.model_id)
+        session = self.sessions.find(body.model_id.partition(":")[0])
         name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         path = self.verbs.spilled(model.name, name)
 
@@ -342,13 +318,12 @@ class Door:
             self.verbs.snapshot(model, name, self.desk.most_snapshots)
             return {"sampling_session_id": name}
 
-        answer = self._in_turn(opened, body.seq_id, body.digest, work)
-        session.samplers.setdefault(name, OpenSampler(Sampler(name, name, path)))
+        answer = self._in_turn(model, body.seq_id, body.digest, work)
+        session.samplers.setdefault(name, Sampler(name, name, path))
         return answer
 
     def _save(self, body: b.Save, kind: str, may_replace: bool) -> Facts:
-        opened = self.sessions.model(body.model_id)
-        model = opened.model
+        model = self.sessions.model(body.model_id)
         path = SavedPath.of(model.name, kind, body.path or f"step-{model.num_steps}")
         expiry(body.ttl_seconds)
 
@@ -357,17 +332,17 @@ class Door:
                 raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
             return self.verbs.save(model, path, body.user_metadata, body.ttl_seconds)
 
-        return self._in_turn(opened, body.seq_id, body.digest, work)
+        return self._in_turn(model, body.seq_id, body.digest, work)
 
     def load_weights(self, body: b.Load) -> Facts:
         path = SavedPath.parse(body.path)
         facts = self.checkpoints.facts(path)
         if body.model_id is not None:
-            opened = self.sessions.model(body.model_id)
+            model = self.sessions.model(body.model_id)
             if body.seq_id != 1:
                 raise RequestError("load_weights must be a model's first request.")
-            work = lambda: self.verbs.load(opened.model, path, body.optimizer)  # noqa: E731
-            return self._in_turn(opened, 1, body.digest, work)
+            work = lambda: self.verbs.load(model, path, body.optimizer)  # noqa: E731
+            return self._in_turn(model, 1, body.digest, work)
         if body.base_model is not None:
             self._check_base(body.base_model)
         self._check_rank(facts["rank"])
@@ -433,29 +408,35 @@ class Door:
                 self._check_rank(facts["rank"])
                 # a checkpoint that is replaced is another state
                 sampler = Sampler(name, f"{path} of {facts['time']}", path, str(path))
-            session.samplers[name] = OpenSampler(sampler)
+            session.samplers[name] = sampler
             return {"sampling_session_id": name}
 
         number = body.sampling_session_seq_id
         return session.sampler_repeats.answer(number, body.digest, answer)
 
     def get_sampler(self, body: b.OfSampler) -> Facts:
-        sampler, base = self.sessions.sampler(body.sampler_id).sampler, self.desk.base_model
+        sampler, base = self.sessions.sampler(body.sampler_id), self.desk.base_model
         shown = sampler.shown_path
         return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": shown}
 
     def sample(self, body: b.Sample) -> Facts:
-        opened = self.sessions.sampler(body.sampling_session_id)
-        sampler_id = opened.sampler.sampler_id
+        sampler = self.sessions.sampler(body.sampling_session_id)
+        sampler_id = sampler.sampler_id
 
         def answer() -> Facts:
-            asked = sample_request(body, opened.sampler, self.desk.limits, self.desk.eos)
+            asked = SampleRequest.of(body, sampler, self.desk.limits, self.desk.eos)
             asked.promise = self.promises.new(sampler_id.partition(":")[0])
             self.desk.sample(asked)
             names = [f"{sampler_id}:{body.seq_id}:{n}" for n in range(body.num_samples)]
             return {"request_id": asked.promise.request_id, "sample_sequence_ids": names}
 
-        return opened.repeats.answer(body.seq_id, body.digest, answer)
+        return sampler.repeats.answer(body.seq_id, body.digest, answer)
+
+    async def not_supported(self, request: Request) -> Response:
+        """All other routes; a numbered request takes its turn nevertheless."""
+        self._skip_turn(_json_object(await _body(request)))
+        what = f"{request.method} {request.url.path}"
+        raise RequestError(f"this server does not support {what}.", 404)
 
     async def retrieve(self, request: Request) -> Response:
         """A result, held until it is there or the poll has waited long enough."""
@@ -469,9 +450,11 @@ class Door:
         return Response(outcome.body, media_type=outcome.media_type)
 
 
-async def _not_supported(request: Request) -> Response:
-    path = request.url.path
-    raise RequestError(f"this server does not support {request.method} {path}.", 404)
+def _answering(facts: Facts) -> Handler:
+    def answer(body: b.Body) -> Facts:
+        return facts
+
+    return answer
 
 
 async def _body(request: Request) -> bytes:

@@ -216,15 +216,6 @@ class Page(Body):
     offset: Annotated[int, Field(ge=0)] = 0
 
 
-class Search(Body):
-    """A search among sessions."""
-
-    session_id: str | None = None
-    user_metadata: Facts = {}
-    display_name: str | None = None
-    limit: Annotated[int, Field(ge=1, le=200)] = 50
-
-
 class OfSampler(Body):
     """A sampler."""
 

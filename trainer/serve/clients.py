@@ -6,28 +6,10 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from trainer.serve.bodies import CreateSession, Facts, Search
-from trainer.serve.checkpoints import now
-from trainer.serve.promises import Repeats, RequestError, Turns
+from trainer.serve.bodies import CreateSession, Facts
+from trainer.serve.promises import Repeats, RequestError
 from trainer.serve.sampling import Sampler
 from trainer.serve.verbs import ServedModel
-
-
-@dataclass
-class OpenModel:
-    """A model in training, and the order of its requests."""
-
-    model: ServedModel
-    turns: Turns = field(default_factory=Turns)
-    repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
-
-
-@dataclass
-class OpenSampler:
-    """A sampler, and the requests that it has seen."""
-
-    sampler: Sampler
-    repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
 
 @dataclass
@@ -37,24 +19,11 @@ class Session:
     session_id: str
     user_metadata: Facts
     display_name: str | None
-    created_at: str = field(default_factory=lambda: now().isoformat())
-    models: dict[str, OpenModel] = field(default_factory=dict)
-    samplers: dict[str, OpenSampler] = field(default_factory=dict)
+    models: dict[str, ServedModel] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
     model_repeats: Repeats = field(default_factory=lambda: Repeats("model_seq_id"))
     sampler_repeats: Repeats = field(default_factory=lambda: Repeats("sampling_session_seq_id"))
     heard: float = field(default_factory=time.monotonic)
-
-    def summary(self) -> Facts:
-        """Return the session as a search has it."""
-        return {
-            "session_id": self.session_id,
-            "created_at": self.created_at,
-            "owner": "local",
-            "project_id": "local",
-            "status": {"type": "active"},
-            "display_name": self.display_name,
-            "user_metadata": self.user_metadata,
-        }
 
 
 class Sessions:
@@ -77,7 +46,7 @@ class Sessions:
         session.heard = time.monotonic()
         return session
 
-    def find_model(self, model_id: str) -> OpenModel | None:
+    def find_model(self, model_id: str) -> ServedModel | None:
         """Return a model in training, if there is one of this name."""
         session = self.open.get(str(model_id).partition(":")[0])
         if session is None:
@@ -85,14 +54,14 @@ class Sessions:
         session.heard = time.monotonic()
         return session.models.get(model_id)
 
-    def model(self, model_id: str) -> OpenModel:
+    def model(self, model_id: str) -> ServedModel:
         """Return a model in training."""
         opened = self.find_model(model_id)
         if opened is None:
             raise RequestError(f"there is no open model {model_id!r}.", 404)
         return opened
 
-    def sampler(self, sampler_id: str) -> OpenSampler:
+    def sampler(self, sampler_id: str) -> Sampler:
         """Return an open sampler."""
         session = self.open.get(sampler_id.partition(":")[0])
         if session is None or sampler_id not in session.samplers:
@@ -100,25 +69,11 @@ class Sessions:
         session.heard = time.monotonic()
         return session.samplers[sampler_id]
 
-    def all_models(self) -> list[OpenModel]:
+    def all_models(self) -> list[ServedModel]:
         """Return the models of all sessions."""
         return [opened for session in self.open.values() for opened in session.models.values()]
 
     def sampled_states(self) -> set[str]:
         """Return the states that samplers of open sessions draw from."""
         samplers = [each for session in self.open.values() for each in session.samplers.values()]
-        return {each.sampler.state for each in samplers}
-
-    def search(self, body: Search) -> list[Session]:
-        """Return the sessions with this metadata and this id or name, the newest first."""
-        words = (body.display_name or "").lower().split()
-        found = []
-        for session in reversed(self.open.values()):
-            shown = (session.display_name or "").lower()
-            is_named = bool(words) and all(word in shown for word in words)
-            names_none = not words and body.session_id is None
-            if body.user_metadata.items() <= session.user_metadata.items() and (
-                is_named or names_none or body.session_id == session.session_id
-            ):
-                found.append(session)
-        return found
+        return {sampler.state for sampler in samplers}

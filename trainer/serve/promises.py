@@ -18,13 +18,7 @@ from dataclasses import dataclass
 
 from trainer.serve.bodies import Facts
 from trainer.serve.wire import PROTOBUF
-from verl_like.errors import (
-    BatchError,
-    CheckpointError,
-    ConfigError,
-    RolloutError,
-    WeightSyncError,
-)
+from verl_like.errors import BatchError, CheckpointError, ConfigError, RolloutError, WeightSyncError
 
 JSON = "application/json"
 MOST_READ = 256

@@ -17,8 +17,8 @@ from verl_like.config_key import Section, key
 from workers.config import WorkersConfig
 
 CLIENTS_SAY = "the client says it with each request"
-CLIENTS_LOOP = "a server has no steps of its own; the client's script has the loop"
-CLIENTS_SCORE = "rewards are computed in the client's script"
+CLIENTS_LOOP = "a server has no steps and rewards of its own; the client's script has the loop"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 @dataclass(kw_only=True)
@@ -38,28 +38,17 @@ class ServeConfig(RunConfig, WorkersConfig):
     never_read = {
         CLIENTS_SAY: (
             "algorithm",
-            "actor_rollout_ref.actor.ppo_mini_batch_size",
-            "actor_rollout_ref.actor.ppo_epochs",
-            "actor_rollout_ref.actor.grad_clip",
-            "actor_rollout_ref.actor.optim.lr",
-            "actor_rollout_ref.actor.optim.betas",
-            "actor_rollout_ref.actor.optim.weight_decay",
-            "actor_rollout_ref.rollout.n",
-            "actor_rollout_ref.rollout.temperature",
-            "actor_rollout_ref.rollout.top_k",
-            "actor_rollout_ref.rollout.top_p",
-            "actor_rollout_ref.rollout.do_sample",
-            "actor_rollout_ref.rollout.sampling_kwargs",
-            "actor_rollout_ref.rollout.val_kwargs",
+            *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs", "grad_clip")),
+            *(f"{ACTOR}.optim.{name}" for name in ("lr", "betas", "weight_decay")),
+            *(f"{ROLLOUT}.{name}" for name in ("n", "temperature", "top_k", "top_p", "do_sample")),
+            *(f"{ROLLOUT}.{name}" for name in ("sampling_kwargs", "val_kwargs")),
         ),
-        CLIENTS_SCORE: ("rewards", "custom_reward_function", "reward_model", "reward"),
         CLIENTS_LOOP: (
-            *("critic", "ptx", "distillation", "environment"),
-            *("trainer.cls", "trainer.total_epochs", "trainer.total_training_steps"),
-            "trainer.stop_at",
-            *("trainer.test_freq", "trainer.val_before_train", "trainer.save_freq"),
-            *("trainer.save_every_minutes", "trainer.save_final", "trainer.max_ckpt_to_keep"),
-            *("trainer.resume_mode", "trainer.resume_from_path", "trainer.logger"),
+            *("rewards", "custom_reward_function", "reward_model", "reward", "environment"),
+            *("critic", "ptx", "distillation", "trainer.cls", "trainer.stop_at", "trainer.logger"),
+            *("trainer.total_epochs", "trainer.total_training_steps", "trainer.test_freq"),
+            *("trainer.val_before_train", "trainer.save_freq", "trainer.save_every_minutes"),
+            *("trainer.save_final", "trainer.resume_mode", "trainer.resume_from_path"),
         ),
     }
     data: ServeDataConfig = key(factory=ServeDataConfig)

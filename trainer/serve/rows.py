@@ -20,17 +20,10 @@ import torch
 from trainer.serve.wire import Array, tensor_of, tokens_of
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column, Ragged
-from verl_like.errors import BatchError, ConfigError, nearest
-from workers.losses.registry import POLICY_LOSSES
-from workers.losses.token_sums import TOKEN_SUMS
-from workers.roles.served import MASK, OURS, SETTINGS
+from verl_like.errors import BatchError, nearest
+from workers.roles.served import MASK, SETTINGS, client_loss
 
 TARGETS = "target_tokens"
-NOT_PUBLIC = (
-    "the loss stable_reinforce has no public formula, so this server cannot compute it. Set "
-    "loss_fn=importance_sampling, ppo or cispo; or start the server with --stable-reinforce=NAME, "
-    "which computes the loss NAME in its place and says so."
-)
 
 
 @dataclass(frozen=True)
@@ -79,44 +72,25 @@ class Datum:
         return targets.shape[1] if targets.ndim == 2 else None
 
 
-def loss_of(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the loss that is computed for this name; reject unknown ones."""
-    name = aliases.get(name, name)
-    known = [*TOKEN_SUMS, *(f"{OURS}{ours}" for ours in POLICY_LOSSES)]
-    if name == "stable_reinforce":
-        raise ConfigError(NOT_PUBLIC)
-    if name not in known:
-        raise ConfigError(f"no loss {name!r}; valid: {', '.join(known)}.{nearest(name, known)}")
-    return name
-
-
-def columns_read(loss: str) -> tuple[list[str], list[str]]:
-    """Return the inputs beside the targets that a loss needs, and those that it may have."""
-    if loss.startswith(OURS):
-        return ["logprobs", "advantages"], [MASK]
-    spec = TOKEN_SUMS[loss]
-    needed = [name for name in spec.columns if name != MASK]
-    return needed, [*spec.optional_columns, *(name for name in spec.columns if name == MASK)]
-
-
 def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
     """Return the datums of a request, with the inputs that the loss reads."""
     if not message.data:
         raise BatchError("the request has no datums.")
-    needed, optional = columns_read(loss)
+    spec = client_loss(loss)
     datums = []
     for number, sent in enumerate(message.data):
         what = f"datum {number}"
         tokens = tokens_of(sent.model_input, what)
         limits.check_tokens(np.asarray(tokens), what)
         fields = {entry.key: entry.value for entry in sent.loss_fn_inputs}
-        for name in (TARGETS, *needed):
+        for name in (TARGETS, *spec.needed_columns):
             if name not in fields:
                 raise BatchError(
                     f"{what}: the loss {loss} needs loss_fn_inputs[{name!r}]; there are "
                     f"{', '.join(fields) or 'none'}.{nearest(name, fields)}"
                 )
-        names = [TARGETS, *needed, *(name for name in optional if name in fields)]
+        optional = [name for name in spec.optional_columns if name in fields]
+        names = [TARGETS, *spec.needed_columns, *optional]
         inputs = {name: tensor_of(fields[name], f"{what}, {name}") for name in names}
         shape = inputs[TARGETS].shape
         for name, values in inputs.items():
@@ -136,17 +110,12 @@ def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
 
 
 def settings_of(message: Any, loss: str) -> dict[str, Any]:
-    """Return the settings of a loss: numbers, and texts of our own losses."""
+    """Return the settings of a loss, checked."""
     settings: dict[str, Any] = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
         is_text = entry.value.HasField("text")
         settings[entry.key] = entry.value.text if is_text else entry.value.number
-    if loss not in TOKEN_SUMS:
-        return settings
-    for name, value in settings.items():
-        if isinstance(value, str):
-            raise ConfigError(f"the loss {loss} takes numbers, and {name} is {value!r}.")
-    return TOKEN_SUMS[loss].checked(loss, settings)
+    return client_loss(loss).checked(loss, settings)
 
 
 @dataclass(frozen=True)
@@ -160,7 +129,7 @@ class TrainingRows:
     def of(cls, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]) -> TrainingRows:
         """Rows with all that a pass and the loss read."""
         names = sorted({name for datum in datums for name in datum.inputs} - {TARGETS})
-        if MASK in sum(columns_read(loss), []):
+        if MASK in client_loss(loss).columns:
             names = sorted({*names, MASK})
         ids, targets = [], []
         values: dict[str, list[torch.Tensor]] = {name: [] for name in names}

@@ -22,7 +22,7 @@ import torch
 
 from trainer.serve.bodies import Sample
 from trainer.serve.checkpoints import SavedPath
-from trainer.serve.promises import Promise
+from trainer.serve.promises import Promise, Repeats
 from trainer.serve.rows import Limits
 from trainer.serve.verbs import Verbs
 from trainer.serve.wire import Array, sample_output
@@ -46,106 +46,89 @@ class Sampler:
     path: SavedPath | None = None
     shown_path: str | None = None
     """The path by which the client named it."""
+    repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
 
 @dataclass(eq=False)
 class SampleRequest:
-    """One request: some samples of a prompt."""
+    """One request, checked: some samples of a prompt."""
 
     sampler: Sampler
+    body: Sample
     prompt: list[int]
-    uid: str
-    """The name of its noise."""
-    num_samples: int
     max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    stop_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    promise: Promise = field(init=False)
-    wants_prompt: bool = False
-    last_n: int | None = None
-    """Prompt tokens that are scored, from the end; None: all."""
-    targets: Array | None = None
+    stops: tuple[int | str, ...]
+    targets: Array | None
     """[prompt - 1, K]: ids whose log-probs are wanted, -1 for none."""
+    promise: Promise = field(init=False)
     prompt_log_probs: Array | None = None
     target_log_probs: Array | None = None
     since: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(
+        cls, body: Sample, sampler: Sampler, limits: Limits, eos: tuple[int, ...]
+    ) -> SampleRequest:
+        """Check a request against the server's limits; `eos` ends samples that name no stops."""
+        prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+        limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt)
+        params, last_n = body.sampling_params, body.prompt_logprobs_last_n
+        most = params.max_tokens or limits.response
+        if most > limits.response:
+            raise BatchError(
+                f"max_tokens={most} exceeds the {limits.response} tokens of a response "
+                "(data.max_response_length)."
+            )
+        if last_n is not None and last_n >= len(prompt):
+            raise BatchError(f"prompt_logprobs_last_n={last_n} for {len(prompt)} prompt tokens.")
+        targets = None
+        if body.target_prompt_logprobs is not None:
+            rows, width = body.target_prompt_logprobs.shape
+            targets = np.asarray(body.target_prompt_logprobs.data, "<i8")
+            if rows != len(prompt) - 1 or targets.size != rows * width or not targets.size:
+                raise BatchError(f"target_prompt_logprobs is not [{len(prompt) - 1}, K].")
+            targets = targets.reshape(rows, width)
+            limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
+        stops: tuple[int | str, ...] = eos if params.stop is None else tuple(params.stop)
+        return cls(sampler, body, prompt, most, stops, targets)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What requests share that run together."""
         longest = max(SHORTEST, 1 << (self.max_tokens - 1).bit_length())
-        stops = self.stop_ids, self.stop_strings
-        return self.sampler.state, longest, self.temperature, self.top_k, self.top_p, *stops
+        params = self.body.sampling_params
+        how = params.temperature, params.top_k, params.top_p
+        return self.sampler.state, longest, self.stops, how
+
+    @property
+    def noise_name(self) -> str:
+        """What the noise depends on in addition to the server's seed: no other client's doing."""
+        seed = self.body.sampling_params.seed
+        sequence = self.sampler.sampler_id.rpartition(":")[2]
+        return f"{sequence}/{self.body.seq_id}" if seed is None else f"seed {seed}"
 
     def rows(self, prompt_width: int, response_width: int, pad: int) -> DataProto:
-        """Its samples as rows for the rollout."""
+        """Return its samples as rows for the rollout."""
+        count, params = self.body.num_samples, self.body.sampling_params
         prompt = torch.tensor(self.prompt)
-        ids = Ragged.of_rows([prompt] * self.num_samples, prompt_width, at_end=True, fill=pad)
-        _, longest, *_ = self.kind
+        ids = Ragged.of_rows([prompt] * count, prompt_width, at_end=True, fill=pad)
         sampling = {
-            "temperature": self.temperature or 1.0,
-            "do_sample": self.temperature > 0,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "max_tokens": min(longest, response_width),
-            "stop_token_ids": self.stop_ids,
-            "stop_strings": self.stop_strings,
+            "temperature": params.temperature or 1.0,
+            "do_sample": params.temperature > 0,
+            "top_k": params.top_k or -1,
+            "top_p": params.top_p,
+            "max_tokens": min(self.kind[1], response_width),
+            "stop_token_ids": tuple(stop for stop in self.stops if isinstance(stop, int)),
+            "stop_strings": tuple(stop for stop in self.stops if isinstance(stop, str)),
         }
-        return DataProto.from_dict(
-            {
-                "input_ids": ids,
-                "attention_mask": ids.with_values(torch.ones_like(ids.values)),
-                "sample_index": torch.arange(self.num_samples),
-                "end_at": torch.full((self.num_samples,), self.max_tokens),
-            },
-            {"uid": [self.uid] * self.num_samples},
-            {"sampling": sampling, "pad_token_id": pad},
-        )
-
-
-def sample_request(
-    body: Sample, sampler: Sampler, limits: Limits, eos: tuple[int, ...]
-) -> SampleRequest:
-    """Check a request against the server's limits; `eos` ends samples that name no stops."""
-    prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-    limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt)
-    params, last_n = body.sampling_params, body.prompt_logprobs_last_n
-    most = params.max_tokens or limits.response
-    if most > limits.response:
-        raise BatchError(
-            f"max_tokens={most} exceeds the {limits.response} tokens of a response "
-            "(data.max_response_length)."
-        )
-    if last_n is not None and last_n >= len(prompt):
-        raise BatchError(f"prompt_logprobs_last_n={last_n} of a prompt of {len(prompt)} tokens.")
-    stops = eos if params.stop is None else params.stop
-    targets = None
-    if body.target_prompt_logprobs is not None:
-        rows, width = body.target_prompt_logprobs.shape
-        targets = np.asarray(body.target_prompt_logprobs.data, "<i8")
-        if rows != len(prompt) - 1 or targets.size != rows * width or not targets.size:
-            raise BatchError(f"target_prompt_logprobs is not [{len(prompt) - 1}, K].")
-        targets = targets.reshape(rows, width)
-        limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
-    sequence = sampler.sampler_id.rpartition(":")[2]
-    return SampleRequest(
-        sampler,
-        prompt,
-        f"{sequence}/{body.seq_id}" if params.seed is None else f"seed {params.seed}",
-        body.num_samples,
-        most,
-        params.temperature,
-        params.top_k or -1,
-        params.top_p,
-        tuple(stop for stop in stops if isinstance(stop, int)),
-        tuple(stop for stop in stops if isinstance(stop, str)),
-        bool(body.prompt_logprobs),
-        last_n,
-        targets,
-    )
+        columns: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": ids.with_values(torch.ones_like(ids.values)),
+            "sample_index": torch.arange(count),
+            "end_at": torch.full((count,), self.max_tokens),
+        }
+        meta = {"sampling": sampling, "pad_token_id": pad}
+        return DataProto.from_dict(columns, {"uid": [self.noise_name] * count}, meta)
 
 
 class SamplingLoop:
@@ -215,13 +198,13 @@ class SamplingLoop:
 
     def _score_prompts(self, state: str, batch: Sequence[SampleRequest]) -> None:
         """Let the trainer score the prompts of requests that ask for it."""
-        asking = [r for r in batch if r.wants_prompt and len(r.prompt) > 1]
-        for request in batch:
-            if request.wants_prompt:
-                request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")
+        wanting = [request for request in batch if request.body.prompt_logprobs]
+        for request in wanting:
+            request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")
+        asking = [request for request in wanting if len(request.prompt) > 1]
         scored = self._verbs.log_probs(state, [(r.prompt, r.prompt[1:]) for r in asking])
         for request, row in zip(asking, scored, strict=True):
-            count = min(request.last_n or len(row), len(row))
+            count = min(request.body.prompt_logprobs_last_n or len(row), len(row))
             assert request.prompt_log_probs is not None, "made above"
             request.prompt_log_probs[-count:] = row[-count:]
         for request in batch:

@@ -18,6 +18,7 @@ import torch
 from trainer.config.flat import flat_config
 from trainer.serve.bodies import Facts
 from trainer.serve.checkpoints import Checkpoints, SavedPath
+from trainer.serve.promises import Repeats, Turns
 from trainer.serve.rows import Datum, TrainingRows, pass_columns
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
@@ -35,7 +36,7 @@ SPILLED = "snapshots"
 
 @dataclass
 class ServedModel:
-    """A client's model: the name of its state, and what the client chose."""
+    """A client's model: the name of its state, what the client chose, the order of its requests."""
 
     name: str
     rank: int
@@ -47,6 +48,8 @@ class ServedModel:
     """Why the next optimizer step is not taken: a part of its gradients is missing."""
     snapshots: list[str] = field(default_factory=list)
     """Frozen copies in memory, the oldest first."""
+    turns: Turns = field(default_factory=Turns)
+    repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
     def facts(self, base_model: str) -> Facts:
         """What a checkpoint and the run's file say of it."""
@@ -99,14 +102,11 @@ class Verbs:
         rows = TrainingRows.of(datums, loss, settings)
         with self.using(model.name):
             column = self.actor.forward(rows.batch, ("log_probs",)).column("log_probs")
-        metrics = {}
-        if loss in TOKEN_SUMS:
-            spec = TOKEN_SUMS[loss]
-            names = {*spec.columns, *spec.optional_columns} & rows.batch.columns.keys()
-            columns = {name: rows.batch.padded(name) for name in names}
-            numbers = spec.of_tokens(rectangle_of(column), columns, {**spec.settings, **settings})
-            metrics["loss:sum"] = float(numbers.sum())
-        return training_output(rows.log_probs(column), metrics)
+        if loss not in TOKEN_SUMS:
+            return training_output(rows.log_probs(column), {})
+        columns = {name: rows.batch.padded(name) for name in rows.batch.columns}
+        losses = TOKEN_SUMS[loss].of_tokens(rectangle_of(column), columns, settings)
+        return training_output(rows.log_probs(column), {"loss:sum": float(losses.sum())})
 
     def forward_backward(
         self, model: ServedModel, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]

@@ -3,8 +3,8 @@
     request = parse("ForwardBackwardRequest", body)
     body = training_output([log_probs_of_datum, ...], {"loss:sum": 1.5})
 
-The messages are declared here, since the SDK ships no `.proto` file. They have a descriptor pool of
-their own, so that the SDK can be imported in the same process.
+The messages are in `messages.proto`. They have a descriptor pool of their own, so that the SDK can
+be imported in the same process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,36 +24,9 @@ from verl_like.errors import BatchError
 
 Array = np.ndarray[Any, Any]
 PROTOBUF = "application/x-protobuf"
-MESSAGES = {
-    "EncodedTextChunk": "bytes tokens=1",
-    "Opaque": "",
-    "Chunk": "EncodedTextChunk encoded_text=1; Opaque image=2; Opaque dmel=3",
-    "SparseCsr": "bytes values=1; bytes crow_indices=2; bytes col_indices=3",
-    "Tensor": "bytes dense=1; SparseCsr sparse_csr=2; int32 dtype=3; repeated int64 shape=4",
-    "TensorEntry": "string key=1; Tensor value=2",
-    "Datum": "repeated Chunk model_input=1; repeated TensorEntry loss_fn_inputs=2",
-    "NumberEntry": "string key=1; double value=2",
-    "LossConfigValue": "double number=1; string text=2",
-    "SettingEntry": "string key=1; LossConfigValue value=2",
-    "ForwardBackwardRequest": "string model_id=1; int32 seq_id=2; repeated Datum data=3; "
-    "string loss_fn=4; repeated NumberEntry loss_fn_config=5; bool forward_only=6; "
-    "repeated SettingEntry loss_fn_config_v2=7",
-    "BatchedTensor": "bytes data=1; bytes offsets=2; int32 dtype=3; "
-    "repeated int64 trailing_shape=4",
-    "BatchedEntry": "string key=1; BatchedTensor value=2",
-    "ArrayRecord": "string type_tag=1; repeated BatchedEntry fields=2; int64 num_datums=3",
-    "ForwardBackwardOutput": "string loss_fn_output_type=1; "
-    "repeated ArrayRecord loss_fn_outputs=2; repeated NumberEntry metrics=3",
-    "TopkLogprobs": "bytes token_ids=1; bytes logprobs=2; int32 k=3; int32 length=4",
-    "SampledSequence": "int32 stop_reason=1; bytes tokens=2; bytes logprobs=3; "
-    "TopkLogprobs topk_sampled_logprobs=4",
-    "SampleResponse": "repeated SampledSequence sequences=1; bytes prompt_logprobs=2; "
-    "TopkLogprobs topk_prompt_logprobs=3; int32 prompt_cache_hit_tokens=4; "
-    "Tensor target_prompt_logprobs=5",
-}
-"""Message -> its fields. Maps are repeated entries, which is how they travel."""
 KINDS = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
-FIELD = re.compile(r"(repeated )?(\w+) (\w+)=(\d+)")
+MESSAGE = re.compile(r"message (\w+) {([^}]*)}")
+FIELD = re.compile(r"(repeated )?(\w+) (\w+) = (\d+);")
 DTYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32 = 1
 LARGEST = 2**27
@@ -61,8 +35,10 @@ STOP_REASONS = {"stop": 0, "length": 1}
 
 
 def _messages() -> dict[str, Any]:
+    """Return the classes of `messages.proto`, which has the few forms that are read here."""
+    text = Path(__file__).with_name("messages.proto").read_text()
     file = descriptor_pb2.FileDescriptorProto(name="serve.proto", package="serve", syntax="proto2")
-    for name, fields in MESSAGES.items():
+    for name, fields in MESSAGE.findall(text):
         message = file.message_type.add(name=name)
         for repeated, kind, field, number in FIELD.findall(fields):
             own = message.field.add(name=field, number=int(number), label=3 if repeated else 1)
@@ -72,7 +48,7 @@ def _messages() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     types = pool.FindFileByName("serve.proto").message_types_by_name
-    return {name: message_factory.GetMessageClass(types[name]) for name in MESSAGES}
+    return {name: message_factory.GetMessageClass(kind) for name, kind in types.items()}
 
 
 CLASSES = _messages()

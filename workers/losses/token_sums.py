@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ Settings = Mapping[str, float]
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 """Bounds of r, as settings, or as a column with one number per token."""
 POLICY = ("logprobs", "advantages")
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,19 @@ class TokenSum:
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
-        """Input columns that are used if the batch has them."""
-        return tuple(name for name in BOUNDS if name in self.settings)
+        """Input columns that are used if the batch has them; by default a weight is 1."""
+        return tuple(name for name in (WEIGHTS, *BOUNDS) if name in (*self.columns, *self.settings))
 
-    def checked(self, name: str, settings: Settings) -> dict[str, float]:
-        """Return the settings with defaults; reject unknown names."""
-        for setting in settings:
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """Input columns that a batch must have."""
+        return tuple(name for name in self.columns if name != WEIGHTS)
+
+    def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings with defaults; reject unknown names and texts."""
+        for setting, value in settings.items():
+            if isinstance(value, str):
+                raise ConfigError(f"the loss {name} takes numbers, and {setting} is {value!r}.")
             if setting not in self.settings:
                 raise ConfigError(
                     f"the loss {name} has no setting {setting!r}; it has "
@@ -50,7 +59,7 @@ class TokenSum:
 
 def cross_entropy(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
     """Return -p w; weights may be fractional or negative."""
-    return -log_probs * columns["weights"]
+    return -log_probs * columns[WEIGHTS]
 
 
 def importance_sampling(log_probs: Tensor, columns: Columns, settings: Settings) -> Tensor:
@@ -102,7 +111,7 @@ def _pessimistic(ratio: Tensor, columns: Columns, settings: Settings) -> Tensor:
 
 _RANGE = {BOUNDS[0]: 0.8, BOUNDS[1]: 1.2}
 TOKEN_SUMS: dict[str, TokenSum] = {
-    "cross_entropy": TokenSum(cross_entropy, ("weights",)),
+    "cross_entropy": TokenSum(cross_entropy, (WEIGHTS,)),
     "importance_sampling": TokenSum(importance_sampling, POLICY),
     "ppo": TokenSum(ppo, POLICY, _RANGE),
     "cispo": TokenSum(cispo, POLICY, _RANGE),

@@ -27,7 +27,7 @@ from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError, nearest
 from workers.config import ActorConfig
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss
-from workers.losses.token_sums import TOKEN_SUMS, TokenSum
+from workers.losses.token_sums import POLICY, TOKEN_SUMS, WEIGHTS, TokenSum
 from workers.roles.actor import ActorWorker
 from workers.roles.model_worker import MakesLoss
 from workers.roles.rollout import RolloutWorker
@@ -46,8 +46,33 @@ OURS = "verl_like:"
 """Prefix of this package's policy losses in a client's request."""
 SETTINGS = "loss_settings"
 """The entry of a batch's meta_info with the settings of its loss."""
-MASK = "weights"
+MASK = WEIGHTS
 """The column that marks the tokens of a policy loss."""
+NO_FORMULA = (
+    "the loss stable_reinforce has no public formula, so this server cannot compute it. Set "
+    "loss_fn=importance_sampling, ppo or cispo; or start the server with --stable-reinforce=NAME, "
+    "which computes the loss NAME instead and says so."
+)
+
+
+class OurLoss(TokenSum):
+    """The input columns of a policy loss of this package."""
+
+    def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings; the actor checks them."""
+        return dict(settings)
+
+
+def client_loss(name: str) -> TokenSum:
+    """Return the loss of this name in a client's request; reject unknown names."""
+    if name in TOKEN_SUMS:
+        return TOKEN_SUMS[name]
+    if name.removeprefix(OURS) in POLICY_LOSSES and name.startswith(OURS):
+        return OurLoss(TOKEN_SUMS["importance_sampling"].of_tokens, (*POLICY, MASK))
+    if name == "stable_reinforce":
+        raise ConfigError(NO_FORMULA)
+    known = [*TOKEN_SUMS, *(f"{OURS}{ours}" for ours in POLICY_LOSSES)]
+    raise ConfigError(f"no loss {name!r}; valid: {', '.join(known)}.{nearest(name, known)}")
 
 
 class ServedActorWorker(ActorWorker):
@@ -155,6 +180,7 @@ def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
     """Return a sum over tokens with the settings and the columns of a batch."""
     settings = data.meta_info.get(SETTINGS, {})
     optional = [name for name in loss.optional_columns if name in data.columns]
+    names = list(dict.fromkeys([*loss.columns, *optional]))
 
     def compute(
         outputs: Columns, columns: Columns, batch: MiniBatch
@@ -169,7 +195,7 @@ def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
             metrics["num_tokens"] = inside.sum()
         return total, metrics
 
-    return Loss("token_sum", compute, (*loss.columns, *optional))
+    return Loss("token_sum", compute, names)
 
 
 def policy_settings(

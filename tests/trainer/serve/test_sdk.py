@@ -1,0 +1,71 @@
+"""The unmodified `tinker` SDK against a server; `tests/run_tinker.sh` makes its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.trainer.serve.clients import config_of, served
+
+METHODS: dict[str, str] = json.loads((ROOT / "docs/data/tinker_methods.json").read_text())
+PYTHON = Path(os.environ.get("TINKER_PYTHON", ROOT / ".venv-tinker/bin/python"))
+needs_sdk = [
+    pytest.mark.tinker,
+    pytest.mark.skipif(
+        not PYTHON.is_file(), reason=f"no {PYTHON}: tests/run_tinker.sh makes it, with the SDK"
+    ),
+]
+
+
+def run_sdk(file: str, *arguments: str) -> str:
+    """What a script prints in the environment of the SDK."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
+    environment.pop("PYTHONPATH", None)
+    command = [str(PYTHON), str(ROOT / file), *arguments]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def url_and_model(tiny_dir: Path, tmp_path: Path) -> Any:
+    with served(config_of(tiny_dir / "model", tmp_path)) as (desk, url):
+        yield url, desk.base_model
+
+
+class TestSDK:
+    pytestmark = needs_sdk
+
+    def test_every_method_does_what_the_table_says(self, url_and_model: tuple[str, str]) -> None:
+        printed = run_sdk("tests/trainer/serve/sdk_probe.py", *url_and_model)
+        found = json.loads(printed.splitlines()[-1])
+        assert sorted(found["methods"]) == sorted(METHODS), "the SDK has other methods"
+        wrong = {
+            name: found["results"].get(name, "not called")
+            for name, said in METHODS.items()
+            if (found["results"].get(name) == "works") != (said == "works")
+        }
+        assert wrong == {}
+
+    def test_the_example_learns(self, url_and_model: tuple[str, str]) -> None:
+        url, model = url_and_model
+        settings = ("--steps", "12", "--lr", "0.01")
+        printed = run_sdk("examples/serve/grpo.py", "--url", url, "--model", model, *settings)
+        steps = [line for line in printed.splitlines() if line.startswith("step ")]
+        rewards = [float(line.split("reward ")[1].split(",")[0]) for line in steps]
+        assert len(rewards) == 12
+        assert max(rewards[-3:]) > rewards[0] + 0.1
+
+
+def test_most_methods_work_and_others_have_a_reason() -> None:
+    assert len(METHODS) == 56
+    assert sum(said == "works" for said in METHODS.values()) >= 45
+    assert all(said == "works" or said.startswith("rejected: ") for said in METHODS.values())
