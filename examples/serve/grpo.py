@@ -7,7 +7,7 @@
   verl-like serve MODEL
   uv run examples/serve/grpo.py --model MODEL
 
-The reward is the share of the letter `a` in a response, which every model learns in some steps.
+The reward is the share of the letter `a` in a response.
 """
 
 from __future__ import annotations
