@@ -104,7 +104,7 @@ def draw() -> str:
     ):
         parts += [text(actor.x + actor.width + 12, TOP + 46 + 19 * row, words, 12, **left)]
     bottom = TOP + 146
-    curve = f"M{actor.x + 60} {bottom - 8} V{bottom + 28} H{rollout.center + 60} V{bottom - 8}"
+    curve = f"M{actor.x + 26} {bottom - 8} V{bottom + 28} H{rollout.center + 60} V{bottom - 8}"
     parts += [arrow(curve)]
     parts += [text(WIDTH / 2, bottom + 46, "weight sync: the hash of every tensor is checked")]
     head = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 
@@ -71,3 +72,28 @@ def test_every_name_that_a_page_imports_is_on_the_page_of_the_interface() -> Non
             imported |= {name.strip() for name in names.split(",")}
     assert len(imported) >= 20
     assert imported - documented - errors == set()
+
+
+def documented() -> set[str]:
+    """The names on the page of the interface."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    return {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", text, re.M)}
+
+
+def test_the_page_of_the_interface_has_every_name_that_the_docs_import() -> None:
+    imported = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    if node.module.split(".")[0] in ("verl_like", "workers", "trainer"):
+                        imported |= {alias.name for alias in node.names}
+    errors = {name for name in imported if hasattr(find("verl_like.errors"), name)}
+    values = {name for name in imported if name.isupper()}  # recipes and registries
+    assert imported - documented() - errors - values == set()
+
+
+def test_the_page_of_the_interface_has_every_name_of_verl_like() -> None:
+    names = set(find("verl_like").__all__)
+    errors = {name for name in names if hasattr(find("verl_like.errors"), name)}
+    assert names - documented() - errors == set()

@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.max_tokens < 1 or options.temperature < 0:
         raise ConfigError(
             f"--max-tokens={options.max_tokens} is 1 or more, --temperature="
-            f"{options.temperature} is 0 or above."
+            f"{options.temperature} is 0 or more."
         )
     from transformers.utils.logging import disable_progress_bar
 
