@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -153,9 +152,8 @@ class InProcessVllm:
         return arrivals
 
     def close(self) -> None:
-        """Shut vLLM down; its objects are freed only then, since it freezes garbage collection."""
+        """Shut vLLM down, which also ends its freeze of garbage collection (`gc.freeze`)."""
         self.llm.llm_engine.engine_core.shutdown()
-        gc.unfreeze()
 
     def resume(self) -> None:
         """Do nothing: nothing was paused."""
