@@ -267,6 +267,7 @@ def check_vllm(model_path: str) -> str:
     engine.load_weights(named_state(module))
     engine.commit(0)
     (output,) = engine.generate([Sample([0], 1)], SamplingParams(max_tokens=1, stop_token_ids=(0,)))
+    engine.close()
     version = check_version(device_type)
     return (
         f"vLLM {version} on {device_type}: took {len(engine.expected.shapes)} weights, drew token "

@@ -4,6 +4,7 @@ parallelism, and a PPO step on it.
 
 from __future__ import annotations
 
+import gc
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -86,11 +87,15 @@ def test_a_quantization_that_does_not_take_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_the_doctors_check_generates_and_syncs(tmp_path: Path) -> None:
+def test_the_doctors_check_generates_and_syncs_and_leaves_room_for_another_engine(
+    tmp_path: Path,
+) -> None:
     from workers.rollout.vllm.engine import check_vllm
 
     make_model(tmp_path)
-    assert "took 21 weights, drew token" in check_vllm(str(tmp_path))
+    for _ in range(2):
+        assert "took 21 weights, drew token" in check_vllm(str(tmp_path))
+        assert gc.get_freeze_count() == 0
 
 
 def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
