@@ -1,6 +1,6 @@
 """Small batches on which losses and estimators are compared with themselves.
 
-A mask is written as text, a row per word: `.` is a token outside the mask (the prompt, an
+A mask is written as text, a word per row: `.` is a token outside the mask (the prompt, an
 observation, padding) and `1` a token of the response.
 """
 
@@ -28,7 +28,7 @@ MASKS = (
 )
 MOVES = (0.0, 0.3, 2.0)
 """Standard deviations of log-ratios: on-policy, after some updates, far away."""
-REWARDS = ("token_level_rewards", "token_level_scores", "step_ends")
+ZERO_OUTSIDE = ("token_level_rewards", "token_level_scores", "step_ends", "chosen_tokens")
 """Columns that are zero outside the mask wherever they are made."""
 
 
@@ -47,18 +47,18 @@ def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     if kind == PREFERENCE:
-        log_probs = -3 * normal(rows, 2).abs() - 1
+        log_probs, gap = -3 * normal(rows, 2).abs() - 1, normal(rows)
         return {
             "log_probs": log_probs,
             "ref_log_probs": log_probs + MOVES[seed] * normal(rows, 2),
             "num_tokens": torch.stack([mask.sum(1), mask.flip(0).sum(1)], dim=1).double(),
             "margin": normal(rows).abs(),
-            "gap": normal(rows),
+            "gap": gap,
             "desirable": torch.arange(rows) % 2,
-            "mismatched_kl": torch.full((rows,), 0.1, dtype=torch.float64),
+            "mismatched_kl": gap.mean().clamp(min=0).repeat(rows),
         }
-    old, values = -normal(rows, width).abs() - 0.1, normal(rows, width)
-    ends = mask.flip(1).cumsum(1).flip(1).eq(1) & mask.bool()
+    old, values, scores = -normal(rows, width).abs() - 0.1, normal(rows, width), normal(rows, 1)
+    step_ends = mask.flip(1).cumsum(1).flip(1).eq(1) & mask.bool()
     return {
         "old_log_prob": old,
         "log_prob": (old + MOVES[seed] * normal(rows, width)).clamp(max=-0.05),
@@ -68,19 +68,15 @@ def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
         "vpreds": values + MOVES[seed] * normal(rows, width),
         "returns": values + normal(rows, width),
         "values": values,
-        "token_level_rewards": (scores := normal(rows, 1) * ends),
-        "token_level_scores": scores.clone(),
-        "step_ends": ends.long(),
+        "token_level_rewards": scores * step_ends,
+        "token_level_scores": scores * step_ends,
+        "step_ends": step_ends.long(),
         "index": np.array([f"prompt {row // 2}" for row in range(rows)], dtype=object),
         "named_rewards": normal(rows, 2),
         "reward_baselines": normal(rows),
         "sum_pi_squared": old.exp().square() + 0.1,
+        "chosen_tokens": mask.bool() & (torch.arange(width) % 3 == 0),
     }
-
-
-def num_rows(batch: Batch) -> int:
-    """Return the number of rows."""
-    return len(next(iter(batch.values())))
 
 
 def take(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -90,19 +86,21 @@ def take(batch: Batch, rows: Sequence[int]) -> Batch:
 
 def map_tokens(batch: Batch, change: Callable[[Tensor], Tensor], but: Sequence[str] = ()) -> Batch:
     """Return the batch with every column [rows, tokens] changed, apart from those named."""
-    shape = batch["response_mask"].shape
-    tokens = [name for name, column in batch.items() if column.shape == shape and name not in but]
-    return {**batch, **{name: change(batch[name]) for name in tokens}}
+    shape, others = batch["response_mask"].shape, ("named_rewards", *but)
+    changed = {n: change(c) for n, c in batch.items() if c.shape == shape and n not in others}
+    return {**batch, **changed}
 
 
 def smaller(batch: Batch) -> Iterator[Batch]:
     """Yield the batch without one row, without one position, and with rounded numbers."""
-    rows = range(num_rows(batch))
-    yield from (take(batch, [row for row in rows if row != left]) for left in rows if len(rows) > 1)
-    width = batch["response_mask"].shape[1] if "response_mask" in batch else 0
-    for left in reversed(range(width if width > 1 else 0)):
-        places = [place for place in range(width) if place != left]
-        yield map_tokens(batch, lambda column, places=places: column[:, places])  # type: ignore[misc]
+    column = next(iter(batch.values()))
+    rows, places = (range(size) for size in batch.get("response_mask", column[:, None]).shape[:2])
+    for left in rows if len(rows) > 1 else ():
+        yield take(batch, [row for row in rows if row != left])
+    for left in reversed(places if len(places) > 1 else ()):
+        rest = [place for place in places if place != left]
+        yield map_tokens(batch, lambda column, rest=rest: column[:, rest])  # type: ignore[misc]
     floats = {n: c for n, c in batch.items() if isinstance(c, Tensor) and c.is_floating_point()}
-    if any(not torch.equal(column.round(decimals=1), column) for column in floats.values()):
-        yield {**batch, **{name: column.round(decimals=1) for name, column in floats.items()}}
+    rounded = {name: column.round(decimals=1) for name, column in floats.items()}
+    if any(not torch.equal(rounded[name], floats[name]) for name in floats):
+        yield {**batch, **rounded}

@@ -1,14 +1,14 @@
-"""What holds for every correct loss or estimator: pairs of outcomes that must be equal.
+"""Relations that hold for every correct loss or estimator: pairs of outcomes that must be equal.
 
-A relation yields (what was done, expected, found) for a subject and a batch. Its docstring says
-what must hold, and what usually breaks it. They are tried in this order,
-and extreme batches come last.
+A relation yields (how the batch was changed, expected, actual) for a subject and a batch. Its
+docstring says what must hold, and the likely cause if it does not. The relations are tried in this
+order, so extreme batches come last.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.check_loss import batches
-from trainer.check_loss.batches import ESTIMATOR, POLICY, PREFERENCE, REWARDS, VALUE, Batch
-from trainer.check_loss.subject import LOSS_SCALE_FACTOR, Outcome, Subject
-from workers.losses.aggregate import agg_loss
+from trainer.check_loss.batches import (
+    ESTIMATOR,
+    POLICY,
+    PREFERENCE,
+    VALUE,
+    ZERO_OUTSIDE,
+    Batch,
+    make_batch,
+    map_tokens,
+    take,
+)
+from trainer.check_loss.subject import Outcome, Subject
+from workers.losses.aggregate import Denominators, agg_loss
 
 Pairs = Iterator[tuple[str, Outcome, Outcome]]
 Compare = Callable[[Subject, Batch], Pairs]
@@ -38,12 +47,6 @@ class Relation(NamedTuple):
     """Whether it is tried with every aggregation."""
     tolerance: float = 1e-6
 
-    @property
-    def cause(self) -> str:
-        """What usually breaks it."""
-        words = inspect.getdoc(self.compare) or ""
-        return words.partition("Likely cause: ")[2].replace("\n", " ")
-
 
 RELATIONS: dict[str, Relation] = {}
 
@@ -60,27 +63,25 @@ def relation(*kinds: str, **details: Any) -> Callable[[Compare], Compare]:
 
 @relation(*KINDS)
 def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
-    """The arguments are what they were.
+    """The arguments are unchanged after a call.
 
     Likely cause: an operation in place (`x[...] =`, `x +=`, `x.mul_()`) on an argument; clone it.
     """
     tensors = {name: column for name, column in batch.items() if isinstance(column, Tensor)}
-    given = {**batch, **{name: column.clone() for name, column in tensors.items()}}
-    if subject.kind == ESTIMATOR:
-        subject.columns(given)
-    else:
-        given[subject.variable] = given[subject.variable].requires_grad_() * 1
-        subject.loss(subject.with_choice(given), subject.facts([batch]))
-    yield "after the call", tensors, {name: given[name].detach() for name in tensors}
+    given = {name: column.clone() for name, column in tensors.items()}
+    subject.measure({**batch, **given})
+    yield "after the call", tensors, given
 
 
 @relation(*KINDS)
 def same_twice(subject: Subject, batch: Batch) -> Pairs:
-    """A second call gives the same.
+    """Another call gives the same.
 
     Likely cause: it draws random numbers (dropout, randperm), or keeps something between calls.
     """
-    yield "in a second call", subject.at_once(batch), subject.at_once(batch)
+    first = subject.measure(batch)
+    for _ in range(5):
+        yield "in another call", first, subject.measure(batch)
 
 
 @relation(*WITH_MASK)
@@ -89,10 +90,9 @@ def prompt_tokens(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: the mask is not applied, or after a sum, or it is inverted or shifted.
     """
-    found = subject.at_once(batch)
-    outside = batch["response_mask"] == 0
     name = "advantages" if subject.kind == ESTIMATOR else "gradient"
-    yield "outside the mask", {name: found[name].masked_fill(outside, 0)}, found
+    actual = {name: subject.measure(batch)[name]}
+    yield "outside the mask", {name: actual[name].where(batch["response_mask"] > 0, 0)}, actual
 
 
 @relation(*WITH_MASK)
@@ -101,7 +101,7 @@ def numbers_outside(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: a sum, mean or maximum that runs over positions outside the mask.
     """
-    yield "with 7.5 outside the mask", *_both(subject, batch, _fill_outside(batch, 7.5))
+    yield from _same(subject, batch, _fill_outside(batch, 7.5), "with 7.5 outside the mask")
 
 
 @relation(*LOSSES)
@@ -110,9 +110,8 @@ def every_token(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: a mask or column is shifted by a position, or the gradient is cut on the way.
     """
-    gradient = subject.at_once(_on_policy(subject, batch))["gradient"]
     inside = batch["response_mask"].bool()
-    nonzero = (gradient != 0).where(inside, 0)
+    nonzero = inside & (subject.measure(_on_policy(subject, batch))["gradient"] != 0)
     yield "where 1 says that a token has one", {"gradient": inside}, {"gradient": nonzero}
 
 
@@ -122,8 +121,8 @@ def padding_width(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: a mean over all positions, or a division by the mask's width.
     """
-    wide = batches.map_tokens(batch, lambda column: pad(column, (0, 3)))
-    yield "with 3 more columns of padding", *_both(subject, batch, wide)
+    wide = map_tokens(batch, lambda column: pad(column, (0, 3)))
+    yield from _same(subject, batch, wide, "with 3 more columns of padding")
 
 
 @relation(*WITH_MASK)
@@ -133,8 +132,8 @@ def holes_in_the_mask(subject: Subject, batch: Batch) -> Pairs:
     Likely cause: a recursion or sum takes a step at such a token, a tool's answer for example.
     """
     order = (batch["response_mask"] == 0).long().argsort(dim=1, stable=True)
-    packed = batches.map_tokens(batch, lambda column: column.gather(1, order))
-    yield "with a row's tokens next to each other", *_both(subject, batch, packed)
+    packed = map_tokens(batch, lambda column: column.gather(1, order))
+    yield from _same(subject, batch, packed, "with a row's tokens next to each other")
 
 
 @relation(*KINDS)
@@ -143,12 +142,8 @@ def row_permutation(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: rows are taken by position, such as groups by a stride instead of their index.
     """
-    batch, rows = subject.with_choice(batch), batches.num_rows(batch)
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).tolist()
-    found = subject.measure([[batches.take(batch, order)]])
-    whole = subject.measure([[batch]])
-    expected = {name: column[order] if column.ndim else column for name, column in whole.items()}
-    yield f"with rows in the order {order}", expected, found
+    order = torch.randperm(num_rows(batch), generator=torch.Generator().manual_seed(1))
+    yield from _regrouped(subject, batch, [order.tolist()])
 
 
 @relation(POLICY, VALUE, PREFERENCE, every_mode=True)
@@ -158,18 +153,18 @@ def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
     Likely cause: each micro-batch is divided by its own count; divide its sum by
     batch_num_tokens or global_batch_size, the counts of the whole mini-batch.
     """
-    for rows, whole, parts in _cuts(subject, batch):
-        yield f"in micro-batches of {rows} rows", whole, subject.measure([parts])
+    for groups in _groups(subject, batch):
+        yield from _regrouped(subject, batch, groups)
 
 
-@relation(*LOSSES, every_mode=True)
+@relation(POLICY, VALUE, PREFERENCE, every_mode=True)
 def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
     """A mini-batch gives the same on several ranks as on one.
 
     Likely cause: each rank is divided by its own count, or scaled by dp_size the wrong way.
     """
-    for rows, whole, parts in _cuts(subject, batch):
-        yield f"on ranks with {rows} rows", whole, subject.measure([[part] for part in parts])
+    for groups in _groups(subject, batch):
+        yield from _regrouped(subject, batch, groups, ranks=len(groups))
 
 
 @relation(*LOSSES, every_mode=True)
@@ -178,44 +173,48 @@ def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: another aggregation is computed: one mean over all tokens, or means over rows.
     """
-    unit = _on_policy(subject, batches.make_batch(subject.kind, "1"))
-    batch = _on_policy(subject, batch)
+
+    def aggregate(given: Batch) -> Tensor:
+        counts: Any = {key: given[key] for key in Denominators.__annotations__}
+        mode = subject.mode or ""
+        return agg_loss(given[subject.variable], given["response_mask"], mode, **counts)
+
     if subject.mode is not None and bool(batch["response_mask"].any(1).all()):
-        slope = subject.at_once(unit)["gradient"] / _weights(unit["response_mask"], subject.mode)
-        expected = slope * _weights(batch["response_mask"], subject.mode)
-        yield f"as {subject.mode} weighs it", {"gradient": expected}, subject.at_once(batch)
+        unit, batch = (_on_policy(subject, b) for b in (make_batch(subject.kind, "1"), batch))
+        weights = replace(subject, call=aggregate)
+        slope = subject.measure(unit)["gradient"] / weights.measure(unit)["gradient"]
+        expected = {"gradient": slope * weights.measure(batch)["gradient"]}
+        yield f"as {subject.mode} weighs it", expected, subject.measure(batch)
 
 
 @relation(POLICY, VALUE, PREFERENCE, tolerance=1e-4)
 def finite_differences(subject: Subject, batch: Batch) -> Pairs:
-    """The gradient is the slope of the loss, where what is detached may be held or not.
+    """The gradient is the slope of the loss, where detached values may be constant or not.
 
     Likely cause: a backward written by hand, or numbers computed under no_grad or from .data.
     """
-    batch, detach, detached = subject.with_choice(batch), Tensor.detach, list[Tensor]()
-    place = batch[subject.variable]
-    inside = batch.get("response_mask", torch.ones_like(place))
-    way = torch.randn(place.shape, generator=torch.Generator().manual_seed(2)).double() * inside
+    base, detach, constants = batch[subject.variable], Tensor.detach, list[Tensor]()
+    direction = torch.randn(base.shape, generator=torch.Generator().manual_seed(2)).double()
+    direction *= batch.get("response_mask", torch.ones_like(base))
 
     def record(tensor: Tensor) -> Tensor:
-        detached.append(detach(tensor))
-        return detached[-1]
+        constants.append(detach(tensor))
+        return constants[-1]
 
     def loss_at(step: float, substitute: Callable[[Tensor], Tensor]) -> Tensor:
-        moved = {**batch, subject.variable: (place + step * way).requires_grad_()}
         with patch.object(Tensor, "detach", substitute):
-            return detach(subject.loss(moved, subject.facts([batch])).sum())
+            return subject.measure({**batch, subject.variable: base + step * direction})["loss"]
 
-    def held_at(step: float) -> Tensor:
-        held = iter(detached)
-        return loss_at(step, lambda _: next(held))
+    def constant_loss_at(step: float) -> Tensor:
+        remaining = iter(constants)
+        return loss_at(step, lambda _: next(remaining))
 
+    actual = (subject.measure(batch)["gradient"] * direction).sum()
     loss_at(0.0, record)
-    found = (subject.measure([[batch]])["gradient"] * way).sum()
-    moved = loss_at(STEP, detach) - loss_at(-STEP, detach), held_at(STEP) - held_at(-STEP)
-    slopes = torch.stack(moved) / (2 * STEP)
-    expected = slopes[(slopes - found).abs().argmin()]
-    yield "against the difference of losses", {"slope": expected}, {"slope": found}
+    free = loss_at(STEP, detach) - loss_at(-STEP, detach)
+    slopes = torch.stack([free, constant_loss_at(STEP) - constant_loss_at(-STEP)]) / (2 * STEP)
+    slope = slopes[(slopes - actual).abs().argmin()]
+    yield "against the difference of losses", {"slope": slope}, {"slope": actual}
 
 
 @relation(POLICY, PREFERENCE)
@@ -225,9 +224,11 @@ def extreme_ratios(subject: Subject, batch: Batch) -> Pairs:
     Likely cause: an exponential, which overflows above 88; clamp the log-ratio before it.
     """
     single = {n: c.float() if c.dtype == torch.float64 else c for n, c in batch.items()}
-    for far in (100.0, -100.0):
-        moved = {**single, subject.variable: single[subject.variable] + far}
-        yield from _finite(f"with log-ratios of {far:g}", subject.at_once(moved))
+    side = torch.tensor([1.0, 0.0]) if subject.variable == "log_probs" else 1.0
+    for far in (100.0, -100.0):  # a log-prob stays below zero
+        moved = {**single, subject.variable: single[subject.variable] + far * side}
+        log_probs = {n: c - max(far, 0) for n, c in moved.items() if "log_prob" in n}
+        yield from _finite(f"with log-ratios of {far:g}", subject.measure({**moved, **log_probs}))
 
 
 @relation(*LOSSES)
@@ -236,7 +237,7 @@ def nan_outside(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: a product with the mask, as 0 * NaN is NaN; use torch.where or masked_fill.
     """
-    yield "with NaN outside the mask", *_both(subject, batch, _fill_outside(batch, torch.nan))
+    yield from _same(subject, batch, _fill_outside(batch, torch.nan), "with NaN outside the mask")
 
 
 @relation(*WITH_MASK, every_mode=True)
@@ -245,10 +246,14 @@ def all_masked(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: a division by the number of tokens or rows, which is 0; clamp it to at least 1.
     """
-    zeroed = ("response_mask", "advantages", *REWARDS)
-    empty = {**batch, **{name: torch.zeros_like(batch[name]) for name in zeroed}}
-    found = subject.at_once(empty)
-    yield "with no token inside the mask", {n: torch.zeros_like(c) for n, c in found.items()}, found
+    names = ("response_mask", "advantages", *ZERO_OUTSIDE)
+    zeroed = {name: torch.zeros_like(batch[name]) for name in names}
+    actual = subject.measure({**batch, **zeroed})
+    yield (
+        "with no token inside the mask",
+        {n: 0 * c.nan_to_num() for n, c in actual.items()},
+        actual,
+    )
 
 
 @relation(ESTIMATOR)
@@ -257,83 +262,78 @@ def group_size_one(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: the standard deviation of one number is NaN, and that of equal ones is 0.
     """
-    alone = [f"prompt {row}" for row in range(batches.num_rows(batch))]
+    alone = {"index": [f"prompt {row}" for row in range(num_rows(batch))]}
     equal = {name: 0 * batch[name] for name in ("named_rewards", "token_level_rewards")}
-    for what, changed in {"alone": {"index": alone}, "like its group": equal}.items():
-        yield from _finite(f"with each row {what}", subject.at_once({**batch, **changed}))
+    yield from _finite("with each row alone", subject.measure({**batch, **alone}))
+    yield from _finite("with each row like its group", subject.measure({**batch, **equal}))
 
 
 @relation(ESTIMATOR, tolerance=1e-2)
-def reward_shift(subject: Subject, batch: Batch) -> Pairs:
-    """A constant that is added to a group's rewards changes nothing but the scale.
+def reward_scale_and_shift(subject: Subject, batch: Batch) -> Pairs:
+    """A factor on all rewards, or a constant on a group's rewards, only scales the advantages.
 
-    Likely cause: the baseline is not the mean of the row's own group.
+    Estimators with groups of two or more rows promise it.
+
+    Likely cause: the baseline is not the mean of the row's own group, or rewards are clipped, or
+    divided by a wrong spread.
     """
-    uids = list(batch["index"])
-    shift = torch.tensor([[3.0 * (1 + uids.index(uid))] for uid in uids])
-    yield from _rewards(subject, batch, batch["token_level_rewards"] + shift * batch["step_ends"])
-
-
-@relation(ESTIMATOR, tolerance=1e-2)
-def reward_scale(subject: Subject, batch: Batch) -> Pairs:
-    """A factor on all rewards is a factor on all advantages.
-
-    Likely cause: a constant is added to rewards, or they are clipped or divided by a wrong spread.
-    """
-    yield from _rewards(subject, batch, batch["token_level_rewards"] * 8)
-
-
-def _rewards(subject: Subject, batch: Batch, rewards: Tensor) -> Pairs:
-    """Compare advantages up to a factor, which estimators with groups of two or more promise."""
-    uids = list(batch["index"])
+    uids, rewards = list(batch["index"]), batch["token_level_rewards"]
+    shift = torch.tensor([[3.0 * (1 + uids.index(uid))] for uid in uids]) * batch["step_ends"]
     is_promised = {"index", "token_level_rewards"} <= {*subject.reads}
     if is_promised and min(map(uids.count, uids)) > 1 and bool(batch["response_mask"].any(1).all()):
-        changed = subject.at_once({**batch, "token_level_rewards": rewards})
-        expected, found = subject.at_once(batch)["advantages"], changed["advantages"]
-        factor = found.abs().max() / expected.abs().max().clamp(min=1e-12)
-        yield "up to a factor", {"advantages": expected * factor}, {"advantages": found}
+        expected = subject.measure(batch)["advantages"]
+        for change, changed in {"8 times": rewards * 8, "shifted": rewards + shift}.items():
+            actual = subject.measure({**batch, "token_level_rewards": changed})["advantages"]
+            scaled = expected * actual.abs().max() / expected.abs().max().clamp(min=1e-12)
+            yield f"with rewards {change}", {"advantages": scaled}, {"advantages": actual}
 
 
-def _finite(done: str, found: Outcome) -> Pairs:
-    yield done, {name: column.nan_to_num(0, 0, 0) for name, column in found.items()}, found
+def _finite(change: str, actual: Outcome) -> Pairs:
+    yield change, {name: column.nan_to_num(0, 0, 0) for name, column in actual.items()}, actual
 
 
 def _fill_outside(batch: Batch, number: float) -> Batch:
-    outside, but = batch["response_mask"] == 0, ("response_mask", *REWARDS)
-    return batches.map_tokens(batch, lambda column: column.masked_fill(outside, number), but)
+    outside, others = batch["response_mask"] == 0, ("response_mask", *ZERO_OUTSIDE)
+    return map_tokens(batch, lambda column: column.masked_fill(outside, number), others)
 
 
-def _both(subject: Subject, batch: Batch, other: Batch) -> tuple[Outcome, Outcome]:
-    return inside(subject, batch), inside(subject, other)
+def _same(subject: Subject, batch: Batch, changed: Batch, change: str) -> Pairs:
+    yield change, inside(subject, batch), inside(subject, changed)
 
 
 def inside(subject: Subject, batch: Batch) -> Outcome:
-    """Return the outcome with the tokens inside the mask alone, row by row."""
-    mask, found = batch["response_mask"].bool(), subject.at_once(batch)
-    return {name: column[mask] if column.ndim else column for name, column in found.items()}
+    """Return the outcome of the tokens inside the mask, row by row."""
+    mask = batch["response_mask"].bool() if "response_mask" in batch else ...
+    outcome = subject.measure(batch).items()
+    return {name: column[mask] if column.ndim else column for name, column in outcome}
 
 
-def _cuts(subject: Subject, batch: Batch) -> Iterator[tuple[list[int], Outcome, list[Batch]]]:
-    """Yield the outcome at once, with parts of one row, of half of the rows, and uneven ones."""
-    rows, batch = batches.num_rows(batch), subject.with_choice(batch)
-    for sizes in ([1] * rows, [rows // 2] * 2, [rows - 1, 1]):
-        is_equal = len({*sizes}) == 1 or not subject.equal_cuts
-        if len(sizes) > 1 and sum(sizes) == rows and min(sizes) > 0 and is_equal:
-            starts = [sum(sizes[:part]) for part in range(len(sizes))]
-            ranges = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-            yield sizes, subject.measure([[batch]]), [batches.take(batch, each) for each in ranges]
+def num_rows(batch: Batch) -> int:
+    """Return the number of rows."""
+    return len(next(iter(batch.values())))
+
+
+def _groups(subject: Subject, batch: Batch) -> Iterator[list[list[int]]]:
+    """Yield the rows in groups of one, of half of the rows, and of all rows but one."""
+    rows = torch.arange(num_rows(batch))
+    for size in {1, len(rows) // 2, len(rows) - 1} - {0, len(rows)}:
+        if len(rows) % size == 0 or not subject.equal_cuts:
+            yield [group.tolist() for group in rows.split(size)]
+
+
+def _regrouped(subject: Subject, batch: Batch, groups: list[list[int]], ranks: int = 1) -> Pairs:
+    """Compare the outcome at once with the outcome in these groups of rows."""
+    order = [row for rows in groups for row in rows]
+    whole = subject.measure(batch).items()
+    expected = {name: column[order] if column.ndim else column for name, column in whole}
+    actual = subject.measure(*(take(batch, rows) for rows in groups), ranks=ranks)
+    yield f"with the rows {groups}", expected, actual
 
 
 def _on_policy(subject: Subject, batch: Batch) -> Batch:
     """Return the batch with the same force on every token of the response."""
     if subject.kind == VALUE:
         return {**batch, "vpreds": batch["values"], "returns": batch["values"] + 0.5}
-    same = {name: batch["old_log_prob"] for name in ("log_prob", "ref_log_prob")}
-    return {**batch, **same, "advantages": batch["response_mask"].double()}
-
-
-def _weights(mask: Tensor, mode: str) -> Tensor:
-    """Return what an aggregation multiplies the loss of each token by."""
-    losses = torch.zeros(mask.shape, dtype=torch.float64, requires_grad=True)
-    total = agg_loss(losses, mask, mode, loss_scale_factor=LOSS_SCALE_FACTOR)
-    return torch.autograd.grad(total, losses)[0]
+    mask, log_probs = batch["response_mask"], ("old_log_prob", "log_prob", "ref_log_prob")
+    changed = {"advantages": mask.double(), "chosen_tokens": mask < 0}
+    return {**batch, **changed, **dict.fromkeys(log_probs, mask.double() - 2)}

@@ -12,6 +12,12 @@ import pytest
 from torch import Tensor
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from workers.losses.value import compute_value_loss
+
+NOT_INSTALLED = (
+    "it is not installed: pip install trl==1.16 verl==0.9.1 in an environment of their own, "
+    "with this package, and run tests/trainer/check_loss there"
+)
 
 
 @dataclass
@@ -31,6 +37,8 @@ class ActorConfig:
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float = 3.0
+    loss_scale_factor: float | None = None
+    use_kl_loss: bool = False
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
 
 
@@ -47,11 +55,17 @@ def stand_in_for_verl(
 
     def as_verls(loss: Callable[..., Any]) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
         def call(
-            old: Tensor, new: Tensor, advantages: Tensor, mask: Tensor, mode: str, config: Any
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str,
+            config: Any,
         ) -> tuple[Tensor, dict[str, Any]]:
             counts = dict(config.global_batch_info)
             dp_size = counts.pop("dp_size")
-            total, metrics = loss(old, new, advantages, mask, mode, config, **counts)
+            columns = old_log_prob, log_prob, advantages, response_mask
+            total, metrics = loss(*columns, loss_agg_mode, config, **counts)
             return total * dp_size, metrics
 
         return call
@@ -62,6 +76,7 @@ def stand_in_for_verl(
         AlgoConfig=AlgoConfig,
         POLICY_LOSS_REGISTRY={name: as_verls(loss) for name, loss in losses.items()},
         ADV_ESTIMATOR_REGISTRY=dict(ADVANTAGE_ESTIMATORS),
+        compute_value_loss=compute_value_loss,
     )
     for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

@@ -170,7 +170,7 @@ def groups_by_stride(token_level_rewards, response_mask, index):
     return advantages, advantages
 
 
-@mutant("grpo-flat#2", "reward_shift")
+@mutant("grpo-flat#2", "reward_scale_and_shift")
 def one_group(token_level_rewards, response_mask, index):
     """The baseline is the mean of the whole batch."""
     scores = token_level_rewards.sum(1)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.check_loss.stand_ins import stand_in_for_verl
+from tests.trainer.check_loss.stand_ins import NOT_INSTALLED, stand_in_for_verl
 from trainer.check_loss.prove import prove
 from trainer.cli import main as command
 from trainer.migrate.systems import migrate
+from trainer.migrate.translation import Translation
 from workers.losses.registry import POLICY_LOSSES
 
 VERL = (
     "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y "
     "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2"
 )
-TRL = "trl grpo --model_name_or_path y --dataset_name z"
 
 
 def proof(system: str, line: str) -> str:
@@ -76,26 +76,48 @@ def test_without_the_framework_the_translation_is_printed(
     monkeypatch.setitem(sys.modules, "verl", None)
     words = ["verl-like", "migrate", "verl", *shlex.split(VERL), "--prove"]
     monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match="verl could not be imported .*pip install verl==0.9.1"):
+    with pytest.raises(SystemExit, match="verl cannot be imported .*pip install verl==0.9.1"):
         command.main()
     assert capsys.readouterr().out.startswith("verl-like ppo")
 
 
-def test_what_has_no_policy_loss_is_said() -> None:
-    assert proof("trl", "trl sft --model_name_or_path y --dataset_name z").startswith(
-        "Proof: trl has no policy loss for sft"
-    )
+def test_a_system_without_functions_of_its_own_is_said() -> None:
+    told = prove("openrlhf", Translation())
+    assert told == "Proof: openrlhf has no functions that can be called by themselves"
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("line", "words"),
     [
-        ("", "loss trl:dapo: equal to 1e-6 on 18 batches"),
-        ("--loss_type sapo", "loss trl:sapo: equal to 1e-6 on 18 batches"),
-        ("--loss_type cispo", "With clip_ratio_high=-0.8 they are equal to 1e-6 on 18 batches"),
-        ("--loss_type grpo --beta 0.04", "With use_bias_correction_kl=False they are equal"),
+        ("trl grpo", "loss trl:dapo: equal to 1e-6 on 18 batches"),
+        ("trl grpo --loss_type sapo", "loss trl:sapo: equal to 1e-6 on 18 batches"),
+        ("trl grpo --loss_type cispo", "With epsilon=1"),
+        (
+            "trl grpo --loss_type grpo --beta 0.04",
+            "With use_bias_correction_kl=False they are equal",
+        ),
+        ("trl dpo --beta 0.2", "loss trl:dpo: equal to 1e-6 on 24 batches"),
+        ("trl dpo --loss_type ipo", "loss trl:ipo: equal to 1e-6 on 24 batches"),
+        ("trl kto --desirable_weight 1.5", "loss trl:kto: equal to 1e-6 on 24 batches"),
+        ("trl reward --center_rewards_coefficient 0.1", "trl:reward: equal to 1e-6 on 24 batches"),
+        ("trl sft", "loss trl:sft: equal to 1e-6 on 18 batches"),
     ],
 )
-def test_trls_losses_are_those_of_the_migrated_command(flags: str, words: str) -> None:
-    pytest.importorskip("trl", reason="TRL is not installed next to this package")
-    assert words in proof("trl", f"{TRL} {flags}")
+def test_trls_losses_are_those_of_the_migrated_command(line: str, words: str) -> None:
+    pytest.importorskip("trl", reason=NOT_INSTALLED)
+    assert words in proof("trl", f"{line} --model_name_or_path y --dataset_name z")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "clip_ratio_high=0.28",
+        "policy_loss.loss_mode=gspo",
+        "use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01",
+    ],
+)
+def test_verls_functions_are_those_of_the_migrated_command(settings: str) -> None:
+    pytest.importorskip("verl", reason=NOT_INSTALLED)
+    told = proof("verl", f"{VERL} actor_rollout_ref.actor.{settings}")
+    assert "different" not in told
+    assert told.count("equal to 1e-6 on 24 batches") == 2

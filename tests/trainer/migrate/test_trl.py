@@ -111,13 +111,15 @@ def test_a_yaml_is_known_by_its_fields_or_read_by_its_command(tmp_path: Path) ->
         migrated("trl", "model_name_or_path: m\n")
 
 
-def test_a_reward_model_and_smoothed_preferences() -> None:
+def test_a_reward_model_and_a_field_that_the_loss_does_not_read() -> None:
     reward = "trl reward --model_name_or_path m --dataset_name a/b"
     config = composed(migrated("trl", f"{reward} --center_rewards_coefficient 0.01"))
     assert (config.center_coef, config.optim.lr) == (0.01, 1e-4)
     dpo = "trl dpo --model_name_or_path m --dataset_name a/b --label_smoothing 0.2"
-    config = composed(migrated("trl", dpo))
-    assert (config.loss, config.label_smoothing) == ("dpo", 0.2)
+    done = migrated("trl", dpo)
+    config = composed(done)
+    assert (config.loss, config.label_smoothing) == ("dpo", 0.0)
+    assert "--label_smoothing 0.2: loss_type=sigmoid does not read it" in done.report(None)
 
 
 @pytest.mark.parametrize("program", ["grpo", "sft", "reward", "dpo"])
