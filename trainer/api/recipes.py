@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS, named
 from trainer.api.inputs import Row, prompt_row
+from trainer.api.keys import PPOKeys, RowKeys
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
 from trainer.data.config import DataConfig
@@ -72,7 +73,7 @@ class PPO(PythonRun):
         save_every: int | None = None,
         validate_every: int | None = None,
         logger: str | Sequence[str] | None = None,
-        **keys: Any,
+        **keys: Unpack[PPOKeys],
     ) -> None:
         """Write what is in memory into the run folder, and check the configuration.
 
@@ -87,16 +88,16 @@ class PPO(PythonRun):
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
         - `n`: samples of each prompt; `save_to`: the run folder; `devices`: processes on a node.
           All keywords from `lr` to `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration.
+        - `keys`: keys of the configuration, or names of TRL such as `num_generations`.
         """
-        keys |= named(OF_PPO, locals())
-        if reward is not None and "rewards" in keys:
+        settings = {**keys, **named(OF_PPO, locals())}
+        if reward is not None and "rewards" in settings:
             raise ConfigError("reward and rewards are both given: put all into the list `rewards`.")
         if reward is not None:
-            keys["rewards"] = [reward]
+            settings["rewards"] = [reward]
         self._columns: list[str] | None = None
         data = {"data.train_files": prompts, "data.val_files": val_prompts}
-        super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=keys)
+        super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
     def fit(
         self,
@@ -209,7 +210,7 @@ class RowsRun(PythonRun):
         save_every: int | None = None,
         validate_every: int | None = None,
         logger: str | Sequence[str] | None = None,
-        **keys: Any,
+        **keys: Unpack[RowKeys],
     ) -> None:
         """Write what is in memory into the run folder, and check the configuration.
 
@@ -219,17 +220,17 @@ class RowsRun(PythonRun):
         - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
         - `save_to`: the run folder; `devices`: processes on a node. All keywords from `lr` to
           `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration.
+        - `keys`: keys of the configuration, or names of TRL such as `output_dir`.
 
         `model` and `rows` may be given by name; beside a model, `model={...}` is its section.
         """
-        keys |= named(OF_ROWS, locals())
-        model = keys.pop("model", None) if model is None else model
-        rows = keys.pop("rows", None) if rows is None else rows
+        settings = {**keys, **named(OF_ROWS, locals())}
+        model = settings.pop("model", None) if model is None else model
+        rows = settings.pop("rows", None) if rows is None else rows
         if model is None or rows is None:
             raise ConfigError(f"{type(self).__name__}(model, rows) needs both.")
         data = {"data.train_files": rows, "data.val_files": val_rows}
-        super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=keys)
+        super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
 
 
 class SFT(RowsRun):

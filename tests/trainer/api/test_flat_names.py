@@ -10,6 +10,7 @@ import pytest
 
 from trainer import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
 from trainer.api.flat_names import LIKE_TRL, OF_PPO, OF_TRL, SWITCHES, settings_of
+from trainer.api.keys import PPOKeys, RowKeys
 from trainer.config.keys import keys_by_name, named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from verl_like.errors import ConfigError
@@ -122,6 +123,19 @@ def test_trl_s_names_set_the_keys_of_ours(name: str) -> None:
     ours, theirs = ({key: 2} for key in (OF_TRL[name], name))
     expected = settings_of(ours, PPO.flat_names, PPO_RECIPE)
     assert settings_of(theirs, PPO.flat_names, PPO_RECIPE) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "classes", "more"),
+    [(PPOKeys, [PPO, AsyncPPO], set()), (RowKeys, [SFT, RewardModel, DPO], {"model", "rows"})],
+)
+def test_every_first_word_of_a_key_is_offered(
+    keys: Any, classes: list[Any], more: set[str]
+) -> None:
+    recipes = [load_object(cls.recipe, "") for cls in classes]
+    known = {name for recipe in recipes for name in [*vars(recipe.schema()), *recipe.groups]}
+    of_trl = {name for name, flat in OF_TRL.items() if flat in classes[0].flat_names}
+    assert {*keys.__annotations__} == (known | of_trl | more) - {"reward"}  # a parameter
 
 
 def test_validation_rows_may_come_third(tiny_dir: Path, tmp_path: Path) -> None:
