@@ -135,7 +135,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 PLAYERS = "players"
-"""Column: names of the players of each row's environment."""
+"""Column with the names of the players of each row's environment."""
 NAMED = ("uid", "sample_index")
 SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", *NAMED)
 """The columns that a pass over the samples reads."""
@@ -198,12 +198,12 @@ def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto
 
 
 def player_uid(uid: str, player: str) -> str:
-    """The uid of a player's samples: a player is compared with itself."""
+    """Return the uid of a player's samples, because a player is compared only with itself."""
     return f"{uid}:{player}" if player else uid
 
 
 def game_of(uid: str) -> tuple[str, str]:
-    """The prompt's uid, and the player whose sample has this uid."""
+    """Split a player's uid into the prompt's uid and the player."""
     game, _, player = uid.partition(":")
     return game, player
 

@@ -76,16 +76,16 @@ class Environment:
         return np.random.default_rng(self.rng_seed)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
-        """Begin, with the columns of the data's row.
+        """Start with the columns of the data's row; return the first observation, or None.
 
         With several players, return a dict: player -> its first observation. These players speak.
         """
         return None
 
     def step(self, text: str) -> Any:
-        """Answer what the policy said with a `Turn` or an `End`.
+        """Reply to the policy's text with a `Turn` or an `End`.
 
-        With several players, the arguments are the text and the player who said it. Return a dict:
+        With several players, the arguments are the text and the player who wrote it. Return a dict:
         player -> its `Turn`, after which that player speaks, or its `End`.
         """
         raise NotImplementedError
@@ -139,17 +139,17 @@ class EnvironmentSpec:
     """The class, the tools, and the limits of their processes."""
 
     path: str | Mapping[str, str] = ""
-    """FILE.py:CLASS, package.module:CLASS, or PREFIX:ID; "": tools alone; or these by name."""
+    """FILE.py:CLASS, package.module:CLASS, PREFIX:ID, or a dict by name; "": only tools."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the class; by name, if there are several."""
+    """Arguments of the class, or with several classes a dict of them by name."""
     tools: Sequence[str] = ()
-    """FILE.py:FUNCTION or package.module:FUNCTION per tool."""
+    """Paths of functions, FILE.py:FUNCTION or package.module:FUNCTION."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
 
     def load_all(self) -> dict[str, Loaded]:
-        """The environments by name; a single environment has the name ""."""
+        """Load the environments by name; a single environment has the name ""."""
         if isinstance(self.path, str):
             return {"": self.load()}
         return {
@@ -158,7 +158,7 @@ class EnvironmentSpec:
         }
 
     def load(self) -> Loaded:
-        """The class and the functions; a ConfigError names what is no such thing."""
+        """Load the class and the functions; raise a ConfigError if an entry is not usable."""
         assert isinstance(self.path, str), "load_all loads several environments"
         cls, kwargs, parser = None, dict(self.kwargs), self._parser()
         functions = [
@@ -166,10 +166,10 @@ class EnvironmentSpec:
             for number, path in enumerate(self.tools)
         ]
         if self.path:
-            found = object_at(self.path, "environment")
-            if inspect.isfunction(found) and "row" in inspect.signature(found).parameters:
-                return self._agent(found, parser)
-            cls = _class_of(found, self.path, kwargs)
+            target = object_at(self.path, "environment")
+            if inspect.isfunction(target) and "row" in inspect.signature(target).parameters:
+                return self._agent(target, parser)
+            cls = _class_of(target, self.path, kwargs)
         if cls is not None and issubclass(cls, Adapter):
             functions += cls.tools
             kwargs = {}
@@ -223,7 +223,7 @@ class Loaded:
 
     @property
     def players(self) -> list[str]:
-        """Names of the trained players; none: there is one."""
+        """Names of the trained players; empty if there is only one."""
         return list(getattr(self.agent or self.cls, "players", ()))
 
     @cached_property
@@ -265,11 +265,11 @@ class Loaded:
     def columns(self) -> list[str]:
         """Columns of a row that `reset` requires."""
         return [
-            one.name
-            for one in self.of_reset
-            if one.default is one.empty
-            and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-            and one.name not in ("row", "rng")
+            parameter.name
+            for parameter in self.of_reset
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            and parameter.name not in ("row", "rng")
         ]
 
 
@@ -402,13 +402,13 @@ class Episode:
         self._tools = {tool.name: tool.bound_to(self._env) for tool in loaded.tools}
         self._loaded = loaded
         self._silent = set(loaded.players)
-        """Players that have observed nothing yet."""
+        """Players without an observation so far."""
         self._waiting = set(loaded.players)
         """Players that do not speak next, and have not left."""
         self._speaking: set[str] = set()
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The first observation: a text, or None; with several players, those of some of them."""
+        """Return the first observation: a text, or None; with several players, of some of them."""
         text = None
         if self._env is not None:
             text = waited(self._call_reset(row))
@@ -425,52 +425,56 @@ class Episode:
     def _of_players(
         self, method: str, answers: Any, read: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The answers to players by their names."""
+        """Check and convert the replies to players, by name."""
         players = self._loaded.players
         if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
             raise TypeError(f"{method} returned {_kind(answers)}, not a dict by {players}")
-        found = {player: read(answer) for player, answer in answers.items()}
-        if early := sorted({*found} - self._waiting):
+        replies = {player: read(answer) for player, answer in answers.items()}
+        if early := sorted({*replies} - self._waiting):
             raise ValueError(f"{method} answers {early[0]!r}, who speaks at present or has left")
-        self._waiting -= {*found}
-        self._speaking |= {player for player in found if "end" not in found[player]}
+        self._waiting -= {*replies}
+        self._speaking |= {player for player in replies if "end" not in replies[player]}
         if self._waiting and not self._speaking:
             raise ValueError(f"{method} lets nobody speak, and {sorted(self._waiting)} wait")
-        for player in self._silent & {*found}:
-            if "messages" in found[player]:
+        for player in self._silent & {*replies}:
+            if "messages" in replies[player]:
                 if answers[player].reward:
                     raise ValueError(f"{method} rewards {player!r}, who has said nothing yet")
-                found[player] = {"text": answers[player].text}
-        self._silent -= {*found}
-        return {"players": found}
+                replies[player] = {"text": answers[player].text}
+        self._silent -= {*replies}
+        return {"players": replies}
 
     def _call_reset(self, row: Mapping[str, Any]) -> Any:
         """Call `reset` with the parameters that it names: columns, the row, the rng."""
-        names = {one.name for one in self._loaded.of_reset}
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._loaded.of_reset)
-        given = {**row, "row": dict(row)}
+        names = {p.name for p in self._loaded.of_reset}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.of_reset)
+        arguments = {**row, "row": dict(row)}
         if "rng" in names:
-            given["rng"] = np.random.default_rng(self._seeds[0])
+            arguments["rng"] = np.random.default_rng(self._seeds[0])
         return self._env.reset(
-            **{name: given[name] for name in given if name in names or takes_all and name in row}
+            **{
+                name: arguments[name]
+                for name in arguments
+                if name in names or takes_all and name in row
+            }
         )
 
     def step(self, text: str, player: str = "") -> dict[str, Any]:
-        """What is observed after this text: messages, the reward of the text, and if it ends.
+        """Return the observation after this text: messages, the reward of the text, and if it ends.
 
-        With several players, what each of them observes after the text of this one.
+        With several players, return what each of them observes after this player's text.
         """
         calls = self._loaded.parse(text)[0] if self._tools else []
         if calls:
             answers = [answer_call(call, self._tools) for call in calls]
             messages = [
-                {"role": "tool", "name": call.name, "content": said}
-                for call, (said, _) in zip(calls, answers, strict=True)
+                {"role": "tool", "name": call.name, "content": reply}
+                for call, (reply, _) in zip(calls, answers, strict=True)
             ]
             errors = sum(failed for _, failed in answers)
             counts = {"calls": len(calls), "errors": errors}
-            found = {"messages": messages, "reward": 0.0, **counts}
-            return {"players": {player: found}} if player else found
+            observation = {"messages": messages, "reward": 0.0, **counts}
+            return {"players": {player: observation}} if player else observation
         if player:
             self._speaking.discard(player)
             self._waiting.add(player)

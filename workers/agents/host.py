@@ -58,7 +58,7 @@ class _Process:
     number: int
     socket: socket.socket
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
-    """Messages that are sent once it has answered those before."""
+    """Messages that are sent once earlier ones are answered."""
     rest: bytes = b""
     until: float = 0.0
     is_asked: bool = False
@@ -71,14 +71,14 @@ class _Process:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of an environment before it plays."""
+    """Facts about an environment before it starts."""
 
     tools: list[dict[str, Any]]
-    """Schemas of the tools that the policy may call."""
+    """Schemas of the tools that the policy can call."""
     columns: list[str] = field(default_factory=list)
-    """Columns of a row that it cannot do without."""
+    """Columns of a row that it requires."""
     players: list[str] = field(default_factory=list)
-    """Names of its trained players; none: there is one."""
+    """Names of its trained players; empty if there is only one."""
 
 
 COLUMN = "environment"
@@ -86,7 +86,7 @@ COLUMN = "environment"
 
 
 def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
-    """The name of a row's environment; a single environment has the name ""."""
+    """Return the name of a row's environment; a single environment has the name ""."""
     name = "" if "" in kinds else str(row.get(COLUMN))
     if name not in kinds:
         raise ConfigError(
@@ -170,18 +170,18 @@ class EnvironmentHost:
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
         """Start an environment with this row, in a process of its own."""
-        one = self._idle.pop() if self._idle else self._start()
-        self._open[number] = one
-        self._selector.register(one.socket, selectors.EVENT_READ, number)
+        process = self._idle.pop() if self._idle else self._start()
+        self._open[number] = process
+        self._selector.register(process.socket, selectors.EVENT_READ, number)
         self._send(number, {"name": name_of(self.kinds, row), "seeds": seeds, "row": row})
 
     def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        one = _Process(next(self._numbers), ours)
-        with suppress(OSError), theirs:  # without it, what is sent next fails
-            socket.send_fds(self._orders, [ORDER.pack(OPEN, one.number)], [theirs.fileno()])
-        return one
+        process = _Process(next(self._numbers), ours)
+        with suppress(OSError), theirs:  # otherwise the next message to it fails
+            socket.send_fds(self._orders, [ORDER.pack(OPEN, process.number)], [theirs.fileno()])
+        return process
 
     def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
         """Send the policy's text to an environment, and further facts to an agent.
@@ -192,15 +192,15 @@ class EnvironmentHost:
 
     def kill(self, number: int) -> None:
         """Kill an environment's process instead of waiting for its next answer."""
-        one = self._open[number]
-        one.until, one.is_asked = time.monotonic() + self._step_timeout_s, True
+        process = self._open[number]
+        process.until, process.is_asked = time.monotonic() + self._step_timeout_s, True
         with suppress(OSError):
-            self._orders.send(ORDER.pack(KILL, one.number))
+            self._orders.send(ORDER.pack(KILL, process.number))
 
     def answers(self, seconds: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield answers that arrive within `seconds`; {"failed": why} ends a trajectory."""
         now = time.monotonic()
-        waits = [one.until for one in self._open.values() if one.is_asked]
+        waits = [p.until for p in self._open.values() if p.is_asked]
         if self._failed or not waits:
             seconds = 0.0
         else:
@@ -226,25 +226,25 @@ class EnvironmentHost:
 
     def busy_s(self, number: int) -> float:
         """Return the seconds of work for an environment's last answer; inf after a failure."""
-        one = self._open.get(number)
-        return math.inf if one is None else one.busy_s
+        process = self._open.get(number)
+        return math.inf if process is None else process.busy_s
 
     def end(self, number: int) -> None:
         """End a trajectory; its process is reused, unless something still runs in it."""
-        one = self._open.pop(number, None)
-        if one is None:
+        process = self._open.pop(number, None)
+        if process is None:
             return
-        if not one.has_ended:
-            self._selector.unregister(one.socket)
-        if one.is_asked or one.is_agent or one.rest:
-            self._kill(one)
+        if not process.has_ended:
+            self._selector.unregister(process.socket)
+        if process.is_asked or process.is_agent or process.rest:
+            self._kill(process)
         else:
-            self._idle.append(one)
+            self._idle.append(process)
 
-    def _kill(self, one: _Process) -> None:
-        one.socket.close()
+    def _kill(self, process: _Process) -> None:
+        process.socket.close()
         with suppress(OSError):
-            self._orders.send(ORDER.pack(KILL, one.number))
+            self._orders.send(ORDER.pack(KILL, process.number))
 
     def close(self) -> None:
         """End all processes."""
@@ -253,72 +253,72 @@ class EnvironmentHost:
         self._end()
 
     def _send(self, number: int, message: Mapping[str, Any]) -> None:
-        one = self._open.get(number)
-        if one is None:
+        process = self._open.get(number)
+        if process is None:
             return
-        if one.is_asked:  # another player waits for its answer
-            one.waiting.append(message)
+        if process.is_asked:  # another player waits for its answer
+            process.waiting.append(message)
             return
-        one.until, one.is_asked = time.monotonic() + self._step_timeout_s, True
+        process.until, process.is_asked = time.monotonic() + self._step_timeout_s, True
         line = TO_JSON(message).encode() + b"\n"
         try:
             with suppress(BlockingIOError):
-                line = line[one.socket.send(line) :]
+                line = line[process.socket.send(line) :]
             if line:  # more than the buffer of the socket
-                one.socket.settimeout(self._step_timeout_s)
-                one.socket.sendall(line)
-                one.socket.setblocking(False)
+                process.socket.settimeout(self._step_timeout_s)
+                process.socket.sendall(line)
+                process.socket.setblocking(False)
         except TimeoutError as error:
             self._fail(number, f"its process takes nothing: {error}")
         except OSError:
-            self._note_end(one)
+            self._note_end(process)
 
-    def _note_end(self, one: _Process) -> None:
+    def _note_end(self, process: _Process) -> None:
         """Delay the failure until it is known if the host has ended, and why."""
-        if not one.has_ended:
-            self._selector.unregister(one.socket)
-        one.has_ended = one.is_asked = True
-        one.until = time.monotonic() + ENDED_S
+        if not process.has_ended:
+            self._selector.unregister(process.socket)
+        process.has_ended = process.is_asked = True
+        process.until = time.monotonic() + ENDED_S
 
     def _line_of(self, number: int) -> dict[str, Any] | None:
-        one = self._open.get(number)
-        if one is None:
+        process = self._open.get(number)
+        if process is None:
             return None
         try:
-            chunk = one.socket.recv(65536)
+            chunk = process.socket.recv(65536)
         except BlockingIOError:
             return None
         except OSError:
             chunk = b""
         if not chunk:
-            self._note_end(one)
+            self._note_end(process)
             return None
-        one.rest += chunk
-        if len(one.rest) > LONGEST_LINE:
+        process.rest += chunk
+        if len(process.rest) > LONGEST_LINE:
             self._fail(number, "its answer has no end")
             return None
-        line, newline, one.rest = one.rest.partition(b"\n")
+        line, newline, process.rest = process.rest.partition(b"\n")
         if not newline:
-            one.rest = line
+            process.rest = line
             return None
-        one.is_asked = False
+        process.is_asked = False
         try:
-            found = json.loads(line)
+            reply = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            reply = None
+        if not isinstance(reply, dict):
             self._fail(number, f"it answered {line!r:.80}")
             return None
-        busy = found.pop("busy_s", 0.0)
-        one.busy_s = busy if isinstance(busy, float) else 0.0
-        of_players = found.get("players", {"": found}).values()
-        one.is_agent = any("request" in answer for answer in of_players)
-        if "failed" in found:
-            self._fail(number, str(found["failed"]))
+        busy = reply.pop("busy_s", 0.0)
+        process.busy_s = busy if isinstance(busy, float) else 0.0
+        of_players = reply.get("players", {"": reply}).values()
+        process.is_agent = any("request" in answer for answer in of_players)
+        if "failed" in reply:
+            self._fail(number, str(reply["failed"]))
             return None
-        if one.waiting:
-            self._send(number, one.waiting.pop(0))
-        return found
+        if process.waiting:
+            self._send(number, process.waiting.pop(0))
+        return reply
 
     def _fail(self, number: int, why: str, reason: str = BROKEN) -> None:
         if number in self._open:
@@ -336,8 +336,8 @@ def _end(
     handles: list[int],
 ) -> None:
     """Close what the supervisor watches: it then kills all processes."""
-    for one in idle:
-        one.socket.close()
+    for process in idle:
+        process.socket.close()
     selector.close()
     for handle in handles:
         os.close(handle)

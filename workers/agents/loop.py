@@ -59,7 +59,7 @@ class TurnLoop:
         self._trajectories: dict[int, Trajectory] = {}
         """The trajectories that are not taken, by number."""
         self._games: dict[int, range] = {}
-        """Numbers of the trajectories of each environment that has not ended: one per player."""
+        """Numbers of the trajectories of each open environment: one per player."""
         self._num_waits = 0
 
     @property
@@ -117,7 +117,7 @@ class TurnLoop:
         except BaseException:
             self.abort()
             raise
-        ended = [one.number for one in self._trajectories.values() if one.game not in self._games]
+        ended = [t.number for t in self._trajectories.values() if t.game not in self._games]
         return {number: self._trajectories.pop(number) for number in ended}
 
     def abort(self) -> None:
@@ -128,24 +128,24 @@ class TurnLoop:
         self._trajectories, self._games = {}, {}
 
     def _players(self, game: int) -> list[Trajectory]:
-        """The trajectories of an environment."""
+        """Return the trajectories of an environment."""
         return [self._trajectories[number] for number in self._games.get(game, ())]
 
     def _end_games(self) -> None:
         """End the environments that have no trajectory left.
 
-        A trajectory that ends for another reason than its environment's word ends those of the
-        other players, too.
+        If a trajectory ends for another reason than its environment's reply, the trajectories of
+        the other players end, too.
         """
-        ended = {one.game for one in self._in(State.ENDED)} & self._games.keys()
+        ended = {t.game for t in self._in(State.ENDED)} & self._games.keys()
         for game in ended:
             players = self._players(game)
-            for cut in [one for one in players if one.state is State.ENDED and not one.has_left]:
+            for cut in [t for t in players if t.state is State.ENDED and not t.has_left]:
                 for other in players:
                     if other.state is not State.ENDED:
                         self._drop_request(other)
                         other.end(cut.ended, self._setting, cut.problem)
-            if all(one.state is State.ENDED for one in players):
+            if all(t.state is State.ENDED for t in players):
                 self._host.end(game)
                 del self._games[game]
 
@@ -155,7 +155,7 @@ class TurnLoop:
         ]
 
     def _open(self) -> list[Trajectory]:
-        """The trajectories that have an environment."""
+        """Return the trajectories that have an environment."""
         closed = State.QUEUED, State.ENDED
         return [
             trajectory
@@ -171,7 +171,7 @@ class TurnLoop:
                     player.open(self._setting)
 
     def _step(self, budget: Budget) -> bool:
-        """Play for a while; return whether a trajectory has as many tokens as `budget` allows."""
+        """Play for a while; return True if a trajectory has as many tokens as `budget` allows."""
         is_far = self._play_on(budget)
         self._end_games()
         return is_far
@@ -261,8 +261,8 @@ class TurnLoop:
     def _on_failure(self, game: int, answer: Mapping[str, Any]) -> None:
         """Restart with a fresh environment and the same noise, or end with the problem.
 
-        After a missed deadline it restarts only while there are trajectories that missed none, so
-        that nobody waits for a second deadline.
+        After a missed deadline, restart only while some trajectories have not missed one, so that
+        nobody waits for a second deadline.
         """
         is_late = answer["reason"] == LATE
         players = self._players(game)

@@ -125,10 +125,10 @@ def _starts(
         uid, index = str(columns["uid"][number]), indices[number]
         key, name = noise_of(uid, index), f"uid {uid} sample {index}"
         game, player = game_of(uid) if PLAYERS in columns else (uid, "")
-        own = columns["row_columns"][number] if "row_columns" in columns else {}
+        columns_of_user = columns["row_columns"][number] if "row_columns" in columns else {}
         rule = columns["reward_model"][number] if "reward_model" in columns else {}
         row = {
-            **own,
+            **columns_of_user,
             "prompt": columns["raw_prompt"][number],
             "ground_truth": rule.get("ground_truth"),
             "data_source": str(columns["data_source"][number]),

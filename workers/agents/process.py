@@ -64,13 +64,17 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         end.send([f"environment={spec.path} is not loaded: {type(error).__name__}: {error}", {}])
         return
     kinds = {
-        name: [[tool.schema for tool in one.tools], one.columns, one.players]
-        for name, one in loaded.items()
+        name: [
+            [tool.schema for tool in environment.tools],
+            environment.columns,
+            environment.players,
+        ]
+        for name, environment in loaded.items()
     }
     end.send([None, kinds])
-    for one in loaded.values():
-        _ = one.has_step  # as tools and columns: read here, and in no trajectory's process
-        if one.is_async:
+    for environment in loaded.values():
+        _ = environment.has_step  # as tools and columns: read here, and in no trajectory's process
+        if environment.is_async:
             importlib.import_module("asyncio")
     _warm_up()
     gc.collect()
@@ -86,8 +90,8 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         order, sent, _, _ = orders.recvmsg(ORDER.size, ROOM_FOR_ONE)
         if len(order) < ORDER.size:
             return
-        what, number = ORDER.unpack(order)
-        if what == KILL:
+        order_kind, number = ORDER.unpack(order)
+        if order_kind == KILL:
             _kill(running.pop(number, 0))
             continue
         (theirs,) = struct.unpack("@i", sent[0][2])
@@ -121,7 +125,7 @@ def _kill(pid: int) -> None:
 
 
 def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) -> NoReturn:
-    """Answer for one trajectory until the other end closes; the process then ends."""
+    """Reply for one trajectory until the other end closes; the process then ends."""
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
@@ -138,26 +142,26 @@ def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) 
 
 
 def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
-    """Every line that comes, with a line; `begins` is called before each."""
+    """Reply to every line with a line; `begins` is called before each reply."""
     episode: Played | None = None
     for line in _lines(descriptor):
-        asked = FROM_JSON(line.decode(), 0)[0]
+        message = FROM_JSON(line.decode(), 0)[0]
         begins()
         began = time.perf_counter()
-        if delay_s := asked.pop("delay_s", 0.0):
+        if delay_s := message.pop("delay_s", 0.0):
             time.sleep(delay_s)
         try:
-            if episode is None or "seeds" in asked:
-                episode = loaded[asked["name"]].begin(tuple(asked["seeds"]))
-                answer = episode.reset(asked["row"])
+            if episode is None or "seeds" in message:
+                episode = loaded[message["name"]].begin(tuple(message["seeds"]))
+                answer = episode.reset(message["row"])
             else:
-                answer = episode.step(**asked)
+                answer = episode.step(**message)
         except Exception as error:  # noqa: BLE001 - a user's class may raise anything
             answer = {"failed": in_words(error, sandbox="environment.sandbox") + place_of(error)}
         answer["busy_s"] = time.perf_counter() - began
-        said = TO_JSON(answer).encode() + b"\n"
-        while said:
-            said = said[os.write(descriptor, said) :]
+        reply = TO_JSON(answer).encode() + b"\n"
+        while reply:
+            reply = reply[os.write(descriptor, reply) :]
 
 
 def _lines(descriptor: int) -> Iterator[bytes]:

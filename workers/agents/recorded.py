@@ -17,7 +17,7 @@ class RecordedHost:
     """Has the interface of `EnvironmentHost`; a trajectory's row contains its answers."""
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
-        """A recorded trajectory is played alone, also if it had other players."""
+        """Create the host; a recorded trajectory is played without other players."""
         self.kinds = {name: replace(kind, players=[]) for name, kind in kinds.items()}
         self._left: dict[int, Iterator[Mapping[str, Any]]] = {}
         self._asked: list[int] = []
@@ -33,8 +33,8 @@ class RecordedHost:
 
     def answers(self, seconds: float) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the requested answers."""
-        asked, self._asked = self._asked, []
-        for number in asked:
+        numbers, self._asked = self._asked, []
+        for number in numbers:
             yield number, next(self._left[number], OVER)
 
     def busy_s(self, number: int) -> float:

@@ -40,7 +40,7 @@ GIVEN_UP = "in an environment that failed"
 
 
 class State(Enum):
-    """What a trajectory waits for."""
+    """The event that a trajectory waits for."""
 
     QUEUED = "a place among the open trajectories"
     ENVIRONMENT = "the answer of its environment"
@@ -65,11 +65,11 @@ class Start:
     faults: Faults = NO_FAULTS
     """The faults that are injected into its environment."""
     game: Any = None
-    """Names its environment. The starts of an environment's players follow each other."""
+    """Identifies its environment; the starts of an environment's players are consecutive."""
     player: str = ""
-    """Its player, where an environment has several."""
+    """Name of its player, if the environment has several."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Tools of its environment, where environments differ."""
+    """Tools of its environment, if environments differ."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Trajectory:
     turns: list[int] = field(default_factory=list)
     number: int = 0
     game: int = 0
-    """The number of its environment, which all of its players share."""
+    """The number of its environment, shared by all players."""
     state: State = State.QUEUED
     request_id: int = -1
     """The engine's number of its sample, while the engine generates."""
@@ -182,7 +182,7 @@ class Trajectory:
         )
 
     def open(self, setting: Setting) -> None:
-        """Open the environment, as its first player; its first answer is that of `reset`."""
+        """Open the environment, as its first player; its first answer comes from `reset`."""
         self.state = State.ENVIRONMENT
         self.since = self.began = time.monotonic()
         self.times[-1].asked = time.time()
@@ -190,23 +190,23 @@ class Trajectory:
             setting.host.open(self.game, self.start.seeds, self.start.row)
 
     def chat_of(self, setting: Setting) -> TurnRenderer:
-        """The renderer of chats with the tools of its environment."""
+        """Return the renderer of chats with the tools of its environment."""
         tools = self.start.tools
         return setting.chat if tools is None else setting.chat.with_tools(tools)
 
     @property
     def has_left(self) -> bool:
-        """Its environment has ended it; other players of the environment may go on."""
+        """True if its environment has ended it; other players of the environment may continue."""
         return self.state is State.ENDED and any("end" in answer for answer in self.answers[-1:])
 
     def on_answer(self, answer: Mapping[str, Any], setting: Setting) -> None:
         """Handle an answer of the environment: the first observation, the next one, or the end."""
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
-        if found := answer.get("call_like"):
+        if part := answer.get("call_like"):
             forms = ", ".join(forms_of(str(setting.chat.template))) or "any that is known"
             warn_once(
-                f"environment: a text with {found!r:.80} looks like a call of a tool. It has not "
+                f"environment: a text with {part!r:.80} looks like a call of a tool. It has not "
                 f"the form of the chat template ({forms}), so it counts as an answer. Set "
                 "environment.call_parser if it is a call."
             )
@@ -401,7 +401,7 @@ class Trajectory:
 
     @property
     def _named(self) -> dict[str, Any]:
-        """The name of the player, where there are several."""
+        """The name of the player as an argument, if there are several."""
         return {"player": self.start.player} if self.start.player else {}
 
     def _facts(self, num_drawn: int, setting: Setting) -> dict[str, Any]:

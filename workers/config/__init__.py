@@ -169,7 +169,7 @@ def scores_by_rule(config: ScoringSections) -> bool:
 
 
 def model_rewards(config: ScoringSections) -> dict[str, RewardConfig]:
-    """Return role -> the reward whose model it loads; the first role is `reward_model`."""
+    """Return the model rewards by the role that loads each; the first role is `reward_model`."""
     models = [reward for reward in rewards_of(config) if reward.kind == "model"]
     roles = ["reward_model", *(f"reward_model_{reward.name}" for reward in models[1:])]
     return dict(zip(roles, models, strict=False))

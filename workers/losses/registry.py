@@ -50,7 +50,7 @@ class LossFacts:
     """
 
     keys_read: tuple[str, ...] | None = None
-    """The keys that only policy losses use and that this one reads; None: maybe all of them."""
+    """Keys used only by policy losses that this loss reads; None means that it may read any."""
     choose_tokens: TokenChooser | None = None
     """Function that chooses the specially treated tokens from a whole mini-batch."""
     has_ratio: bool = True

@@ -86,7 +86,7 @@ class VllmEngine(RolloutEngine):
         self._checksum = "no weights have arrived"
         self._requests: dict[int, _Request] = {}
         self._num_rows = 0
-        """Rows of the table of log-probs in vLLM's workers."""
+        """Number of rows in the table of log-probs of vLLM's workers."""
 
     def weights_checksum(self) -> str:
         """Return a hash of the weights as sent to vLLM, which fuses and packs them."""
