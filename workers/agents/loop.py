@@ -36,8 +36,9 @@ TAKE_S = 0.05
 BATCH_S = 0.005
 """While the engine is idle, answers that arrive within this time are read together."""
 GATHER = 8
-"""New trajectories start once they are at least one in `GATHER` of those that run, or after
-`MOST_WAITS` polls: a pass that reads few prompts costs as much as a pass that reads many."""
+"""New trajectories start when there is at least one per `GATHER` running ones, or after
+`MOST_WAITS` polls: a pass that reads few prompts costs as much as a pass that reads many.
+"""
 MOST_WAITS = 16
 
 

@@ -36,7 +36,7 @@ class Reading:
     """Fields that `config.json` of an exported folder has in addition to the model's fields."""
 
     def begin(self, model: Model) -> None:
-        """Use the model, once it is loaded."""
+        """Called once with the loaded model; does nothing by default."""
 
     def reads(self, columns: RowColumns) -> Ragged:
         """Mark the tokens at which the head is computed."""
@@ -139,7 +139,7 @@ class Pairs(Reading):
         self.inputs = of_rows.inputs
 
     def begin(self, model: Model) -> None:
-        """Use the model, once it is loaded."""
+        """Pass the loaded model to the reading of rows."""
         self.of_rows.begin(model)
         self.folder_settings = self.of_rows.folder_settings
 
