@@ -15,4 +15,4 @@ if ! "$sdk/bin/python" -c 'import tinker' 2>/dev/null; then
     "$sdk/bin/python" -m pip install -qq 'tinker==0.38.0' ||
         { say "the SDK could not be installed: its tests are skipped" && rm -rf "$sdk"; }
 fi
-exec "$py" -m pytest -q -m tinker tests/trainer/serve "$@"
+exec "$py" -m pytest -q -m "tinker and not slow" tests/trainer/serve "$@"

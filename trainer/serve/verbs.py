@@ -175,29 +175,28 @@ class Verbs:
     def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> Facts:
         """Give a new model the weights of a checkpoint, and its moments if asked for."""
         facts = self.checkpoints.facts(path)
-        self._check_base(path, facts)
         if path.kind != "weights" and with_optimizer:
             raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
         with self._lock:
             if model.name not in self._states:
                 model.rank, model.frozen = facts["rank"], tuple(facts["frozen"])
                 self.create(model)
-            if model.rank != facts["rank"]:
-                raise ConfigError(
-                    f"{path} has rank {facts['rank']}, and the model has {model.rank}."
-                )
-            with self.using(model.name):
-                self.actor.load_checkpoint(str(self.checkpoints.state_folder(path)))
-                if not with_optimizer:
-                    self.actor.clear_gradients(forget_moments=True)
+            self._read(model.name, model.rank, path, with_optimizer)
         model.num_steps = facts["num_steps"]
         return {"path": str(path), "model_id": model.name}
 
-    def _check_base(self, path: SavedPath, facts: Facts) -> None:
-        if facts["base_model"] != self.base_model:
+    def _read(self, state: str, rank: int, path: SavedPath, with_optimizer: bool) -> None:
+        """Read a checkpoint of this server's base and of this rank into a state."""
+        facts, base = self.checkpoints.facts(path), self.base_model
+        if (facts["base_model"], facts["rank"]) != (base, rank):
             raise ConfigError(
-                f"{path} was trained from {facts['base_model']}; this server has {self.base_model}."
+                f"{path} has rank {facts['rank']} on {facts['base_model']}, and this model has "
+                f"rank {rank} on {base}."
             )
+        with self.using(state):
+            self.actor.load_checkpoint(str(self.checkpoints.state_folder(path)))
+            if not with_optimizer:
+                self.actor.clear_gradients(forget_moments=True)
 
     def snapshot(self, model: ServedModel, name: str, most: int) -> None:
         """Keep the model's weights as they are; beyond `most` in memory, older ones go to disk."""
@@ -221,14 +220,10 @@ class Verbs:
         with self._lock:
             if state in self._states:
                 return
-            facts = self.checkpoints.facts(path)
-            self._check_base(path, facts)
-            self.actor.add_state(state, facts["rank"])
-            self._states.add(state)
+            rank = self.checkpoints.facts(path)["rank"]
+            self.create(ServedModel(state, rank))
             try:
-                with self.using(state):
-                    self.actor.load_checkpoint(str(self.checkpoints.state_folder(path)))
-                    self.actor.clear_gradients(forget_moments=True)
+                self._read(state, rank, path, with_optimizer=False)
             except Exception:
                 self.drop(state)
                 raise

@@ -1,0 +1,191 @@
+"""`verl-like serve` over HTTP next to the same verbs called in process.
+
+    python benchmarks/bench_serve.py [--model DIR] [--only step,samples,tenants,requests]
+
+- step: `forward_backward` and `optim_step` of a GRPO batch (64 rows of 128 tokens), over HTTP and
+  as two calls of the server's own verbs; at most 1.10 times
+- samples: tokens per second of 64 concurrent sample requests against one request of 64 samples; at
+  least 0.9 times
+- tenants: memory that 16 idle clients with adapters of rank 32 add, against their adapters' size
+- requests: memory after 1,000 requests against the memory after 100
+
+Without --model, a tiny model of `verl-like make-tiny`. Sides take turns in each round. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.trainer.serve.clients import Client, Model, config_of, served
+from trainer.cli import make_tiny
+from trainer.serve.desk import Desk
+from trainer.serve.rows import Datum
+from trainer.serve.verbs import ServedModel
+from workers.training.optim import StepSettings
+
+ROWS, LENGTH, DRAWN = 64, 128, 64
+STEP = StepSettings(lr=1e-5, grad_clip=1.0, ends_update=False)
+
+
+def memory_mb() -> float:
+    """Resident memory of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+def median_s(*sides: Callable[[], Any], rounds: int) -> list[float]:
+    """Median seconds of each side, which take turns; the first round is not counted."""
+    times: list[list[float]] = [[] for _ in sides]
+    for number in range(rounds + 1):
+        for side, own in zip(sides, times, strict=True):
+            begin = time.perf_counter()
+            side()
+            if number:
+                own.append(time.perf_counter() - begin)
+    return [statistics.median(own) for own in times]
+
+
+def rows(vocabulary: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Rows as GRPO has them."""
+    rng = random.Random(0)
+    datums = []
+    for _ in range(ROWS):
+        tokens = [rng.randrange(vocabulary) for _ in range(LENGTH + 1)]
+        numbers = {"logprobs": [-4.0] * LENGTH, "advantages": [rng.gauss(0, 1)] * LENGTH}
+        datums.append((tokens[:-1], {"target_tokens": tokens[1:], **numbers}))
+    return datums
+
+
+def measure_step(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
+    """Seconds of a step over HTTP and in process."""
+    model, datums = client.model(desk.base_model, rank=32), rows(desk.limits.vocabulary)
+    arrays = [
+        Datum(tokens, {name: np.asarray(values) for name, values in inputs.items()})
+        for tokens, inputs in datums
+    ]
+    own = desk_model(desk, model)
+
+    def over_http() -> None:
+        promise = model.backward(datums, "importance_sampling")
+        stepped = model.step(learning_rate=1e-5)
+        client.result(promise)
+        client.result(stepped)
+
+    def in_process() -> None:
+        desk.verbs.forward_backward(own, arrays, "importance_sampling", {})
+        desk.verbs.optim_step(own, STEP)
+
+    http_s, verbs_s = median_s(over_http, in_process, rounds=rounds)
+    return {"http_s": http_s, "verbs_s": verbs_s, "times": http_s / verbs_s}
+
+
+def desk_model(desk: Desk, model: Model) -> Any:
+    """The server's record of a client's model, for calls past the door."""
+    return ServedModel(model.name, 32)
+
+
+def measure_samples(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
+    """Tokens per second of many requests and of one."""
+    sampler, numbers = client.sampler(base_model=desk.base_model), iter(range(10**6))
+    params = {"max_tokens": DRAWN, "stop": []}
+    prompt = list(range(8, 24))
+
+    def one_by_one() -> None:
+        asked = [
+            client.sample(sampler, next(numbers), prompt, sampling_params=params)
+            for _ in range(ROWS)
+        ]
+        for promise in asked:
+            client.result(promise)
+
+    def together() -> None:
+        more = {"num_samples": ROWS, "sampling_params": params}
+        client.result(client.sample(sampler, next(numbers), prompt, **more))
+
+    many_s, one_s = median_s(one_by_one, together, rounds=rounds)
+    count = ROWS * DRAWN
+    return {"many_tokens_s": count / many_s, "one_tokens_s": count / one_s, "share": one_s / many_s}
+
+
+def measure_tenants(desk: Desk, url: str) -> dict[str, float]:
+    """Memory of idle clients."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(url)) for _ in range(17)]
+        clients[0].model(desk.base_model, rank=32)
+        before = memory_mb()
+        for client in clients[1:]:
+            client.model(desk.base_model, rank=32)
+        added = memory_mb() - before
+        saved = clients[0].get("training_runs")["cursor"]
+        assert saved["total_count"] == 0, "idle clients have saved nothing"
+        return {"added_mb": added, "adapters_mb": 16 * adapter_mb(desk, 32)}
+
+
+def adapter_mb(desk: Desk, rank: int) -> float:
+    """Megabytes of one adapter on every linear layer but the head, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(desk.base_model)
+    head = model.get_output_embeddings()
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    return sum(rank * sum(layer.weight.shape) * 4 for layer in layers) / 2**20
+
+
+def measure_requests(desk: Desk, client: Client) -> dict[str, float]:
+    """Memory over many requests."""
+    model, datum = client.model(desk.base_model, 1, rank=4), rows(desk.limits.vocabulary)[:1]
+    found = {}
+    for count in range(1, 501):
+        client.result(model.backward(datum, "importance_sampling"))
+        client.result(model.step(learning_rate=1e-5))
+        if count in (50, 500):
+            found[f"after_{2 * count}_mb"] = memory_mb()
+    return found
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="")
+    parser.add_argument("--only", default="step,samples,tenants,requests")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    wanted, results = options.only.split(","), {}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(options.model or make_tiny.make(Path(scratch) / "tiny") / "model")
+        limits = ("data.max_prompt_length=64", "data.max_response_length=64")
+        config = config_of(model, Path(scratch) / "saved", *limits, rank=32)
+        with served(config) as (desk, url), Client(url) as client:
+            if "step" in wanted:
+                results["step"] = measure_step(desk, client, options.rounds)
+            if "samples" in wanted:
+                results["samples"] = measure_samples(desk, client, options.rounds)
+            if "tenants" in wanted:
+                results["tenants"] = measure_tenants(desk, url)
+            if "requests" in wanted:
+                results["requests"] = measure_requests(desk, client)
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
