@@ -121,15 +121,17 @@ class Adapter(Environment):
 
 
 ADAPTERS: Registry[str] = Registry("adapter of environments")
-"""Prefix -> the module and class of its `Adapter`."""
+"""Prefix -> the module and class of its `Adapter`, or a function (id, kwargs) -> agent."""
 for _prefix, _class in {
     "gem": "Gem",
     "gymnasium": "Gymnasium",
+    "harbor": "Harbor",
     "mcp": "MCP",
     "openenv": "OpenEnv",
     "reasoning_gym": "ReasoningGym",
     "skyrl_gym": "SkyRLGym",
     "textarena": "TextArena",
+    "verifiers": "agent",
 }.items():
     ADAPTERS.register(_prefix)(f"workers.agents.adapters.{_prefix}:{_class}")
 
@@ -145,6 +147,10 @@ class EnvironmentSpec:
     tools: Sequence[str] = ()
     """Paths of functions, FILE.py:FUNCTION or package.module:FUNCTION."""
     sandbox: Sandbox = field(default_factory=Sandbox)
+    endpoint: str = ""
+    """The URL of the endpoint for agents on other machines, if there is one."""
+    reuses_replies: bool = False
+    """Whether a request that an agent made before gets the reply of the first time."""
     call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
 
@@ -167,8 +173,10 @@ class EnvironmentSpec:
         ]
         if self.path:
             target = object_at(self.path, "environment")
+            if inspect.isfunction(target) and self.path.partition(":")[0] in ADAPTERS:
+                target, kwargs = target(_parts(self.path)[2], kwargs), {}
             if inspect.isfunction(target) and "row" in inspect.signature(target).parameters:
-                return self._agent(target, parser)
+                return self._agent(target, kwargs, parser)
             cls = _class_of(target, self.path, kwargs)
         if cls is not None and issubclass(cls, Adapter):
             functions += cls.tools
@@ -190,7 +198,9 @@ class EnvironmentSpec:
             )
         return of_user(object_at(path, "environment.call_parser"))
 
-    def _agent(self, function: Callable[..., Any], parser: Parser) -> Loaded:
+    def _agent(
+        self, function: Callable[..., Any], kwargs: dict[str, Any], parser: Parser
+    ) -> Loaded:
         from workers.agents.gateway import check_agent
 
         if self.tools:
@@ -198,8 +208,8 @@ class EnvironmentSpec:
                 f"tools: the agent of environment={self.path} names its tools in its requests. "
                 "Leave tools=[...] out."
             )
-        check_agent(function, self.kwargs, self.path)
-        return Loaded(None, dict(self.kwargs), [], parser, function)
+        check_agent(function, kwargs, str(self.path))
+        return Loaded(None, kwargs, [], parser, function, self.endpoint, self.reuses_replies)
 
 
 @dataclass(frozen=True)
@@ -212,14 +222,17 @@ class Loaded:
     parse: Parser = parse
     agent: Callable[..., Any] | None = None
     """A function instead of the class."""
+    endpoint: str = ""
+    reuses_replies: bool = False
 
     def begin(self, seeds: tuple[int, int]) -> Played:
         """Create the environment or agent of a trajectory."""
         if self.agent is None:
             return Episode(self, seeds)
-        from workers.agents.gateway import AgentEpisode
+        from workers.agents.gateway import AgentEpisode, Session
 
-        return AgentEpisode(self.agent, self.kwargs, seeds, self.parse)
+        session = Session(self.parse, self.players, self.reuses_replies)
+        return AgentEpisode(self.agent, self.kwargs, seeds, session, self.endpoint)
 
     @property
     def players(self) -> list[str]:
@@ -296,7 +309,8 @@ def in_full(path: str) -> str:
     where, name, own_id = _parts(path)
     prefix = path.partition(":")[0]
     if prefix in ADAPTERS:
-        return f"{prefix}:{load_from(where, name, path, path).id_in_full(own_id)}"
+        adapter = load_from(where, name, path, path)
+        return f"{prefix}:{getattr(adapter, 'id_in_full', str)(own_id)}"
     if not name or not where.endswith(".py"):
         return path
     return ":".join([str(Path(where).expanduser().absolute()), name, *([own_id] * bool(own_id))])

@@ -26,10 +26,12 @@ import math
 import os
 import queue
 import secrets
+import socket
+import socketserver
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,6 +42,7 @@ import numpy as np
 
 from verl_like.errors import ConfigError
 from workers.agents.calls import Call, Parser, call_like, parse
+from workers.agents.dialects import DIALECTS, Dialect
 from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, fits, waited, words_of
 
@@ -120,20 +123,28 @@ class AgentEpisode:
         agent: Callable[..., Any],
         kwargs: Mapping[str, Any],
         seeds: tuple[int, int],
-        parser: Parser = parse,
+        session: Session,
+        url: str = "",
     ) -> None:
-        """Create the episode; one seed is for all samples of a prompt, one for this sample."""
-        self._agent, self._kwargs, self._parser = agent, kwargs, parser
+        """Create the episode; one seed is for all samples of a prompt, one for this sample.
+
+        `url` is the address of the endpoint for other machines, if there is one.
+        """
+        self._agent, self._kwargs, self._session, self._url = agent, kwargs, session, url
         self._rng = np.random.default_rng(seeds[0])
         seed_globals(seeds[1])
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the agent; return its first request, or its end."""
-        self._session = session = Session(self._parser)
-        server = endpoint()
+        session, server = self._session, endpoint()
         server.session = session
-        url = f"http://127.0.0.1:{server.server_port}/{session.name}/v1"
+        root = f"http://127.0.0.1:{server.server_port}/{session.name}"
+        if self._url:
+            root = self._url
+            open_to_others(session)
+        url = f"{root}/v1"
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name}
+        os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": session.name}
         values = {
             **dict(zip(GIVEN, (dict(row), self._rng, url, session.name, MODEL), strict=True)),
             **self._kwargs,
@@ -150,9 +161,9 @@ class AgentEpisode:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's agent may raise anything
             self._session.fail(error)
 
-    def step(self, text: str, **facts: Any) -> dict[str, Any]:
+    def step(self, text: str, player: str = "", **facts: Any) -> dict[str, Any]:
         """Answer the waiting request; return the next one, or the end."""
-        self._session.answer({"text": text, **facts})
+        self._session.answer({"text": text, **facts}, player)
         return self._session.next()
 
 
@@ -178,22 +189,22 @@ Answers = list[tuple[str, dict[str, Any]]]
 
 
 class Session:
-    """The requests of one trajectory in order, and their answers."""
+    """The requests of an agent and their answers; each player has its own conversation."""
 
-    def __init__(self, parser: Parser = parse) -> None:
-        self.name = secrets.token_hex(8)
-        self._parser = parser
-        self._lock, self._turn = threading.Lock(), threading.Lock()
-        self._is_over = self._is_cut = False
+    def __init__(
+        self, parser: Parser = parse, players: Sequence[str] = (), reuses: bool = False
+    ) -> None:
+        """Create the session; with `reuses`, a repeated request gets its first answer."""
+        self.name = secrets.token_hex(16)
+        """The key of the session."""
+        self.parser, self.reuses = parser, reuses
+        self.is_over = False
         self._events: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._history: list[dict[str, Any]] = []
-        self._tools: list[dict[str, Any]] = []
-        self._num_turns = 0
-        self._calls: dict[str, Any] = {}
-        """Facts about the calls in the last answer, for the next event."""
-        self._asked: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
-        """The latest requests, which a client may repeat."""
+        self._conversations = {
+            player: Conversation(self, player, self._events) for player in players or [""]
+        }
+        self.models = [player or MODEL for player in self._conversations]
+        """The names of the policy: with several players, those of the players."""
 
     def next(self) -> dict[str, Any]:
         """Return the agent's next action: a request, or the end; raise what the agent raised."""
@@ -204,9 +215,97 @@ class Session:
             raise event
         return event
 
-    def answer(self, answer: dict[str, Any]) -> None:
+    def answer(self, answer: dict[str, Any], player: str = "") -> None:
         """Answer the waiting request."""
-        self._answers.put(answer)
+        self._conversations[player].answers.put(answer)
+
+    def of_model(self, model: str) -> Conversation:
+        """Return the conversation of the player that a request names as its model."""
+        if "" in self._conversations:
+            return self._conversations[""]
+        if model not in self._conversations:
+            players = ", ".join(self._conversations)
+            raise Refused(f"model={model!r:.80}: the players are {players}", "model", status=404)
+        return self._conversations[model]
+
+    def ask(self, request: Request) -> Answers:
+        """Wait for the answers to a request: the names of the completions, and their contents."""
+        return self.of_model(request.model).ask(request)
+
+    def end(self, result: Any) -> None:
+        """End the session with the agent's return value.
+
+        It is a reward, or rewards by the names of players and completions.
+        """
+        rest = dict(result) if isinstance(result, Mapping) else {"": result}
+        ends = {}
+        for player, conversation in self._conversations.items():
+            total = _number(rest.pop(player, 0.0))
+            turns = {name: rest.pop(name) for name in [*rest] if conversation.has_drawn(name)}
+            ends[player] = conversation.end(total, turns)
+        if rest:
+            problem = f"the agent gave a reward for {next(iter(rest))!r:.80}, "
+            raise ValueError(problem + "no completion's id and no player")
+        if not any(one.has_asked for one in self._conversations.values()):
+            raise RuntimeError("the agent ended, and had asked the policy for nothing")
+        self._put_end(ends)
+
+    def fail(self, error: BaseException) -> None:
+        """End the session with the agent's error; after its last turn that only costs the
+        reward.
+        """
+        conversations = self._conversations
+        if any(one.is_cut for one in conversations.values()):
+            self._put_end({player: {"end": True, "reward": 0.0} for player in conversations})
+        else:
+            self.is_over = True
+            self._events.put(error)
+
+    def _put_end(self, ends: dict[str, dict[str, Any]]) -> None:
+        self.is_over = True
+        self._events.put(ends[""] if "" in ends else {"players": ends})
+
+
+class Conversation:
+    """The requests of one player in order, and their answers."""
+
+    def __init__(self, session: Session, player: str, events: queue.SimpleQueue[Any]) -> None:
+        self._session, self._player, self._events = session, player, events
+        self._name = f"{session.name}-{player}" if player else session.name
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self.is_cut = False
+        self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._history: list[dict[str, Any]] = []
+        self._histories: dict[str, list[dict[str, Any]]] = {}
+        """The messages up to each completion, by its name."""
+        self._tools: list[dict[str, Any]] = []
+        self._num_turns = 0
+        self._calls: dict[str, Any] = {}
+        """Facts about the calls in the last answer, for the next event."""
+        self._asked: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
+        """The latest requests, which a client may repeat."""
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the player has a turn, or waits for one."""
+        return bool(self._num_turns) or self._turn.locked()
+
+    def has_drawn(self, name: Any) -> bool:
+        """Whether a completion of this player has this name."""
+        conversation, _, turn = str(name).rpartition("-")
+        return conversation == self._name and turn.isdecimal() and int(turn) < self._num_turns
+
+    def before(self, name: str) -> list[dict[str, Any]]:
+        """The messages up to a completion."""
+        if name not in self._histories:
+            raise Refused(f"there is no response {name!r:.80}", "previous_response_id", status=404)
+        return self._histories[name]
+
+    def end(self, total: float, rewards: Mapping[str, Any]) -> dict[str, Any]:
+        """The end of the trajectory, with rewards by completions."""
+        turns = {int(name.rpartition("-")[2]): _number(one) for name, one in rewards.items()}
+        end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
+        return end | self._told_calls()
 
     def ask(self, wanted: Request) -> Answers:
         """Wait for the answers to a request: the names of the completions, and their contents.
@@ -215,7 +314,7 @@ class Session:
         """
         with self._lock:
             known = [future for request, future in self._asked if request == wanted]
-            is_known = wanted.is_retry and bool(known)
+            is_known = (wanted.is_retry or self._session.reuses) and bool(known)
             future = known[-1] if is_known else Future[Answers]()
             if not is_known:
                 self._asked.append((wanted, future))
@@ -235,20 +334,23 @@ class Session:
         return answers
 
     def _answer_to(self, request: Request) -> tuple[str, dict[str, Any]]:
-        if self._is_over:
+        if self._session.is_over:
             raise Refused("the agent of this session has ended", status=404)
-        self._events.put(self._event(request))
-        answer = self._answers.get()
+        event = self._event(request)
+        self._events.put({"players": {self._player: event}} if self._player else event)
+        answer = self.answers.get()
         if "refused" in answer:
-            self._is_cut = answer["is_cut"]
+            self.is_cut = answer["is_cut"]
             raise Refused(**answer["refused"])
         turn, self._num_turns = self._num_turns, self._num_turns + 1
         self._tools = request.tools
         self._history = []
+        name = f"{self._name}-{turn}"
         if request.is_chat:
             message = answer["message"] = self._message(answer, request, turn)
             self._history = [*request.messages, _read_message(message, [])]
-        return f"{self.name}-{turn}", answer
+            self._histories[name] = self._history
+        return name, answer
 
     def _event(self, wanted: Request) -> dict[str, Any]:
         read = len(self._history)
@@ -265,22 +367,6 @@ class Session:
         messages = wanted.messages[read:] if extends else wanted.messages
         return {"messages": messages, "reward": 0.0, "request": request, **self._told_calls()}
 
-    def end(self, result: Any) -> None:
-        """End the session with the agent's return value."""
-        rewards = result if isinstance(result, Mapping) else {}
-        turns = {}
-        for name, reward in rewards.items():
-            session, _, turn = str(name).rpartition("-")
-            if session != self.name or not turn.isdecimal() or int(turn) >= self._num_turns:
-                raise ValueError(f"the agent gave a reward for {name!r:.80}, no completion's id")
-            turns[int(turn)] = _number(reward)
-        total = 0.0 if isinstance(result, Mapping) else _number(result)
-        if not self._num_turns and not self._turn.locked():
-            raise RuntimeError("the agent ended, and had asked the policy for nothing")
-        self._is_over = True
-        end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
-        self._events.put(end | self._told_calls())
-
     def _told_calls(self) -> dict[str, Any]:
         calls, self._calls = self._calls, {}
         return {name: value for name, value in calls.items() if value}
@@ -292,7 +378,7 @@ class Session:
         for stop in stop_strings(served):
             text = text.partition(stop)[0]
         tools = [] if served.get("tool_choice") == "none" else request.tools
-        calls, rest = self._parser(text) if tools else ([], text)
+        calls, rest = self._session.parser(text) if tools else ([], text)
         if tools and not calls:
             self._calls = {"call_like": call_like(text)}
         if not calls or any(call.problem for call in calls):
@@ -310,13 +396,6 @@ class Session:
         ]
         self._calls = {"calls": len(calls)}
         return {"role": "assistant", "content": rest or None, "tool_calls": written}
-
-    def fail(self, error: BaseException) -> None:
-        """End the session with the agent's error; after its last turn that only costs the
-        reward.
-        """
-        self._is_over = True
-        self._events.put({"end": True, "reward": 0.0} if self._is_cut else error)
 
 
 def _number(reward: Any) -> float:
@@ -394,6 +473,34 @@ def read_request(path: str, body: Any) -> Request:
     options = fields.get("stream_options")
     request.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
     return request
+
+
+def in_chat(dialect: Dialect, body: Any, session: Session) -> dict[str, Any]:
+    """Return a body of another API as a body of chat completions."""
+    if not isinstance(body, dict):
+        raise Refused("the body is no JSON object")
+    try:
+        chat = dialect.to_chat(body)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise Refused(f"the body is not understood: {error!r:.200}") from error
+    if previous := chat.pop("previous_response_id", None):
+        before = session.of_model(str(body.get("model"))).before(str(previous))
+        system = [one for one in chat["messages"] if one["role"] == "system"]
+        rest = [one for one in chat["messages"] if one["role"] != "system"]
+        if system:
+            before = [one for one in before if one["role"] != "system"]
+        chat["messages"] = [*system, *before, *rest]
+    return chat
+
+
+def key_in(headers: Iterable[tuple[str, str]]) -> str:
+    """Return the key in the headers of OpenAI's and Anthropic's clients."""
+    for name, value in headers:
+        if name.lower() == "x-api-key":
+            return value.strip()
+        if name.lower() == "authorization":
+            return value.strip().partition(" ")[2].strip()
+    return ""
 
 
 def _check_kinds(fields: Mapping[str, Any]) -> None:
@@ -522,6 +629,31 @@ def endpoint() -> Endpoint:
     return server
 
 
+class OuterEndpoint(Endpoint):
+    """The same server for agents elsewhere, whose requests `workers.agents.router` passes on."""
+
+    address_family = socket.AF_UNIX
+    server_bind = socketserver.TCPServer.server_bind
+    key_file = ""
+
+
+@cache
+def outer_endpoint() -> OuterEndpoint:
+    """The server of this process, on a socket in its folder."""
+    server = OuterEndpoint(f"{os.getpid()}.socket", _OuterHandler)  # type: ignore[arg-type]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def open_to_others(session: Session) -> None:
+    """Let the router find the session by its key: the name of a link to the socket."""
+    server = outer_endpoint()
+    if server.key_file:
+        os.remove(server.key_file)
+    server.session, server.key_file = session, os.path.abspath(session.name)
+    os.symlink(os.path.abspath(str(server.server_address)), server.key_file)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Endpoint
     protocol_version = "HTTP/1.1"
@@ -538,10 +670,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, answer: Callable[[Session, str], None]) -> None:
         try:
-            name, _, path = self.path.lstrip("/").partition("/")
-            session = self.server.session
-            if session is None or session.name != name:
-                raise Refused(f"there is no session {name!r:.80} here", status=404)
+            path, session = self.path.lstrip("/"), self.server.session
+            if isinstance(self.server, OuterEndpoint):
+                if session is None or key_in(self.headers.items()) != session.name:
+                    raise Refused("this is not the key of a session", status=401)
+            else:
+                name, _, path = path.partition("/")
+                if session is None or session.name != name:
+                    raise Refused(f"there is no session {name!r:.80} here", status=404)
             answer(session, path.partition("?")[0])
         except OSError:  # the client is gone
             self.close_connection = True
@@ -550,25 +686,35 @@ class _Handler(BaseHTTPRequestHandler):
                 problem = Refused(f"it cannot be answered: {problem!r:.200}")
             self.close_connection = True  # the body may not have been read
             error = {"type": "invalid_request_error", **problem.facts}
-            self._send(error.pop("status"), {"error": error})
+            self._send(error.pop("status"), {"type": "error", "error": error})
 
     def _models(self, session: Session, path: str) -> None:
         if path != "v1/models":
             raise Refused(f"there is no GET {path}", status=404)
-        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "verl_like"}
-        self._send(200, {"object": "list", "data": [card]})
+        card = {"object": "model", "created": 0, "owned_by": "verl_like"}
+        self._send(200, {"object": "list", "data": [card | {"id": one} for one in session.models]})
 
     def _complete(self, session: Session, path: str) -> None:
-        if path not in ("v1/chat/completions", "inference/v1/generate"):
+        dialect = DIALECTS.get(path)
+        if dialect is None and path not in ("v1/chat/completions", "inference/v1/generate"):
             raise Refused(f"there is no POST {path}", status=404)
-        request = read_request(path, self._body())
+        body = self._body()
+        if dialect is not None:
+            body = in_chat(dialect, body, session)
+        request = read_request("v1/chat/completions" if dialect else path, body)
         request.is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
         whole = completion(request, session.ask(request))
+        if dialect is not None:
+            whole = dialect.answer(whole)
         if not request.streams:
             self._send(200, whole)
             return
-        lines = [json.dumps(chunk) for chunk in chunks(request, whole)]
-        text = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
+        if dialect is None:
+            lines = [json.dumps(chunk) for chunk in chunks(request, whole)]
+            text = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
+        else:
+            events = [(event["type"], json.dumps(event)) for event in dialect.events(whole)]
+            text = "".join(f"event: {kind}\ndata: {line}\n\n" for kind, line in events)
         self._send_text(200, text, "text/event-stream")
 
     def _body(self) -> Any:
@@ -592,3 +738,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
+
+
+class _OuterHandler(_Handler):
+    disable_nagle_algorithm = False  # a Unix socket has none

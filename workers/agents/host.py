@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
@@ -35,6 +35,7 @@ from verl_like.process.child import start_child
 from verl_like.process.sandbox import visible_environment
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
+from workers.agents.router import Router
 from workers.rewards.channel import DriverEnd, NoAnswerError
 
 logger = logging.getLogger(__name__)
@@ -111,16 +112,22 @@ class EnvironmentHost:
         """Processes whose trajectories ended well: the next ones begin there."""
         self._numbers = itertools.count()
         self._failed: list[tuple[int, dict[str, Any]]] = []
+        self._router: Router | None = None
         self._start_host()
 
     def _start_host(self) -> None:
         """Start a supervisor, and under it the process that loads the code."""
         self.num_starts += 1
         self._selector = selectors.DefaultSelector()
-        visible = visible_environment(self._spec.sandbox.env)
+        spec = self._spec
+        if spec.endpoint and self._router is None:
+            self._router = Router(spec.endpoint)
+        if self._router is not None:
+            spec = replace(spec, endpoint=self._router.url)
+        visible = visible_environment(spec.sandbox.env)
         supervisor, pipe = start_child("workers.agents.process", inherited=visible)
         try:
-            pipe.send(self._spec)
+            pipe.send(spec)
         finally:
             self._orders = socket.socket(fileno=os.dup(pipe.fileno()))
             self._channel = DriverEnd(pipe)
@@ -130,7 +137,9 @@ class EnvironmentHost:
         )
         until = time.monotonic() + START_S
         try:
-            pid, _ = self._channel.receive(until)  # of the process with the code
+            pid, folder = self._channel.receive(until)  # of the process with the code
+            if self._router is not None:
+                self._router.folder = folder
             with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
                 handles.append(os.pidfd_open(pid))
             problem, kinds = self._channel.receive(until)
@@ -251,6 +260,8 @@ class EnvironmentHost:
         for number in list(self._open):
             self.end(number)
         self._end()
+        if self._router is not None:
+            self._router.close()
 
     def _send(self, number: int, message: Mapping[str, Any]) -> None:
         process = self._open.get(number)

@@ -54,7 +54,15 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
     sandbox = Sandbox.of(config.sandbox)
     sandbox = replace(sandbox, processes=max(sandbox.processes, PROCESSES * MOST_OPEN))
     path = config.paths or config.path
-    return EnvironmentSpec(path, config.kwargs, config.tools, sandbox, call_parser)
+    return EnvironmentSpec(
+        path,
+        config.kwargs,
+        config.tools,
+        sandbox,
+        config.endpoint or "",
+        config.repeated_requests == "reuse",
+        call_parser,
+    )
 
 
 class Players:

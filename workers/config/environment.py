@@ -56,6 +56,11 @@ class EnvironmentConfig(Section):
         may_change_on_resume=True,
     )
     """Settings in an agent's requests: served if possible, overridden, or rejected."""
+    endpoint: str | None = key(None, allows="ADDRESS:PORT", hint="or null", read_when=PLAYS)
+    """Address where agents in containers or on other machines reach the policy, such as
+    0.0.0.0:8000; a rollout process takes the first free port from there."""
+    repeated_requests: str = key("sample", choices=("sample", "reuse"), read_when=PLAYS)
+    """A request that an agent repeats: another turn, or the reply of the first time."""
     max_turns: int = key(8, above=0, read_when=PLAYS)
     """Turns per trajectory."""
     max_tokens_per_turn: int | None = key(

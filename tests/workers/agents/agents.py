@@ -223,3 +223,37 @@ def needs(row, something): ...
 
 
 def plain(row): ...
+
+
+def repeats(row):
+    """Sends the same request three times, and another one."""
+    create = openai.OpenAI().chat.completions.create
+    said = [create(messages=ASK, **SHORT).id for _ in range(3)]
+    create(messages=[{"role": "user", "content": "other"}], **SHORT)
+    return float(len({*said}))
+
+
+def negotiates(row):
+    """Two players, one of whom asks twice; both are rewarded by turns and as a whole."""
+    create = openai.OpenAI().chat.completions.create
+    first = create(messages=ASK, model="buyer", max_tokens=6)
+    create(messages=[{"role": "user", "content": "you"}], model="seller", max_tokens=6)
+    messages = [*ASK, first.choices[0].message, {"role": "user", "content": "more"}]
+    create(messages=messages, model="buyer", max_tokens=6)
+    try:
+        create(messages=ASK, model="red", max_tokens=6)
+    except openai.NotFoundError:
+        return {"buyer": 1.0, "seller": -1.0, first.id: 0.25}
+
+
+negotiates.players = ("buyer", "seller")
+
+
+def lets_others_ask(row, base_url, api_key):
+    """Waits until programs elsewhere have asked for it; they find its key in a file."""
+    with open(os.path.join(row["folder"], "key"), "w") as file:
+        file.write(f"{base_url} {api_key}")
+    os.rename(os.path.join(row["folder"], "key"), os.path.join(row["folder"], "there"))
+    while not os.path.exists(os.path.join(row["folder"], "done")):
+        time.sleep(0.02)
+    return 2.0

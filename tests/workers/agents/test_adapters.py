@@ -10,15 +10,18 @@ import shlex
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from trainer.cli import check_environment
 from verl_like.errors import ConfigError
 from workers.agents import Adapter, End, Turn
 from workers.agents.environment import ADAPTERS, EnvironmentSpec, Episode, in_full
+from workers.agents.host import EnvironmentHost
 
 HERE = "tests.workers.agents.test_adapters"
 SEEDS = (0, 1)
@@ -52,8 +55,8 @@ def test_a_class_of_the_users_takes_an_id() -> None:
 def test_every_prefix_names_an_adapter() -> None:
     for prefix, path in ADAPTERS.items():
         module, _, name = path.partition(":")
-        cls = getattr(importlib.import_module(module), name)
-        assert issubclass(cls, Adapter), prefix
+        found = getattr(importlib.import_module(module), name)
+        assert found.__name__ == "agent" or issubclass(found, Adapter), prefix
 
 
 @pytest.mark.parametrize(
@@ -333,3 +336,88 @@ def test_reasoning_gym_scores_its_own_answers_for_real(name: str) -> None:
     answer = str(episode._env._entry["answer"])
     assert episode.step(f"so <answer>{answer}</answer>") == ENDS_WELL
     assert begin(f"reasoning_gym:{name}")[0].step("<answer>?</answer>")["reward"] < 1.0
+
+
+TEST_SH = """#!/bin/bash
+cd /app
+[ "$(cat /app/out.txt)" = "$WANTED" ] && [ -f seed.txt ] && echo 1 > /logs/verifier/reward.txt \\
+    || echo '{"reward": 0.25, "size": 3}' > /logs/verifier/reward.json
+"""
+
+
+def harbor_task(folder: Path, name: str) -> None:
+    for part in ("environment", "tests"):
+        (folder / name / part).mkdir(parents=True)
+    (folder / name / "instruction.md").write_text(f"Write {name} into /app/out.txt.")
+    (folder / name / "task.toml").write_text(f'[verifier.env]\nWANTED = "{name}"\n')
+    (folder / name / "environment/Dockerfile").write_text("FROM ubuntu\nWORKDIR /app\n")
+    (folder / name / "environment/seed.txt").write_text("seed")
+    (folder / name / "tests/test.sh").write_text(TEST_SH)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_task_of_harbor_is_played_by_a_shell(tmp_path: Path, is_right: bool) -> None:
+    for name in ("hello", "bye"):
+        harbor_task(tmp_path, name)
+    said = "hello" if is_right else "bye"
+    commands = ["pwd; ls /app; ls missing", f"echo 1 > /logs/x; echo {said} > /app/out.txt"]
+    calls = [json.dumps({"name": "bash", "arguments": {"command": one}}) for one in commands]
+    spec = EnvironmentSpec(f"harbor:{tmp_path}")
+    with closing(EnvironmentHost(spec, 20.0)) as host:
+        assert [tool["function"]["name"] for tool in host.tools] == ["bash"]
+        row = {"task": "hello"}
+        (one,) = check_environment.play(host, [0], row, [*calls, "done"], 5)
+    first, shown, written, end = one.answers
+    assert first["text"] == "Write hello into /app/out.txt."
+    shown_text = shown["messages"][0]["content"]
+    assert shown_text.startswith("/app\nseed.txt\n")
+    assert shown_text.endswith("[exit code 2]")
+    assert written["messages"][0]["content"] == ""
+    assert (end["end"], end["reward"]) == (True, 1.0 if is_right else 0.25)
+    assert not (tmp_path / "hello/environment/out.txt").exists()
+
+
+def test_a_folder_without_tasks_of_harbor_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder in it is a task"):
+        EnvironmentSpec(f"harbor:{tmp_path}").load()
+    harbor_task(tmp_path, "a")
+    (tmp_path / "a/tests/test.sh").unlink()
+    with pytest.raises(ConfigError, match=r"a has no tests/test\.sh"):
+        EnvironmentSpec(f"harbor:{tmp_path}").load()
+
+
+COINS = """import verifiers.v1 as vf
+
+class CoinData(vf.TaskData):
+    side: str
+
+class CoinTask(vf.Task[CoinData]):
+    @vf.stop
+    async def once(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    @vf.reward(weight=2.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.side)
+
+class CoinTaskset(vf.Taskset[CoinTask, vf.TasksetConfig]):
+    def load(self):
+        return [CoinTask(CoinData(idx=0, prompt="Heads or tails?", side="heads"), self.config.task)]
+
+__all__ = ["CoinTaskset"]
+"""
+
+
+def test_a_package_of_verifiers_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its harness starts a program by `uv`, which it installs where there is none."""
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "coins_of_test.py").write_text(COINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    kwargs = {"agent": {"harness": {"id": "null"}}}
+    for said, reward in (("heads", 2.0), ("tails", 0.0)):
+        spec = EnvironmentSpec("verifiers:coins_of_test", kwargs)
+        with closing(EnvironmentHost(spec, 60.0)) as host:
+            assert host.kinds[""].players == []
+            (one,) = check_environment.play(host, [0], {}, [said], 3)
+        assert one.answers[0]["messages"][-1]["content"] == "Heads or tails?"
+        assert (one.has_ended, one.reward) == (True, reward)

@@ -60,7 +60,7 @@ def play(tokenizer: Any, model: Any, host: EnvironmentHost) -> Play:
         decode: Any = None,
         **more: Any,
     ) -> list[Trajectory]:
-        arguments = more.pop("arguments", {})
+        arguments, columns = more.pop("arguments", {}), more.pop("row", {})
         config = EnvironmentConfig(**{"max_tokens_per_turn": 8, "retries": retries, **more})
         stops = (tokenizer.eos_token_id,)
         chat = TurnRenderer(tokenizer, [], stops)
@@ -69,7 +69,7 @@ def play(tokenizer: Any, model: Any, host: EnvironmentHost) -> Play:
         loop = TurnLoop(engine, on, chat, config, tokenizer.decode)
         starts = []
         for number in range(num):
-            row = {"number": number, "agent": name, "arguments": arguments}
+            row = {"number": number, "agent": name, "arguments": arguments, **columns}
             key = noise_key(0, "uid", number)
             seeds = noise_key(0, "uid", -1), key
             starts.append(Start("a", row, seeds, key, f"sample {number}"))

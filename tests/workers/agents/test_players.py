@@ -119,3 +119,13 @@ def test_answers_that_no_player_waits_for_are_failures(play: Play) -> None:
     for (white, black), problem in zip(play("Stalls", num=5), words, strict=True):
         assert problem in white.problem
         assert black.is_left_out
+
+
+def test_an_agent_asks_for_its_players_by_model(play: Play) -> None:
+    path = "tests.workers.agents.agents:negotiates"
+    for buyer, seller in play(path, players=("buyer", "seller")):
+        assert (buyer.problem, buyer.num_turns, seller.num_turns) == ("", 2, 1)
+        assert [reward for _, reward in buyer.rewards] == [1.0, 0.25]
+        assert [reward for _, reward in seller.rewards] == [-1.0]
+        place, _ = buyer.rewards[-1]
+        assert (buyer.turns[place], bool(drawn_of(buyer)[place])) == (0, True)

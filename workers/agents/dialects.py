@@ -1,0 +1,262 @@
+"""Other APIs than chat completions: their bodies, answers and streams.
+
+    POST v1/messages      Anthropic's Messages
+    POST v1/responses     OpenAI's Responses
+
+A body becomes one of chat completions, which the endpoint serves. The completion then becomes an
+answer of the API. A stream has all of its events at once, when the turn is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How an API is served by chat completions."""
+
+    to_chat: Callable[[Body], Body]
+    answer: Callable[[Body], Body]
+    events: Callable[[Body], list[Body]]
+    """The events of a stream with this answer."""
+
+
+def _text(parts: Any) -> str:
+    """The text of a content, as it is or in parts."""
+    if isinstance(parts, str):
+        return parts
+    for part in parts or ():
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"content of the type {part.get('type')!r} is no text")
+    return "".join(part["text"] for part in parts or ())
+
+
+def _call(number: Any, name: Any, arguments: Any) -> Body:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _function(tool: Mapping[str, Any], parameters: Any) -> Body:
+    function = {"name": tool["name"], "description": tool.get("description") or ""}
+    return {"type": "function", "function": {**function, "parameters": parameters or {}}}
+
+
+def _choice(choice: Any, any_call: str) -> Any:
+    """`tool_choice` of chat completions; `any_call` is the API's word for a call of any tool."""
+    kind = choice if isinstance(choice, str) else choice["type"]
+    if kind in ("tool", "function"):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return "required" if kind == any_call else kind
+
+
+# ------------------------------------------------------------------------------------ Anthropic's
+
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def _from_messages(body: Body) -> Body:
+    own = ("system", "messages", "tools", "tool_choice", "stop_sequences")
+    chat = {name: value for name, value in body.items() if name not in own}
+    system = _text(body.get("system"))
+    chat["messages"] = [{"role": "system", "content": system}] if system else []
+    for message in body.get("messages") or ():
+        chat["messages"] += _from_message(message)
+    # tools without a schema run on Anthropic's servers
+    tools = [tool for tool in body.get("tools") or () if "input_schema" in tool]
+    chat["tools"] = [_function(tool, tool["input_schema"]) for tool in tools]
+    if body.get("tool_choice"):
+        chat["tool_choice"] = _choice(body["tool_choice"], "any")
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    return chat
+
+
+def _from_message(message: Mapping[str, Any]) -> list[Body]:
+    content = message["content"]
+    if isinstance(content, str):
+        return [{"role": message["role"], "content": content}]
+    results, texts, calls = [], [], []
+    for block in content:
+        if block["type"] == "tool_result":
+            answer = {"role": "tool", "tool_call_id": block["tool_use_id"]}
+            results.append({**answer, "content": _text(block.get("content"))})
+        elif block["type"] == "tool_use":
+            calls.append(_call(block["id"], block["name"], block["input"]))
+        elif not block["type"].endswith("thinking"):
+            texts.append(block)
+    if results and not texts:
+        return results
+    return [*results, {"role": message["role"], "content": _text(texts), "tool_calls": calls}]
+
+
+def _message(whole: Body) -> Body:
+    (choice, *_), usage = whole["choices"], whole["usage"]
+    message = choice["message"]
+    content = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        content.append({**block, "input": arguments})
+    return {
+        "id": whole["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": whole["model"],
+        "content": content,
+        "stop_reason": STOP_REASONS.get(choice["finish_reason"], "end_turn"),
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+        },
+    }
+
+
+def _message_events(answer: Body) -> list[Body]:
+    begun = {**answer, "content": [], "stop_reason": None}
+    events: list[Body] = [{"type": "message_start", "message": begun}]
+    for index, block in enumerate(answer["content"]):
+        if block["type"] == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            written = json.dumps(block["input"])
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": written}
+        events += [
+            {"type": "content_block_start", "index": index, "content_block": {**block, **empty}},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
+        ]
+    end = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+    events.append({"type": "message_delta", "delta": end, "usage": answer["usage"]})
+    return [*events, {"type": "message_stop"}]
+
+
+# --------------------------------------------------------------------------------------- OpenAI's
+
+OF_SERVER = ("include", "truncation", "background", "conversation", "client_metadata")
+"""Settings that change nothing of what is sampled."""
+
+
+def _from_responses(body: Body) -> Body:
+    own = ("instructions", "input", "tools", "tool_choice", "max_output_tokens", "text", *OF_SERVER)
+    chat = {name: value for name, value in body.items() if name not in own}
+    told, items = body.get("instructions"), body.get("input") or ()
+    messages: list[Body] = [{"role": "system", "content": told}] if told else []
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item["role"], "content": _text(item["content"])})
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append(_call(item["call_id"], item["name"], item["arguments"]))
+        elif kind == "function_call_output":
+            answer = {"role": "tool", "tool_call_id": item["call_id"]}
+            messages.append({**answer, "content": _text(item["output"])})
+        elif kind != "reasoning":
+            raise ValueError(f"input of the type {kind!r} is not supported")
+    chat["messages"] = messages
+    # tools of other types run on OpenAI's servers
+    tools = [tool for tool in body.get("tools") or () if tool["type"] == "function"]
+    chat["tools"] = [_function(tool, tool.get("parameters")) for tool in tools]
+    if body.get("tool_choice"):
+        chat["tool_choice"] = _choice(body["tool_choice"], "required")
+    chat["max_tokens"] = body.get("max_output_tokens")
+    form = (body.get("text") or {}).get("format") or {}
+    if form.get("type", "text") != "text":
+        chat["response_format"] = form
+    return chat
+
+
+def _response(whole: Body) -> Body:
+    (choice, *_), usage = whole["choices"], whole["usage"]
+    message, is_cut = choice["message"], choice["finish_reason"] == "length"
+    calls = message.get("tool_calls", ())
+    output: list[Body] = []
+    if message["content"] or not calls:
+        part = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        item = {"type": "message", "id": f"msg_{whole['id']}", "role": "assistant"}
+        output.append({**item, "status": "completed", "content": [{**part, "logprobs": []}]})
+    for call in calls:
+        item = {"type": "function_call", "id": f"fc_{whole['id']}_{call['id']}"}
+        output.append({**item, "call_id": call["id"], "status": "completed", **call["function"]})
+    return {
+        "id": whole["id"],
+        "object": "response",
+        "created_at": whole["created"],
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "model": whole["model"],
+        "output": output,
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def _response_events(answer: Body) -> list[Body]:
+    begun = {**answer, "status": "in_progress", "output": [], "usage": None}
+    events: list[Body] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+    ]
+    for index, item in enumerate(answer["output"]):
+        is_text = item["type"] == "message"
+        empty = {"content": []} if is_text else {"arguments": ""}
+        of_item = {"output_index": index}
+        added = {**item, **empty, "status": "in_progress"}
+        events.append({"type": "response.output_item.added", **of_item, "item": added})
+        named = {**of_item, "item_id": item["id"]}
+        if is_text:
+            (part,) = item["content"]
+            named["content_index"] = 0
+            text = {"text": part["text"], "logprobs": []}
+            events += [
+                {"type": "response.content_part.added", **named, "part": {**part, "text": ""}},
+                {
+                    "type": "response.output_text.delta",
+                    **named,
+                    "delta": part["text"],
+                    "logprobs": [],
+                },
+                {"type": "response.output_text.done", **named, **text},
+                {"type": "response.content_part.done", **named, "part": part},
+            ]
+        else:
+            written, kind = item["arguments"], "response.function_call_arguments"
+            done = {"arguments": written, "name": item["name"]}
+            events += [
+                {"type": f"{kind}.delta", **named, "delta": written},
+                {"type": f"{kind}.done", **named, **done},
+            ]
+        events.append({"type": "response.output_item.done", **of_item, "item": item})
+    events.append({"type": f"response.{answer['status']}", "response": answer})
+    return [{**event, "sequence_number": number} for number, event in enumerate(events)]
+
+
+DIALECTS = {
+    "v1/messages": Dialect(_from_messages, _message, _message_events),
+    "v1/responses": Dialect(_from_responses, _response, _response_events),
+}
+"""Path -> the API that is served there."""

@@ -1,0 +1,113 @@
+"""The address where agents on other machines reach the endpoints of trajectories.
+
+    router = Router("0.0.0.0:8000")     # this port, or the next free one
+    router.url                          # http://MACHINE:8000
+    router.folder = "/tmp/..."          # where the socket of each trajectory is named by its key
+
+    agent --TCP--> Router --socket named KEY--> endpoint in the trajectory's process
+
+The first request of a connection has the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+A connection without the key of a trajectory gets the status 401, and nothing behind it is reached.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from contextlib import closing, suppress
+
+from verl_like.errors import ConfigError
+
+KEY = re.compile(
+    rb"^(?:authorization:[ \t]*bearer|x-api-key:)[ \t]*([0-9a-f]+)[ \t]*\r$", re.I | re.M
+)
+MOST_PORTS = 64
+"""Rollout processes of a machine that find a port."""
+LONGEST_HEAD = 2**16
+HEAD_S = 30.0
+"""Time in which a connection sends the head of its first request."""
+NO_KEY = b'{"type": "error", "error": {"type": "authentication_error", "message": "no such key"}}'
+NOT_ALLOWED = (
+    b"HTTP/1.1 401 Unauthorized\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(NO_KEY), NO_KEY)
+)
+
+
+class Router:
+    """Passes connections on by the keys in their requests."""
+
+    def __init__(self, address: str) -> None:
+        """Listen at ADDRESS:PORT, or at the next free port."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"environment.endpoint={address}: give ADDRESS:PORT, as 0.0.0.0:8000")
+        self.folder = ""
+        self._server = _listen(host, int(port))
+        own = _own_address() if host in ("0.0.0.0", "::") else host
+        self.url = f"http://{own}:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:  # it is closed
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        head = b""
+        with closing(client), socket.socket(socket.AF_UNIX) as endpoint, suppress(OSError):
+            client.settimeout(HEAD_S)
+            while b"\r\n\r\n" not in head and len(head) < LONGEST_HEAD:
+                chunk = client.recv(LONGEST_HEAD)
+                if not chunk:
+                    return
+                head += chunk
+            client.settimeout(None)
+            found = KEY.search(head.partition(b"\r\n\r\n")[0] + b"\r")
+            try:
+                endpoint.connect(os.path.join(self.folder, found[1].decode() if found else ""))
+            except OSError:
+                client.sendall(NOT_ALLOWED)
+                return
+            endpoint.sendall(head)
+            back = threading.Thread(target=_copy, args=(endpoint, client), daemon=True)
+            back.start()
+            _copy(client, endpoint)
+            back.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Pass bytes on until there are no more; then neither side gets any."""
+    with suppress(OSError):
+        while chunk := source.recv(65536):
+            target.sendall(chunk)
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    for number in range(port, port + MOST_PORTS):
+        try:
+            return socket.create_server((host, number))
+        except OSError as error:
+            problem = error
+    raise ConfigError(f"environment.endpoint={host}:{port}: it cannot listen there: {problem}")
+
+
+def _own_address() -> str:
+    """The address of this machine in its network."""
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # nothing is sent: the system chooses the route
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
