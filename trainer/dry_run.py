@@ -45,7 +45,7 @@ def _check_machines(config: RunConfig) -> None:
     if config.trainer.backend == "local" and config.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
-            "processes on this machine alone. Set trainer.nnodes=1, or take trainer.backend=ray."
+            "processes only on this machine. Set trainer.nnodes=1, or take trainer.backend=ray."
         )
 
 

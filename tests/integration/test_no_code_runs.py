@@ -132,7 +132,7 @@ def test_weights_in_a_pickle_are_refused(tiny_dir: Path, tmp_path: Path) -> None
 def test_a_chat_template_reaches_no_class(tiny_dir: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(ValueError, match="the chat template refuses it: access to attribute"):
+    with pytest.raises(ValueError, match="the chat template rejects it: access to attribute"):
         encode_prompt([{"role": "user", "content": "a"}], tokenizer)
 
 

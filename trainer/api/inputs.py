@@ -91,7 +91,7 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
         )
     if hasattr(model, "merge_and_unload"):
         raise ConfigError(
-            f"model is a {type(model).__name__}: its folder would hold adapters alone. Give "
+            f"model is a {type(model).__name__}: its folder would have only adapters. Give "
             "model.merge_and_unload(), and train LoRA by the keys lora_rank and lora_alpha."
         )
     if not hasattr(tokenizer, "save_pretrained"):

@@ -235,6 +235,6 @@ def _run_folder(named: str | Path | None, recipe: str) -> Path:
 def _refuse_twice(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key in given.keys() & own.keys():
         raise ConfigError(
-            f"{key}={own[key]!r} stands among the keys, and the call says {given[key]!r} by an "
+            f"{key}={own[key]!r} is among the keys, and the call sets {given[key]!r} by an "
             "argument of its own. Drop one."
         )

@@ -360,7 +360,7 @@ class ExperienceBuffer:
         raise StalledError(
             f"{where}nothing is being made, and every generator waits: "
             f"{self._activity.who_waits()}. A larger async_training.max_inflight_samples or "
-            "async_training.max_staleness, or another sampler, would let them go on."
+            "async_training.max_staleness, or another sampler, would let them continue."
         )
 
     def _take_chosen(self) -> list[Experience]:

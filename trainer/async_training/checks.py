@@ -240,7 +240,7 @@ def _check_scoring(config: AsyncConfig) -> None:
     if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
         raise ConfigError(
             f"actor_rollout_ref.ref.update_every={config.actor_rollout_ref.ref.update_every} with "
-            "async_training.score_on=generator: generators' references stand still. Drop one."
+            "async_training.score_on=generator: the generators' references do not change. Drop one."
         )
     if CRITIC_COPY in roles and async_training.weight_update == "immediate":
         raise ConfigError(

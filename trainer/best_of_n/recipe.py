@@ -43,7 +43,7 @@ def check(config: BestOfNConfig) -> None:
     for number, reward in enumerate(config.rewards):
         if reward.normalize:
             raise ConfigError(
-                f"rewards[{number}].normalize=true: scores are held against selection.min_score "
+                f"rewards[{number}].normalize=true: scores are compared with selection.min_score "
                 "and written down, so they must not depend on the batch. Set it to false."
             )
 

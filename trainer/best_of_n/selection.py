@@ -130,7 +130,7 @@ def _refuse_no_numbers(scores: list[float], uids: Any) -> None:
     if bad:
         raise BatchError(
             f"the scores of {len(bad)} of {len(scores)} samples are nan or infinite, such as those "
-            f"of uid {', '.join(bad[:3])}: the best cannot be told. Look at the reward model: its "
+            f"of uid {', '.join(bad[:3])}: the best is unknown. Look at the reward model: its "
             "logits may have overflowed."
         )
 

@@ -107,8 +107,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         rows = [row for part in parts for row in read_rows(part)]
         if not rows:
             raise BatchError(
-                f"no sample was selected for {file}: lower selection.min_score, draw more "
-                "samples (actor_rollout_ref.rollout.n), or look at their scores in rollouts/."
+                f"no sample was selected for {file}: lower selection.min_score, sample more "
+                "responses (actor_rollout_ref.rollout.n), or look at their scores in rollouts/."
             )
         write_rows(file, rows)
         print(f"{len(rows)} rows: {file}", flush=True)

@@ -55,7 +55,7 @@ class Chat:
 
         architectures = read_hf_config(folder).architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):
-            raise ConfigError(f"{folder} is a {architectures[0]}: it scores, and says nothing.")
+            raise ConfigError(f"{folder} is a {architectures[0]}: it scores texts and cannot chat.")
         self.tokenizer = load_tokenizer(str(folder), "the model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:

@@ -113,7 +113,7 @@ def _gib_of(simulate: str, card: str) -> float:
     by_name = {_plain(name): gib for name, gib in GIB_OF_CARDS.items()}
     if _plain(card) not in by_name:
         raise ConfigError(
-            f"trainer.simulate={simulate}: {card!r} is no card whose memory is known."
+            f"trainer.simulate={simulate}: {card!r} is not a GPU whose memory is known."
             f"{nearest(card, GIB_OF_CARDS)} Known: {', '.join(GIB_OF_CARDS)}; of another give the "
             "memory, as 8x80GiB."
         )

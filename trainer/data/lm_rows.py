@@ -141,7 +141,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
         try:
             return _encode_marked(messages, tokenizer)
         except (TemplateError, *OF_A_TEMPLATE) as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+            raise ValueError(f"the chat template rejects it: {error}") from error
     text = written(messages, tokenizer)
     spans = _assistant_spans(messages, tokenizer, text)
 

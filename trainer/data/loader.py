@@ -79,7 +79,7 @@ def refuse_other_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         differs.append(f"as many ({number}), but of other contents or in another order")
     if differs:
         raise CheckpointError(
-            f"The saved position is one among other rows ({'; '.join(differs)}). {OTHER_ROWS}"
+            f"The saved position belongs to other rows ({'; '.join(differs)}). {OTHER_ROWS}"
         )
 
 

@@ -113,7 +113,7 @@ def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = N
         row = {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
         return encode_lm_row(row, tokenizer)
     if not isinstance(prompt, list) or not isinstance(reply, list):
-        raise ValueError("messages stand beside a prompt that is no list of messages")
+        raise ValueError("prompt and response must both be texts, or both lists of messages")
     whole = encode_lm_row({"messages": [*prompt, *reply]}, tokenizer)
     start = len(encode_prompt(prompt, tokenizer))
     return LMRow(whole.ids, whole.in_loss & (np.arange(len(whole.ids)) >= start))

@@ -56,7 +56,7 @@ def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) 
             messages, add_generation_prompt=add_generation_prompt, tokenize=False
         )
     except (TemplateError, *OF_A_TEMPLATE) as error:
-        raise ValueError(f"the chat template refuses it: {error}") from error
+        raise ValueError(f"the chat template rejects it: {error}") from error
     check_length(text)
     return text
 

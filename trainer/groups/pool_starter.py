@@ -38,7 +38,7 @@ class PoolStarter:
                     f"pool '{plan.name}' is child processes of the driver, which "
                     "trainer.backend=local has on CPUs only, and this machine has GPUs. Set "
                     f"trainer.backend=ray, trainer.device=cpu, or pool_resources.{plan.name}."
-                    "device=cpu for this pool alone."
+                    "device=cpu only for this pool."
                 )
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
@@ -69,7 +69,7 @@ class PoolStarter:
         if not self.has_own_processes(plan):
             raise PlacementError(
                 f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
-                "trainer.backend=ray every pool has processes that can be started anew."
+                "trainer.backend=ray every pool has processes that can be restarted."
             )
 
     def leave(self, pool: str) -> None:

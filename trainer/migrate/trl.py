@@ -59,8 +59,8 @@ def translate(command: Command) -> Translation | None:
     launcher, name, words = found
     if name and last_name(name) not in SCRIPTS:
         raise ConfigError(
-            f"{name}.py is a script of its own, which nothing here stands for; those that are "
-            f"known: {', '.join(SCRIPTS)}."
+            f"{name}.py is a script of its own, which has no counterpart here; known are: "
+            f"{', '.join(SCRIPTS)}."
         )
     fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}
     if "lora_target_modules" in fields:  # some write commas between them

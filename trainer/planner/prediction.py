@@ -22,8 +22,8 @@ def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
     timed = [line for line in data.metrics if line.get("timing_s/gen", 0.0) > 0.0]
     if not timed:
         raise ConfigError(
-            f"{folder}/metrics.jsonl has no timing_s/gen, so nothing says how long its generators "
-            "generate; give a PPO run, or the seconds by --gen, --score, --update and --sync."
+            f"{folder}/metrics.jsonl has no timing_s/gen, so the time of generation is unknown; "
+            "give a PPO run, or the seconds by --gen, --score, --update and --sync."
         )
     timed = timed[1:] or timed
     phases = Phases(*map(list, zip(*map(_phases_of, timed), strict=True)))

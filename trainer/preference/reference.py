@@ -58,7 +58,7 @@ def kept_or_computed(
             what = "rows of data.train_files" if are_same_weights else "reference's weights"
             raise CheckpointError(
                 f"{source} holds log-probs of another reference: the {what} are other ones now. "
-                "Put back what the run started with, or start anew in another "
+                "Put back what the run started with, or start again in another "
                 "trainer.default_local_dir."
             )
         tables[name] = compute(name)
@@ -79,5 +79,5 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return tables, dict(opened.metadata())
     except SafetensorError as error:
         raise CheckpointError(
-            f"{file} is damaged ({error}). Remove it: its log-probs are then computed anew."
+            f"{file} is damaged ({error}). Remove it: its log-probs are then computed again."
         ) from error

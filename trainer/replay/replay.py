@@ -164,7 +164,7 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
     if asked.stage and not issubclass(trainer_cls, PPOTrainer):
         raise ConfigError(
             f"--stage: a step of {trainer_cls.__qualname__} has no stages {', '.join(STAGES)}; "
-            "they are those of verl-like ppo. Leave --stage out."
+            "only verl-like ppo has them. Leave --stage out."
         )
     if asked.stage and trainer_cls.step is not PPOTrainer.step:
         raise ConfigError(

@@ -109,7 +109,7 @@ def _recipe_of(trainer_cls: Any, name: str) -> Recipe[Any]:
     base = next((base for base in getattr(trainer_cls, "__mro__", ()) if base in ours), None)
     if base not in owners:
         raise ConfigError(
-            f"a run of {name} cannot be replayed: its steps do not follow from a checkpoint alone. "
+            f"a run of {name} cannot be replayed: its steps depend on more than a checkpoint. "
             f"Those of verl-like {', '.join(each.name for each in recipes)} do."
         )
     return owners[base]

@@ -97,7 +97,7 @@ class FaultInjection:
         in_order = kept == list(range(self._first + 1, self._first + 1 + len(kept)))
         if not in_order or self._num_begun != sum(became.values()):
             raise LedgerError(
-                f"the steps of a run with faults on purpose do not add up: {self._num_begun} were "
+                f"the steps of a run with injected faults do not add up: {self._num_begun} were "
                 f"begun, {became}; metrics.jsonl has steps {kept} after step {self._first}. The "
                 f"faults are in {self._folder / FAULTS_FILE}."
             )

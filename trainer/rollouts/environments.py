@@ -79,8 +79,8 @@ def check_games(config: Any) -> None:
         files = getattr(config.data, setting)
         if is_num_games(files) and not plays(config):
             raise ConfigError(
-                f"data.{setting}={files} is a number of games, and there is no environment "
-                "that plays them: set environment=FILE.py:CLASS, or give a file."
+                f"data.{setting}={files} is a number of trajectories, and there is no environment: "
+                "set environment=FILE.py:CLASS, or give a file."
             )
 
 

@@ -43,7 +43,7 @@ def try_rewards(
     if num_failed >= len(batch):
         raise RewardError(
             f"the reward gives no score for any of {len(batch)} rows whose answer is their own "
-            "ground truth; what went wrong stands above."
+            "ground truth; the cause is above."
         )
     scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]

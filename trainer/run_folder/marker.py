@@ -64,7 +64,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         )
         beside = named(committed(folder.parent))
         raise CheckpointError(
-            f"{folder} is no checkpoint: {what}. Committed ones beside it: {beside}."
+            f"{folder} is no checkpoint: {what}. Committed ones next to it: {beside}."
         ) from error
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error

@@ -108,7 +108,7 @@ class RunResult:
         """Return the samples of a step, by default the last one: `input`, `output`, `score`, ..."""
         files = {int(file.stem): file for file in (self.folder / "rollouts").glob("*.jsonl")}
         if not files:
-            raise ConfigError(f"the run in {self.folder} has drawn no samples.")
+            raise ConfigError(f"the run in {self.folder} has no samples.")
         if step is not None and step not in files:
             raise ConfigError(
                 f"there are no samples of step {step} in {self.folder}, but of the steps "

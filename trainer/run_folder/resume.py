@@ -190,7 +190,7 @@ class ResumePoint:
         if steps:
             raise DamagedCheckpointError(
                 f"no checkpoint in {self.folder} is whole: {'; '.join(self.damaged.values())}. "
-                f"Start anew in another trainer.default_local_dir, or here: move "
+                f"Start again in another trainer.default_local_dir, or here: move "
                 f"{named(steps)} away."
             )
         return None

@@ -144,7 +144,7 @@ def _usual_role(checkpoint: Path, roles: list[str]) -> str:
         return roles[0]
     raise CheckpointError(
         f"{checkpoint} has weights of {', '.join(roles) or 'no role (save_contents lacked model)'};"
-        " say which with --role."
+        " choose one with --role."
     )
 
 

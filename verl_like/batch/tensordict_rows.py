@@ -93,7 +93,7 @@ def _entries(whole: TensorDict) -> dict[str, Any]:
         column = whole.get(name)
         if not isinstance(column, NonTensorData):
             raise BatchError(
-                f"A TensorDict without a batch dim holds NonTensorData alone, and {name!r} is a "
+                f"A TensorDict without a batch dim holds only NonTensorData, and {name!r} is a "
                 f"{type(column).__name__}: give it batch_size=[rows]."
             )
         entries[name] = column.data

@@ -182,7 +182,7 @@ class BoundMethod:
             )
             if call.concurrent and parts:
                 raise DispatchError(
-                    f"{self.name} goes past the queue of calls and takes small values only, "
+                    f"{self.name} runs outside the queue of calls and takes small values only, "
                     f"nothing of {SHARED_BYTES} bytes or more."
                 )
             pending.append(transport.submit(rank, call, parts))

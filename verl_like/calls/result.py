@@ -111,7 +111,7 @@ def form_of(headers: Sequence[Header], where: str) -> str:
     if alone and len(alone) < len(forms):
         others = [rank for rank in forms if rank not in alone]
         raise DispatchError(
-            f"{where} returned metrics alone on rank(s) {alone}, and something else on rank(s) "
+            f"{where} returned only metrics on rank(s) {alone}, and something else on rank(s) "
             f"{others}. Return the same on every rank: a batch, (batch, metrics), or metrics."
         )
     for rank, form in forms.items():

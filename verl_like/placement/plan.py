@@ -257,7 +257,7 @@ def _choose_nodes(
             raise NoRoomError(
                 f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
                 f"{' and '.join(each)} each, and none has room: {_rooms_in_words(rooms, chosen)}. "
-                f"To mend it, {way_out}."
+                f"To fix it, {way_out}."
             )
         fitting[0].take(count, need)
         chosen.append(fitting[0])

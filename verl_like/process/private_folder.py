@@ -21,7 +21,7 @@ def private_folder(place: str | None = None) -> Path:
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not is_private or status.st_uid != os.getuid():
         raise WorkerError(
-            f"{folder} is not a folder of this user alone (mode 700), so another could reach what "
+            f"{folder} is not private to this user (mode 700), so others could reach what "
             "this run keeps there: sockets, logs, data. Remove it, or set TMPDIR to a folder of "
             "your own."
         )

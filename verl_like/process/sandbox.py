@@ -139,10 +139,10 @@ def isolate_network() -> None:
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())
             raise ConfigError(
-                f"network=false needs a network namespace, which this machine refuses ({reason}). "
-                "Allow user namespaces (sysctl user.max_user_namespaces, "
+                "network=false needs a network namespace, which this machine does not allow "
+                f"({reason}). Allow user namespaces (sysctl user.max_user_namespaces, "
                 "kernel.apparmor_restrict_unprivileged_userns=0; in a container its seccomp "
-                "profile), or take network=true."
+                "profile), or set network=true."
             )
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
@@ -173,8 +173,8 @@ def _keep_writes_in(*places: str) -> None:
     libc, version = ctypes.CDLL(None, use_errno=True), _landlock_version()
     if version < 1:
         raise ConfigError(
-            "writing cannot be kept in a folder here: that takes Linux 5.13 or newer with Landlock "
-            "(/sys/kernel/security/lsm names it where it is on)."
+            "writing cannot be limited to a folder here: this needs Linux 5.13 or newer with "
+            "Landlock (/sys/kernel/security/lsm names it where it is on)."
         )
     rights = _WRITES | (_REFER if version > 1 else 0) | (_TRUNCATE if version > 2 else 0)
     handled = struct.pack("QQQ", rights, 0, _SIGNALS_AND_SOCKETS if version > 5 else 0)
@@ -190,7 +190,7 @@ def _keep_writes_in(*places: str) -> None:
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if libc.syscall(_LANDLOCK_RESTRICT, rules, 0) != 0:
         raise ConfigError(
-            f"writing cannot be kept in {places[0]} here ({os.strerror(ctypes.get_errno())})."
+            f"writing cannot be limited to {places[0]} here ({os.strerror(ctypes.get_errno())})."
         )
     os.close(rules)
 

@@ -87,7 +87,7 @@ def get_group_balanced_partitions(
     Every set has the same number of uids.
     """
     if len(seqlen_list) != len(uid_list):
-        raise BatchError(f"{len(seqlen_list)} lengths and {len(uid_list)} uids: one each a row.")
+        raise BatchError(f"{len(seqlen_list)} lengths and {len(uid_list)} uids: give one per row.")
     rows_of_uid: dict[Hashable, list[int]] = {}
     for row, uid in enumerate(uid_list):
         rows_of_uid.setdefault(uid, []).append(row)

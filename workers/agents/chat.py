@@ -40,7 +40,7 @@ class TurnRenderer:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"environment: the tokenizer of {tokenizer.name_or_path} has no chat template, "
-                "which says what stands around a turn. Add chat_template.jinja to the model folder."
+                "which defines how turns are written. Add chat_template.jinja to the model folder."
             )
         self._by_tools: dict[str, TurnRenderer] = {}
         self._is_behind_calls: dict[tuple[str, ...], bool] = {}
@@ -184,8 +184,8 @@ class TurnRenderer:
         if not placeholder:
             raise ConfigError(
                 f"environment: the chat template of {self._tokenizer.name_or_path} leaves out what "
-                "the assistant said once another turn follows, so what stands between the turns is "
-                "not known."
+                "the assistant said once another turn follows, so the text between the turns is "
+                "unknown."
             )
         return rest
 
@@ -269,7 +269,7 @@ class TurnRenderer:
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} refuses a chat "
+                f"environment: the chat template of {self._tokenizer.name_or_path} rejects a chat "
                 f"with the roles {', '.join(str(m['role']) for m in messages)}: {error}"
             ) from error
         return text

@@ -362,7 +362,7 @@ def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
     if extra := _in_words(module, names):
         raise ConfigError(
             f"model.path={config.path!r}: {extra}. Without them it would compute other numbers: "
-            "config.json may be of another model, or the folder quantized; save it anew with "
+            "config.json may be of another model, or the folder quantized; save it again with "
             "save_pretrained."
         )
 

@@ -233,7 +233,7 @@ def check_device(device_type: str) -> None:
     """Reject devices that are not known to multiply int8 exactly."""
     if device_type != "cpu":
         raise ConfigError(
-            f"quantization=int8 multiplies integers on CPUs alone, and this role's device is "
+            f"quantization=int8 works only on CPUs, and this role's device is "
             f"{device_type}: leave quantization out and set rollout.dtype or model.compute_dtype="
             "bfloat16; rollout.name=vllm has rollout.quantization=fp8."
         )

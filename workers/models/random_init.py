@@ -27,7 +27,7 @@ def check_weights(key: str, path: str, seed: int | None) -> None:
     if seed is None and is_bare_config(path):
         raise ConfigError(
             f"{key}={path} has a config.json and no weights. To begin with random ones, say so: "
-            "model.random_init_seed=<number>, of the same section; or take a folder of "
+            "model.random_init_seed=<number>, of the same section; or use a folder of "
             "save_pretrained."
         )
 

@@ -24,7 +24,7 @@ def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
     raise ConfigError(
         f"the model of role {role!r}, {path!r}, has another tokenizer than "
         f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "
-        f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized anew for it: take a model "
+        f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized again for it: use a model "
         "of the actor's family."
     )
 

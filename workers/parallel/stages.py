@@ -63,7 +63,7 @@ class StageParts:
             others += owner._parameters.keys()
             others += owner._buffers.keys() - owner._non_persistent_buffers_set
         if others:
-            raise NoStages(f"it has {', '.join(others)} beside embeddings and layers")
+            raise NoStages(f"it has {', '.join(others)} outside of embeddings and layers")
         after = [name for name in weighty[end + 1 :] if name != tables[0]]
         ends: list[tuple[nn.Module, str]] = [(body, name) for name in after]
         ends += [(module, name) for name, child in module.named_children() if child is not body]

@@ -467,7 +467,7 @@ def layers_of(module: Any) -> dict[str, Layer]:
 def _style(name: str, path: str, layer: Any, placements: Mapping[str, Placement]) -> type[Whole]:
     style = STYLES.get(name)
     if style is None:
-        raise NotCut(f"the plan cuts {path} in a way that is not known here: {name}")
+        raise NotCut(f"the plan cuts {path} in an unknown way: {name}")
     if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
         raise NotCut(f"the plan cuts {path} as a linear layer, and it is a {type(layer).__name__}")
     if style is Experts and (others := layer._parameters.keys() - placements.keys()):
@@ -477,7 +477,7 @@ def _style(name: str, path: str, layer: Any, placements: Mapping[str, Placement]
 
 def _placement(style: str, path: str) -> Placement:
     if style not in PLACEMENTS:
-        raise NotCut(f"the plan cuts weights of {path} in a way that is not known here: {style}")
+        raise NotCut(f"the plan cuts weights of {path} in an unknown way: {style}")
     return PLACEMENTS[style]
 
 

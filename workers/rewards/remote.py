@@ -59,7 +59,7 @@ class RemoteScorer:
         except (RemoteError, TimeoutError) as err:
             raise ConfigError(
                 f"The reward server {self._config.url} does not answer: {err}. Start it "
-                "(`verl-like serve-reward`), or mend the url."
+                "(`verl-like serve-reward`), or fix the url."
             ) from err
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:

@@ -58,7 +58,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         if self.engine.version is None:
             raise WeightSyncError(
                 f"{self.role}: this copy of the critic holds no version of its weights; it was "
-                "sent none, or a rank has refused them. deliver_weights(critic_group, copy_group) "
+                "sent none, or a rank has rejected them. deliver_weights(critic_group, copy_group) "
                 "brings them."
             )
         return super().forward(data, wanted)

@@ -122,8 +122,8 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
             return
         if not any(Path(path).glob("*.safetensors")):
             raise CheckpointError(
-                f"{path} holds no weights: the reference of that run stood still. Leave out "
-                "actor_rollout_ref.ref.update_every, or start anew."
+                f"{path} holds no weights: the reference of that run did not change. Leave out "
+                "actor_rollout_ref.ref.update_every, or start a new run."
             )
         self.engine.load(Path(path))
 

@@ -258,7 +258,7 @@ class RolloutWorker(WeightReceiver, Worker):
         if not self.engine.owns_weights:
             if self.engine.module is not actor.engine.module:
                 raise WeightSyncError(
-                    "the actor was built anew after the rollout; call rollout.init_model again."
+                    "the actor was built again after the rollout; call rollout.init_model again."
                 )
             self.engine.commit(version)
             return SyncReport()

@@ -186,8 +186,8 @@ class RolloutEngine(ABC):
             self.abort()
             raise RolloutError(
                 f"rollout: new weights came within a generation of {num_lost} samples and were "
-                "refused, so there are none to go on with; "
-                "sync_weights(actor_group, rollout_group, version), then generate them again."
+                "rejected, so the engine has no weights; sync_weights(actor_group, rollout_group, "
+                "version), then generate them again."
             )
         try:
             finished = self._advance(Budget(max_tokens, seconds, until_one))
@@ -388,13 +388,13 @@ def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -
         return
     if sampling.truncated_log_probs and sample.truncated_log_probs is None:
         raise RolloutError(
-            f"rollout: {sample.name} was begun without truncated_log_probs; go on without."
+            f"rollout: {sample.name} was started without truncated_log_probs; continue without."
         )
     longest = sample.longest(sampling.max_tokens)
     if len(sample.tokens) >= longest or sample.finish_reason != UNFINISHED:
         raise RolloutError(
             f"rollout: {sample.name} was begun with {len(sample.tokens)} tokens and may have "
-            f"{longest}: there is nothing to go on with. Only responses of finish "
+            f"{longest}: nothing is left to generate. Only responses of finish "
             'reason "abort" are unfinished.'
         )
     _check_ids("partial response", sample.tokens.tolist(), sample.name, vocab_size)

@@ -99,7 +99,7 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
         check_device(device_type)
     elif device_type != "cuda":
         raise ConfigError(
-            f"{pair}: vLLM rounds to fp8 on GPUs alone, and this role's device is {device_type}. "
+            f"{pair}: vLLM rounds to fp8 only on GPUs, and this role's device is {device_type}. "
             "Leave it out."
         )
 

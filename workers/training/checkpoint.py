@@ -272,7 +272,7 @@ def refuse_other_model(
     folder: Path,
     here: dict[str, list[int]],
     saved: dict[str, Any],
-    way_out: str = "Set model.path (and model.lora_rank) as they were, or start anew in another "
+    way_out: str = "Set model.path (and model.lora_rank) as they were, or start again in another "
     "trainer.default_local_dir.",
 ) -> None:
     """Reject a checkpoint with missing, unknown or differently shaped tensors; one error lists all.

@@ -50,7 +50,7 @@ class NonfiniteGuard:
             raise WorkerError(
                 f"{self.in_a_row} steps in a row had a non-finite gradient "
                 f"(optim.max_skipped_steps={self.limit}); the last: {fact} Look at those samples' "
-                "rewards and log-probs, lower optim.lr, or go on from an earlier checkpoint."
+                "rewards and log-probs, lower optim.lr, or continue from an earlier checkpoint."
             )
         if self.groups.is_first:
             logger.warning("%s %d in a row, %d in all.", fact, self.in_a_row, self.total)

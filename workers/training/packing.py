@@ -55,7 +55,7 @@ def _check_first_tokens(mask: Ragged, inside: Tensor, rows: Tensor) -> None:
     if inside[begins].any():
         raise BatchError(
             "a row's first token is inside its response_mask; its log-prob would be read at the "
-            "token before it, and there is none. Rows need a prompt of a token at least."
+            "token before it, and there is none. A row needs a prompt of at least one token."
         )
 
 

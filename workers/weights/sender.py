@@ -332,7 +332,7 @@ class Snapshots:
                 )
                 raise WeightSyncError(
                     f"version {version} is not there to be delivered: {available}. "
-                    "actor.publish_weights(version) makes one, in the place of the one before."
+                    "actor.publish_weights(version) makes one, which replaces the previous one."
                 )
             self.held[address] = self.newest
             return self.newest

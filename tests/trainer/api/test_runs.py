@@ -286,7 +286,7 @@ def test_a_callback_that_would_never_be_called_is_refused(
 
 
 def test_a_key_that_an_argument_stands_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path='b' stands among the keys"):
+    with pytest.raises(ConfigError, match=r"model\.path='b' is among the keys"):
         SFT("a", ROWS, save_to=tmp_path, **{"model.path": "b"})
     with pytest.raises(ConfigError, match=r"There is no key 'optim\.lrr'.*'optim\.lr'"):
         SFT("a", ROWS, save_to=tmp_path, optim={"lrr": 1.0})

@@ -19,7 +19,7 @@ WAIT_S = 20.0
 
 
 class Group(StandInGroup):
-    """A rollout group that dies as weights of version 2 arrive, and can be started anew."""
+    """A rollout group that dies as weights of version 2 arrive, and can be restarted."""
 
     def __init__(self, restarts: bool) -> None:
         super().__init__()

@@ -201,7 +201,7 @@ MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b
             ["role_mapping.ref=trainer_pool"],
             "ref=trainer_pool is not rollout's pool, generator_0",
         ),
-        (["actor_rollout_ref.ref.update_every=2"], "generators' references stand still"),
+        (["actor_rollout_ref.ref.update_every=2"], "the generators' references do not change"),
         (
             ["async_training.weight_update=immediate"],
             "copy of the critic takes weights between two pieces",

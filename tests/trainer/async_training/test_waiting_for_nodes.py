@@ -37,7 +37,7 @@ class Group:
 
 
 class Cluster(dict[str, Group]):
-    """Groups of generators; a pool can be started anew at the try for which there is no error."""
+    """Groups of generators; a pool can be restarted at the try for which there is no error."""
 
     def check_idle(self, what: str) -> None:
         """No pool is lost but those that a try says."""
@@ -134,10 +134,10 @@ def test_a_wait_in_vain_ends_the_run_by_name(tiny_dir: Path, tmp_path: Path) -> 
 def test_where_all_pools_would_have_to_move_its_loss_is_raised(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    cluster = Cluster(1, PlacementError("Planned anew, all pools fit."))
+    cluster = Cluster(1, PlacementError("After planning again, all pools fit."))
     with pytest.raises(WorkerDiedError, match="node 7 is lost") as caught:
         losses(config_of(tiny_dir, tmp_path), cluster)(0, LOST, num_lost=2)
-    assert caught.value.__notes__ == ["Planned anew, all pools fit."]
+    assert caught.value.__notes__ == ["After planning again, all pools fit."]
 
 
 def test_told_to_stop_the_other_generators_end_the_step_or_nobody_does(

@@ -40,9 +40,9 @@ def user(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% for i in range(10**9) %}x{% endfor %}", "the chat template refuses it: Range too big"),
-        ("{{ messages[0].no.such }}", "the chat template refuses it: .*no attribute"),
-        ("{{ 1 // 0 }}", "the chat template refuses it: "),
+        ("{% for i in range(10**9) %}x{% endfor %}", "the chat template rejects it: Range too big"),
+        ("{{ messages[0].no.such }}", "the chat template rejects it: .*no attribute"),
+        ("{{ 1 // 0 }}", "the chat template rejects it: "),
         ("{{ 'x' * 20000000 }}", "it has 20,000,000 characters, of which"),
         (ENDLESS, "has not written a chat in 1 s, for a message of one letter"),
     ],

@@ -104,8 +104,8 @@ def test_cards_have_names_or_a_size(simulate: str, gib: int) -> None:
     [
         (("trainer.simulate=H100",), "trainer.simulate=H100: give the GPUs of a machine as 8xH100"),
         (("trainer.simulate=0xH100",), "=0xH100: give the GPUs"),
-        (("trainer.simulate=8xH10O",), "'H10O' is no card .* Did you mean 'H100'"),
-        (("trainer.simulate=8x0GiB",), "'0GiB' is no card whose memory is known"),
+        (("trainer.simulate=8xH10O",), "'H10O' is not a GPU .* Did you mean 'H100'"),
+        (("trainer.simulate=8x0GiB",), "'0GiB' is not a GPU whose memory is known"),
         (("trainer.simulate=8xH100", "trainer.device=cpu"), "=8xH100 and trainer.device=cpu"),
         (("trainer.simulate=8xH100", "trainer.dry_run=false"), "nothing can train on GPUs that"),
     ],

@@ -103,7 +103,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "null content": (second(row(chat(None))), "line 2: the content of message 0 is null", 2),
     "a role that is none": (second(row(chat("a", 3))), "line 2: the role of message 0 is 3", 2),
     "a template's refusal": (second(row(chat("a", "nobody"))), "line 2: the chat template", 2),
-    "a template's own error": (second(row(chat([7]))), "line 2: the chat template refuses it", 2),
+    "a template's own error": (second(row(chat([7]))), "line 2: the chat template rejects it", 2),
     "a number": (second(row(7)), "line 2: 'prompt' is 7, neither a text nor messages", 2),
     "zero": (second(row(0)), "line 2: 'prompt' is 0, neither a text nor messages", 2),
     "a boolean": (second(row(False)), "line 2: 'prompt' is False, neither", 2),

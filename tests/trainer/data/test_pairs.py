@@ -73,8 +73,8 @@ def test_what_the_assistant_said_in_the_prompt_is_not_in_the_loss(tokenizer: Any
         ({"prompt": ""}, "'chosen': 'prompt' is empty"),
         ({"margin": "much"}, "'margin' is 'much', not a number"),
         ({"margin": float("nan")}, "'margin' is nan, not a number"),
-        ({"chosen": said("aa")}, "messages stand beside a prompt that is no list of messages"),
-        ({"chosen": 7}, "messages stand beside a prompt that is no list of messages"),
+        ({"chosen": said("aa")}, "must both be texts, or both lists of messages"),
+        ({"chosen": 7}, "must both be texts, or both lists of messages"),
     ],
 )
 def test_a_bad_pair_is_refused(change: dict[str, Any], problem: str, tokenizer: Any) -> None:

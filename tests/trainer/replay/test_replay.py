@@ -195,7 +195,7 @@ def test_a_configuration_with_unknown_keys_is_of_another_version(copied: Path) -
 @pytest.mark.parametrize(
     ("was", "match"),
     [
-        ("trainer.async_training.step.AsyncTrainer", "do not follow from a checkpoint alone"),
+        ("trainer.async_training.step.AsyncTrainer", "depend on more than a checkpoint"),
         ("trainer.sft.step.SFTTrainer", "another version"),
     ],
 )

@@ -198,7 +198,7 @@ def test_a_file_of_the_current_folder_is_found_by_workers(
         ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0", PPO),
         ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only", PPO),
         ((f"environment={GAMES}:Count", "environment.kwargs.turn=1"), "got an unexpected", PPO),
-        (("data.train_files=8",), "is a number of games, and there is no environment", PPO),
+        (("data.train_files=8",), "is a number of trajectories, and there is no environment", PPO),
         (("environment=gymnasium:FrozenLake-v9",), "Did you mean 'FrozenLake-v1'", PPO),
         ((f"environment={GAMES}:Count", f"tools=[{GAMES}:add]"), "does not write tools", PPO),
     ],

@@ -182,7 +182,7 @@ def test_a_chosen_checkpoint_must_be_one_and_the_newest_of_the_run_folder(tmp_pa
     mode = "trainer.resume_mode=resume_path"
     with pytest.raises(
         CheckpointError,
-        match="there is no such folder. Committed ones beside it: global_step_2, global_step_4",
+        match="there is no such folder. Committed ones next to it: global_step_2, global_step_4",
     ):
         checkpoints(tmp_path, mode, f"trainer.resume_from_path={tmp_path}/global_step_3")
     with pytest.raises(CheckpointError, match="holds checkpoints of later steps: 4"):

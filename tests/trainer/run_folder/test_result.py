@@ -70,7 +70,7 @@ def test_a_table_of_pandas_has_a_row_for_each_step(
 
 def test_samples_are_those_of_the_last_step_or_of_one_that_is_named(tmp_path: Path) -> None:
     result = result_of(tmp_path)
-    with pytest.raises(ConfigError, match="has drawn no samples"):
+    with pytest.raises(ConfigError, match="has no samples"):
         result.samples()
     (tmp_path / "rollouts").mkdir()
     for step in (2, 10):

@@ -101,7 +101,7 @@ def test_the_folder_of_a_sweep_names_its_runs(tmp_path: Path) -> None:
 def test_several_roles_without_a_policy_have_to_be_told_apart(tmp_path: Path) -> None:
     roles = {"student": ["model"], "judge": ["model"], "frozen": []}
     checkpoint(tmp_path, 1, roles, {})
-    with pytest.raises(CheckpointError, match="weights of judge, student; say which with --role"):
+    with pytest.raises(CheckpointError, match="weights of judge, student; choose one with --role"):
         find_saved_model(tmp_path)
     with pytest.raises(CheckpointError, match="what 'judge' was trained from.*--model"):
         find_saved_model(tmp_path, role="judge")

@@ -252,7 +252,7 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
         f"list {['passed on'] * num_workers}"
     }
     with pytest.raises(
-        DispatchError, match="faulty.stop goes past the queue of calls and takes small values only"
+        DispatchError, match="faulty.stop runs outside the queue of calls and takes small values"
     ):
         groups["faulty"].stop(batch(100_000))
     with pytest.raises(DispatchError, match="concurrent=True. splits no batch"):

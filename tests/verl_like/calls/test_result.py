@@ -39,7 +39,7 @@ def test_a_future_with_metrics_is_cut_again_as_its_batch(world: int) -> None:
 def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:
     with pytest.raises(
         DispatchError,
-        match=r"metrics_on_the_first returned metrics alone on rank\(s\) \[0\], and something else",
+        match=r"metrics_on_the_first returned only metrics on rank\(s\) \[0\], and something else",
     ):
         GROUPS[2].metrics_on_the_first(batch(2))
     with pytest.raises(

@@ -47,7 +47,7 @@ def test_a_machine_without_namespaces_keeps_nobody_from_the_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: NoNamespaces)
-    with pytest.raises(ConfigError, match=r"needs a network namespace.*or take network=true"):
+    with pytest.raises(ConfigError, match=r"needs a network namespace.*or set network=true"):
         isolate_network()
 
 

@@ -183,10 +183,10 @@ def test_a_special_token_in_a_tools_name_or_call_is_a_text() -> None:
 @pytest.mark.parametrize(
     ("template", "tools", "words"),
     [
-        (None, [], "has no chat template, which says what stands around a turn"),
+        (None, [], "has no chat template, which defines how turns are written"),
         (DROPS, [], "leaves out what the assistant said once another turn follows"),
         (TRIMS, [], "does not write what the assistant said as it was said"),
-        (REFUSES, [], "refuses a chat with the roles user, assistant"),
+        (REFUSES, [], "rejects a chat with the roles user, assistant"),
         (WITHOUT_ANSWERS, [TOOL], "leaves out what a message of the role 'tool' says, so it would"),
         (CHAT_TEMPLATE, [TOOL], "does not write tools into the prompt.*'add'"),
     ],

@@ -106,7 +106,7 @@ def test_truncated_log_probs_are_those_of_what_was_drawn_from_and_survive_an_abo
     torch.testing.assert_close(
         rest.truncated_log_probs, whole.truncated_log_probs, atol=1e-4, rtol=0
     )
-    with pytest.raises(RolloutError, match="was begun without truncated_log_probs"):
+    with pytest.raises(RolloutError, match="was started without truncated_log_probs"):
         engine.generate([replace(begun, truncated_log_probs=None)], sampling)
 
 
@@ -236,7 +236,7 @@ def test_an_aborted_generation_goes_on_where_it_stopped(engine: RolloutEngine) -
     for i, sample in zip(unfinished, again, strict=True):
         same(sample, whole[i], engine)
     finished = next(sample for sample in whole if sample.finish_reason == "stop")
-    with pytest.raises(RolloutError, match="there is nothing to go on with"):
+    with pytest.raises(RolloutError, match="nothing is left to generate"):
         engine.generate([finished], settings())
 
 

@@ -193,7 +193,7 @@ def test_weights_that_no_other_rank_could_take_end_the_generation_too(
     def take_without_a_vote() -> None:
         engine.load_weights((name, w.detach()) for name, w in other.named_parameters())
 
-    with pytest.raises(RolloutError, match="refused, so there are none to go on with"):
+    with pytest.raises(RolloutError, match="rejected, so the engine has no weights"):
         generate_and(engine, requests_of(PROMPTS), LONG, 4, take_without_a_vote)
 
 

@@ -32,7 +32,7 @@ class Choices:
             if layer._quant_method.is_monolithic or not isinstance(layer.router, BaseRouter):
                 raise ConfigError(
                     f"rollout: vLLM chooses experts within {type(layer._quant_method).__name__}, "
-                    "where nobody hears it. Leave actor.router_replay out, or set "
+                    "where they cannot be recorded. Leave actor.router_replay out, or set "
                     "rollout.name=native."
                 )
             layer.router.set_capture_fn(partial(self._note, number))

@@ -89,7 +89,7 @@ def test_the_token_is_for_its_user_alone(tmp_path: Path, is_there: bool) -> None
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     private_folder(str(tmp_path)).chmod(0o755)
-    with pytest.raises(WorkerError, match="not a folder of this user alone"):
+    with pytest.raises(WorkerError, match="not private to this user"):
         private_folder(str(tmp_path))
 
 
