@@ -90,8 +90,8 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
     except Exception as err:
         raise ConfigError(
             f"the reward function {function!r:.80} cannot be sent to its process "
-            f"({type(err).__name__}: {err}). What it uses must be picklable: open files, locks and "
-            "connections inside it."
+            f"({type(err).__name__}: {err}). Everything that it uses must be "
+            "picklable; open files, locks and connections are not."
         ) from err
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".pkl").write_bytes(pickled.getvalue())

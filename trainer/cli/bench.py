@@ -268,7 +268,7 @@ class _Number:
             if self.low <= number <= self.high and number < math.inf:
                 return number
         range_of = f"{self.low} or more" if self.high == math.inf else f"{self.low} to {self.high}"
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {range_of}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {range_of}")
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
            [--prove]
 
 Runs a shell script in a sandbox where nothing trains, and prints every training that it would start
-as a command of verl-like. The shell takes care of variables, loops and files. Arguments behind the
-script are the script's. Below each command it prints what became of every flag: renamed, always so
-here, or not here and what to do instead. It also prints the defaults that differ from ours, which
-the command sets. A command that would be another experiment here is rejected. With --prove as the
-last word it also compares loss and estimator with verl's or TRL's own functions on small batches.
+as a command of verl-like. The shell handles variables, loops and files, and arguments after the
+script go to the script. Below each command it prints what became of every flag: renamed, always so
+here, or not supported and what to do instead. The command also sets defaults that differ from ours.
+A command that would be another experiment here is rejected. With --prove as the last word it also
+compares loss and estimator with verl's or TRL's own functions on small batches.
 
   verl-like migrate verl run_qwen2-7b.sh                   main_ppo, SFT, fully async, one step off
   NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out    variables and arguments of the script

@@ -124,7 +124,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
     messages = row["messages"]
     check_messages("messages", messages)
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("'messages' has none of the assistant's")
+        raise ValueError("'messages' has no message of the assistant")
     for number, message in enumerate(messages):
         content = message["content"]
         text = content.strip() if isinstance(content, str) else content

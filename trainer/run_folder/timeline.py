@@ -121,7 +121,7 @@ class Timeline:
                 else:
                     self._lanes[event["pid"], event["args"]["name"]] = event
         if last != _TAIL[1:]:
-            raise ValueError("it does not end as a run's does")
+            raise ValueError("the end of the file is missing")
 
 
 def call_timings(

@@ -82,8 +82,8 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
             or len(arguments) != NUM_ARGUMENTS + 1
         ):
             raise ConfigError(
-                f"{key}={size}: {name} is a {type(experts).__name__}, which does not keep "
-                "its experts as tensors of all of them; leave it at 1."
+                f"{key}={size}: {name} is a {type(experts).__name__}, which does not store "
+                "all experts in one tensor; leave it at 1."
             )
         if count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)

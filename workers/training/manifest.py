@@ -40,9 +40,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json_object(path)
         if "format" not in manifest and "tensors" in manifest:
             raise CheckpointError(
-                f"{folder} was written by an earlier verl-like, whose files of tensors this one "
-                "does not read. Go on with that version (commit.json names it), or export the "
-                "model with it and start from that."
+                f"{folder} was written by an earlier verl-like, whose tensor files this version "
+                "does not read. Continue with that version (commit.json names it), or export the "
+                "model with it and start from the export."
             )
         refuse_other_form(manifest, FORM)
     except FileNotFoundError as error:

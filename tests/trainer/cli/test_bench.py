@@ -123,7 +123,7 @@ def test_an_option_out_of_its_range_ends_with_one_line(
 def test_a_number_that_is_none_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.overlap(["--gen=x"])
-    assert "argument --gen: 'x' is no number of 0 or more" in capsys.readouterr().err
+    assert "argument --gen: 'x' is not a number of 0 or more" in capsys.readouterr().err
 
 
 def test_another_benchmark_shows_the_help(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_the_command_prints_what_became_of_each_flag(
         assert f"\n{title}:\n" in printed
 
     for flags in ("--pretrain x --advantage_estimator rloo", "--prompt_data x"):
-        with pytest.raises(ConfigError, match="does not start as it is"):
+        with pytest.raises(ConfigError, match="the translated command is not complete"):
             migrated("openrlhf", flags)
 
     monkeypatch.setattr("sys.argv", ["verl-like", "migrate", "openrlh", "--pretrain x"])

@@ -181,7 +181,10 @@ def test_loss_on_all_counts_the_prompt_s_tokens(
         ("data.max_length=513", r"data\.max_length=513 .* has 512 positions\. Lower it by 1\."),
         ("model.path=nowhere", r"model\.path=nowhere is not a Hugging Face model folder"),
         ("data.train_files={bad}", r"bad\.jsonl, line 1: 'response' is empty"),
-        ("data.train_files={chat}", r"chat\.jsonl, line 1: 'messages' has none of the assistant's"),
+        (
+            "data.train_files={chat}",
+            r"chat\.jsonl, line 1: 'messages' has no message",
+        ),
         ("data.train_files={other}", r"line 1: it has neither 'messages', .* there is words"),
     ],
 )

@@ -149,7 +149,7 @@ def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups,
     assert future.get()[1]["ranks"] == ranks
 
     assert modes.metrics_alone(batch(4))["ranks"] == ranks
-    with pytest.raises(DispatchError, match="returned metrics alone, and was passed on as a batch"):
+    with pytest.raises(DispatchError, match="returned only metrics, and was passed on as a batch"):
         modes.same(modes.metrics_alone.remote(batch(4)))
     with pytest.raises(DispatchError, match="returned metric 'lengths' as Tensor of shape"):
         modes.metrics_of_a_tensor(batch(4))

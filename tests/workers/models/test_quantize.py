@@ -195,7 +195,7 @@ def test_kernels_of_floats_leave_it_alone() -> None:
 
 
 def test_a_gpu_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="CPUs alone.*device is cuda.*rollout.quantization=fp8"):
+    with pytest.raises(ConfigError, match="only on CPUs.*device is cuda.*rollout.quantization=fp8"):
         check_device("cuda")
 
 

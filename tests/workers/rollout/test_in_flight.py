@@ -176,7 +176,7 @@ def test_a_generation_whose_new_weights_are_refused_ends_and_draws_no_token_more
         with pytest.raises(WeightSyncError, match="1 missing: model.norm.weight"):
             engine.load_weights(some.items())
 
-    with pytest.raises(RolloutError, match=r"within a generation of \d samples and were refused"):
+    with pytest.raises(RolloutError, match=r"within a generation of \d samples and were rejected"):
         generate_and(engine, requests_of(PROMPTS), LONG, 4, take_some)
     with pytest.raises(RolloutError, match="has no verified weights"):
         engine.generate(requests_of(PROMPTS), LONG)
