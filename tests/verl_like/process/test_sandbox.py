@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,5 +55,6 @@ def test_a_machine_without_namespaces_keeps_nobody_from_the_network(
 @pytest.mark.parametrize("start", [run, lambda config: PPO(config, [])])
 def test_no_run_starts_in_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "1")
+    config = SimpleNamespace(trainer=SimpleNamespace(dry_run=False))
     with pytest.raises(ConfigError, match="a run is started while a reward function is loaded"):
-        start("no configuration is looked at")
+        start(config)
