@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ from workers.training.parts.load_balancing import LoadBalancing
 from workers.training.parts.router_replay import RouterReplay
 from workers.training.passes import Passes, Pieces
 from workers.training.readings import INPUTS, Reading
+from workers.training.smaller_passes import SmallerPasses
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -87,6 +89,7 @@ class TrainEngine(Model):
         self.reading = reading or Reading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
+        self.smaller_passes = SmallerPasses()
         self.names_of_step: list[str] = []
         """Names, for messages, of the rows whose gradients go into the next optimizer step."""
 
@@ -137,7 +140,11 @@ class TrainEngine(Model):
             loss = balanced.loss
         to_training(self.module)
         try:
-            totals = self.passes.train(batch, budget, loss, pieces)
+            if self.is_alone and balanced is None and pieces is None and not self.has_gradients:
+                train = partial(self.passes.train, batch, loss=loss)
+                totals = self.smaller_passes.run(train, budget, self.optimizer.zero_grad)
+            else:
+                totals = self.passes.train(batch, budget, loss, pieces)
         except BaseException:
             # a partial mini-batch must not reach a step
             self.optimizer.zero_grad(set_to_none=True)

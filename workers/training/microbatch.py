@@ -50,6 +50,15 @@ class Budget:
         """Return the budget of a role's section: tokens if `use_dynamic_bsz`, otherwise rows."""
         return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
 
+    def halved(self) -> Budget | None:
+        """Return half of this budget, or None if it is one row or one token."""
+        rows = None if self.rows is None else self.rows // 2
+        tokens = None if self.tokens is None else self.tokens // 2
+        return Budget(rows, tokens) if rows or tokens else None
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows" if self.tokens is None else f"{self.tokens} tokens"
+
 
 def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> Budget:
     """Return the budget of a PPO role: `rows` if the actor counts rows, otherwise tokens.

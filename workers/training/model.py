@@ -134,6 +134,11 @@ class Model:
         return self.groups.tp is None and not self.is_sharded and self.groups.pp is None
 
     @property
+    def is_alone(self) -> bool:
+        """True if no other rank takes part in a pass, and nothing gathers weights."""
+        return self.dims.world == 1 and not self.is_sharded
+
+    @property
     def packs(self) -> bool:
         """True if rows are concatenated without padding."""
         return self.row_passes.kind == "packed"

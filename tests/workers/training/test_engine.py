@@ -248,6 +248,45 @@ def test_an_error_in_the_middle_of_a_mini_batch_leaves_nothing_for_the_next_upda
     assert actor.weights_checksum() == other.weights_checksum()
 
 
+def out_of_memory(actor: Any, most_rows: int) -> list[int]:
+    """Let passes of more rows run out of memory; return the list of the passes' rows."""
+    passes: list[int] = []
+    policy_loss = actor.objective_settings.policy_loss
+
+    def needs_memory(**columns: Any) -> Any:
+        passes.append(len(columns["log_prob"]))
+        if passes[-1] > most_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return policy_loss(**columns)
+
+    actor.objective_settings.policy_loss = needs_memory
+    return passes
+
+
+def test_a_mini_batch_that_does_not_fit_is_repeated_in_smaller_passes(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, small = (
+        tiny_actor(tiny_dir, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=rows)
+        for rows in (4, 1)
+    )
+    passes = out_of_memory(actor, most_rows=1)
+    metrics, expected = actor.update_actor(make_batch(8)), small.update_actor(make_batch(8))
+    assert passes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "the second mini-batch fits at once"
+    assert actor.weights_checksum() == small.weights_checksum()
+    assert metrics["actor/pg_loss"] == expected["actor/pg_loss"]
+    assert metrics["actor/grad_norm"] == expected["actor/grad_norm"]
+    assert "CUDA out of memory: the mini-batch is repeated in passes of 2 rows" in caplog.text
+
+
+def test_a_row_that_does_not_fit_ends_the_run(tiny_dir: Path) -> None:
+    actor = tiny_actor(tiny_dir, ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=2)
+    passes = out_of_memory(actor, most_rows=0)
+    with pytest.raises(torch.OutOfMemoryError):
+        actor.update_actor(make_batch(2))
+    assert passes == [2, 1]
+
+
 def test_gradients_are_clipped_by_their_global_norm() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
     weights[0].grad, weights[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
