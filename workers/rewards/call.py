@@ -67,11 +67,19 @@ class Call:
                 f"the reward is {function!r:.60}, a {type(function).__name__}: name a function."
             )
         try:
-            parameters = inspect.signature(function).parameters
+            signature = inspect.signature(function)
         except (TypeError, ValueError):  # written in C, without a signature
             return cls(function, {name: name for name in SAMPLE_FIELDS}, kwargs)
 
+        parameters = signature.parameters
         takes_batches = any(mark in parameters for mark in BATCH_MARKS)
+        returned = inspect.formatannotation(signature.return_annotation).strip("'\"")
+        if not takes_batches and returned.removeprefix("typing.").lower().startswith("list"):
+            raise ConfigError(
+                f"the reward function is annotated to return {returned}, and it is called on one "
+                "sample: return a number, or score a batch by the parameters solution_strs, "
+                "prompts, ..."
+            )
         fills = _what_fills(takes_batches, columns)
         if not has_truth:
             fills = {name: entry for name, entry in fills.items() if entry != TRUTH}

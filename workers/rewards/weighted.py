@@ -77,7 +77,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     rewards = Rewards(parts, overlong if overlong.enable else None)
     sandbox = Sandbox.of(run.reward.sandbox)
     try:
-        for number, config in enumerate(rewards_of(run)):
+        for number, config in enumerate(_with_rules_for(rows, rewards_of(run))):
             manager: RewardManager | EnvironmentScores | None = None
             if config.kind == "environment":
                 manager = EnvironmentScores()
@@ -93,6 +93,17 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
         rewards.close()
         raise
     return rewards
+
+
+def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[RewardConfig]:
+    """Leave out the rule by data source if no row has one and a reward model scores."""
+    has_model = any(reward.kind == "model" for reward in rewards)
+    if not has_model or not REWARDS.keys().isdisjoint(rows.data_sources):
+        return rewards
+    kept = [reward for reward in rewards if reward.kind != "function" or reward.path]
+    if kept != rewards:
+        print("notice: no row's data_source has a rule: the reward model scores alone", flush=True)
+    return kept
 
 
 def _scorer(

@@ -18,7 +18,7 @@ def in_any_order(ground_truth: str, solution_str: str, weight: float = 1.0) -> s
     return f"{solution_str} is {ground_truth} x {weight}"
 
 
-def with_every_field(**fields: Any) -> list[str]:
+def with_every_field(**fields: Any) -> Any:
     return sorted(fields)
 
 
@@ -34,6 +34,15 @@ def one_too_few(solution_strs: list[str]) -> list[float]:
 
 def score_batch(function: Any, samples: list[Any]) -> list[Outcome]:
     return Calls(Call.of(function, {}), FunctionSpec(deadline=1.0)).score_batch(samples)
+
+
+def test_a_list_for_one_sample_is_rejected_at_the_start() -> None:
+    def scores(response: str) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(ConfigError, match=r"annotated to return list\[float\], and it "):
+        Call.of(scores, {})
+    assert Call.of(of_a_batch, {}).takes_batches
 
 
 def test_names_decide_not_places() -> None:

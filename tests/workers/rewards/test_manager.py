@@ -25,7 +25,7 @@ from workers.config import RewardConfig, RewardFunctionConfig
 from workers.rewards import scorer
 from workers.rewards.manager import FAILURES, RewardManager
 from workers.rewards.process import FunctionSpec
-from workers.rewards.weighted import Rewards, make_rewards
+from workers.rewards.weighted import Rewards, _with_rules_for, make_rewards
 
 FUNCTIONS = """
 import asyncio, os, time
@@ -274,6 +274,18 @@ def test_a_function_in_a_file_gets_its_keyword_arguments(
 def test_data_without_a_rule_are_refused(make_manager: Any) -> None:
     with pytest.raises(ConfigError, match="no rule reward for data_source 'openai/gsm8'"):
         make_manager(sources=["openai/gsm8"])
+
+
+def test_a_reward_model_needs_no_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    def names(*sources: str) -> list[str]:
+        rows: Any = SimpleNamespace(data_sources={*sources})
+        rewards = [RewardConfig(name="rule"), RewardConfig(name="model", kind="model", path="rm")]
+        return [reward.name for reward in _with_rules_for(rows, rewards)]
+
+    assert names("mine") == ["model"]
+    assert "the reward model scores alone" in capsys.readouterr().out
+    assert names("mine", "verl_like/tiny_letters") == ["rule", "model"]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_batch_that_takes_long_gets_more_processes(
