@@ -65,13 +65,16 @@ COMMANDS = {
 """Command -> its recipe, or a function of its arguments; the module's docstring is its help."""
 ASKS_FOR_HELP = {"-h", "--help"}
 PREFERENCE_LOSSES = {"hinge", "ipo", "kto", "orpo", "simpo"}
-OTHER_WORDS = {"train": "ppo", "explain": "check --full", "rm": "reward-model"}
+OTHER_WORDS = {"train": ["ppo"], "explain": ["check", "--full"], "rm": ["reward-model"]}
 
 
 def main() -> None:
     """Dispatch `sys.argv` to a subcommand."""
     find_modules_here()
     command, *arguments = sys.argv[1:] or ["--help"]
+    if meant := meant_by(command):
+        print(f"notice: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
+        command, arguments = meant[0], [*meant[1:], *arguments]
     if only_prints(command, arguments):
         end_with_the_reader()
     if command == "help":
@@ -90,25 +93,25 @@ def main() -> None:
         os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace(" ppo", "", 1)
         main_ppo.main()
     elif command not in COMMANDS:
-        sys.exit(f"verl-like: no command {command!r}.{hint_for(command)}\n{__doc__}")
+        from verl_like.errors import nearest
+
+        sys.exit(f"verl-like: no command {command!r}.{nearest(command, COMMANDS)}\n{__doc__}")
     elif ASKS_FOR_HELP & set(arguments):
         print(fit(help_of(command), terminal_width()))
     else:
         _run(command, arguments)
 
 
-def hint_for(name: str) -> str:
-    """Return a sentence about the command that the user may have meant, or ""."""
-    from verl_like.errors import nearest
-
+def meant_by(name: str) -> list[str]:
+    """Return the command, with settings, for an algorithm, a preference loss or another word."""
+    if name in COMMANDS:
+        return []
     presets = Path(__file__).resolve().parents[1] / "ppo" / "algorithm"
     if (presets / f"{name}.yaml").is_file():
-        return f" Use: verl-like ppo algorithm={name}"
+        return ["ppo", f"algorithm={name}"]
     if name in PREFERENCE_LOSSES:
-        return f" Use: verl-like dpo loss={name}"
-    if name in OTHER_WORDS:
-        return f" Use: verl-like {OTHER_WORDS[name]}"
-    return nearest(name, COMMANDS)
+        return ["dpo", f"loss={name}"]
+    return OTHER_WORDS.get(name, [])
 
 
 def help_of(command: str) -> str:

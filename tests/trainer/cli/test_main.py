@@ -190,14 +190,27 @@ def test_a_run_that_fails_ends_without_hydras_words(
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("grpo", "verl-like ppo algorithm=grpo"),
-        ("kto", "verl-like dpo loss=kto"),
-        ("train", "verl-like ppo"),
-        ("stf", "Did you mean 'sft'"),
+        ("grpo", ["ppo", "algorithm=grpo"]),
+        ("kto", ["dpo", "loss=kto"]),
+        ("train", ["ppo"]),
+        ("explain", ["check", "--full"]),
+        ("sft", []),
+        ("stf", []),
     ],
 )
-def test_a_word_that_is_no_command_gets_the_one_that_is_meant(word: str, meant: str) -> None:
-    assert meant in main.hint_for(word)
+def test_a_word_that_is_no_command_runs_the_one_that_is_meant(word: str, meant: list[str]) -> None:
+    assert main.meant_by(word) == meant
+
+
+def test_an_algorithm_is_a_command_that_says_what_it_runs(decoys: Path) -> None:
+    done = forked(decoys, "grpo", "no_such_key=1")
+    assert done.stderr.startswith("notice: verl-like grpo runs verl-like ppo algorithm=grpo\n")
+    assert "no_such_key" in done.stderr
+    assert forked(decoys, "grpo", "--help").stdout == forked(decoys, "ppo", "--help").stdout
+
+
+def test_a_mistyped_command_names_the_nearest(decoys: Path) -> None:
+    assert "no command 'stf'. Did you mean 'sft'" in forked(decoys, "stf").stderr
 
 
 def test_help_is_a_command_too(decoys: Path) -> None:
