@@ -240,12 +240,14 @@ class WithHeadline(RegressionTrainer):
         return [f"off by {metrics['student/loss']:.2g}"]
 
 
-def test_the_console_shows_what_a_recipe_says_of_a_step(
+def test_the_console_shows_what_a_recipe_says_of_a_step_and_metrics_of_own_roles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(config(tmp_path, total_training_steps=1, logger=["console"]), WithHeadline)
     loss = lines(tmp_path)[0]["student/loss"]
-    assert f"step 1/1  off by {loss:.2g}\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"step 1/1  off by {loss:.2g}  " in shown
+    assert f"  student/loss {loss:.4g}" in shown
 
 
 class Validated(RegressionTrainer):

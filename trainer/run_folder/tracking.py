@@ -324,14 +324,23 @@ def make_tracking(
 ) -> Iterator[Tracking]:
     """Open metrics.jsonl and the trackers of `trainer.logger`; the console shows the `headline`.
 
-    A tracker that is not installed is left out with a warning.
+    Metrics of a role with a worker of the user (`ROLE/NAME`) follow the headline. A tracker
+    that is not installed is left out with a warning.
     """
+    workers = config.role_workers
+    of_own_roles = tuple(f"{r}/" for r in workers if not workers[r].startswith("workers."))
+
+    def words_of(metrics: Mapping[str, float]) -> Sequence[str]:
+        names = [name for name in metrics if name.startswith(of_own_roles)][:MOST_NUMBERS]
+        words = headline(metrics)
+        return [*words, *(f"{name} {metrics[name]:.4g}" for name in names)] if words else ()
+
     trackers: list[Any] = [JsonLines(config.trainer.default_local_dir)]
     with ExitStack() as at_end:
         for name in dict.fromkeys(config.trainer.logger):
             try:
                 if name == "console":
-                    tracker: Tracker = make_console(total_steps, headline)
+                    tracker: Tracker = make_console(total_steps, words_of)
                 else:
                     tracker = (BUILT_IN.get(name) or TRACKERS.look_up(name))(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
