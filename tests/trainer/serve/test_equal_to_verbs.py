@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.serve.clients import Client, config_of, outputs, sequences, served
+from tests.trainer.serve.clients import (
+    Client,
+    FailedError,
+    config_of,
+    outputs,
+    sequences,
+    served,
+)
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from verl_like.batch.protocol import DataProto
@@ -172,3 +179,20 @@ def test_a_grpo_loop_has_the_bits_of_the_verbs(
         assert over_http(url, desk.base_model, rank) == expected
     rewards = [np.mean([reward(t) for group in step[0] for t, _ in group]) for step in expected[0]]
     assert len(set(rewards)) == STEPS, "nothing was learned or sampled anew"
+
+
+@pytest.mark.ray
+def test_a_server_on_ray_has_the_same_bits(
+    tiny_dir: Path, tmp_path: Path, ray_session: None
+) -> None:
+    model = tiny_dir / "model"
+    expected = in_process(config_of(model, tmp_path / "a", rank=4), 4)
+    on_ray = ("trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=2")
+    config = config_of(model, tmp_path / "b", *on_ray, "cpus_per_process=0.5", rank=4)
+    with served(config) as (desk, url):
+        assert desk.overlaps
+        assert over_http(url, desk.base_model, 4) == expected
+        with Client(url) as client:
+            idle = client.model(desk.base_model)
+            with pytest.raises(FailedError, match="user: .*no gradients are there"):
+                client.result(idle.step())
