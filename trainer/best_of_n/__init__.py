@@ -1,1 +1,1 @@
-"""Best of n (rejection sampling): responses of a model, scored, and the best kept in a file."""
+"""Best of n (rejection sampling): sample responses, score them, and save the best ones."""

@@ -1,7 +1,7 @@
-"""The whole configuration tree of best-of-n.
+"""The configuration tree of best-of-n.
 
-Its sections are PPO's, so that a command's keys carry over; to set a key of theirs that only
-training or validation reads is an error.
+Its sections are PPO's, so you can reuse a command's keys. Keys that only training or validation
+reads are not read here.
 """
 
 from __future__ import annotations

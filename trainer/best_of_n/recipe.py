@@ -1,9 +1,9 @@
 """usage: verl-like best-of-n data.train_files=FILE
            actor_rollout_ref.model.path=FOLDER [key=value ...]
 
-Draws actor_rollout_ref.rollout.n responses of every prompt (rejection sampling), scores them by the
-rewards of `verl-like ppo`, and writes the best ones, which `verl-like sft` reads; or pairs of best
-and worst. A killed run goes on where it was.
+Samples actor_rollout_ref.rollout.n responses per prompt (rejection sampling), scores them with the
+rewards of `verl-like ppo`, and saves the best ones for `verl-like sft`, or pairs of best and worst.
+A killed run continues where it was.
 
   actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
   selection.write=pairs             prompt, chosen, rejected
@@ -24,14 +24,14 @@ from workers.config import model_rewards, plays
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
-    """Roles that this run does not need -> why."""
+    """Return roles that this run does not need -> why."""
     if model_rewards(config):
         return {}
     return {"reward_model": NO_REWARD_MODEL}
 
 
 def check(config: BestOfNConfig) -> None:
-    """The rules between fields; they look into the rewards and the engines."""
+    """Check the rules between fields, which depend on the rewards and the engines."""
     from trainer.ppo.checks import check_quantized_device
     from trainer.rollouts.reward_checks import check_rewards
     from workers.rollout.sampling_settings import check_sampling

@@ -1,9 +1,9 @@
-"""The choice among the samples of each prompt, as rows of the files that other recipes read.
+"""Select the best samples of each prompt, as rows of files that other recipes read.
 
 A sample of several turns becomes a row of `messages`.
 
-rows, metrics = select(samples, config.selection, tokenizer)
-write_rows(path, rows)                                          # whole or not at all
+rows, metrics = select(samples, config.selection, tokenizer) write_rows(path, rows)
+# atomically
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """A response of a prompt."""
+    """A response to a prompt."""
 
     text: str
     score: float
     about: Row
-    """What a row says of it: its index, score, finish reason, and the numbers of its rewards."""
+    """Further fields of its row: its index, score, finish reason, and its rewards' numbers."""
     messages: Sequence[Message] | None = None
-    """The whole chat, where it has several turns."""
+    """The whole chat, if it has several turns."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether a turn of the policy's is without text."""
+        """Whether a turn of the policy has no text."""
         said = [one["content"] for one in self.messages or () if one["role"] == SAID]
         return not all(text.strip() for text in said or [self.text])
 
@@ -52,9 +52,10 @@ class Sample:
 def select(
     batch: DataProto, config: SelectionConfig, tokenizer: Any
 ) -> tuple[list[Row], dict[str, float]]:
-    """The rows of all prompts of a batch, in their order, and how many there are of what.
+    """Return the rows of all prompts of a batch, in their order, and counts.
 
-    A response without text teaches nothing and is left out, as is one that a failed reward skips.
+    A response without text has nothing to learn from and is left out, and so is a response that a
+    failed reward skips.
     """
     rows: list[Row] = []
     names = ("num_prompts", "num_empty", "num_cut", "num_below_min_score", "num_equal")
@@ -88,9 +89,9 @@ def select(
 
 
 def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, Any, list[Sample]]]:
-    """What every row of a prompt says, the prompt, and its samples, those of one uid.
+    """Yield the shared fields of a prompt's rows, the prompt, and its samples (of one uid).
 
-    The best stands first, and of equal scores the one drawn first.
+    The best sample comes first, and of equal scores the earliest.
     """
     columns = batch.non_tensor_batch
     read = read_columns(batch, "token_level_scores", "sample_index")
@@ -125,7 +126,7 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
 
 
 def _refuse_no_numbers(scores: list[float], uids: Any) -> None:
-    """Scores that are nan have no order."""
+    """Raise for scores that are nan, because they have no order."""
     bad = [f"{uid}" for uid, score in zip(uids, scores, strict=True) if not math.isfinite(score)]
     if bad:
         raise BatchError(
@@ -136,19 +137,19 @@ def _refuse_no_numbers(scores: list[float], uids: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has: nan, of a reward that failed, is null."""
+    """Return a value for JSON: nan, from a failed reward, becomes null."""
     return None if isinstance(value, float) and value != value else value
 
 
 def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sample]:
-    """The samples of different texts and of scores from `least` on, at most `most` of them."""
+    """Return at most `most` samples with different texts and scores of at least `least`."""
     first_of_text = {sample.text: sample for sample in reversed(samples)}
     good = [each for each in samples if each.score >= least and first_of_text[each.text] is each]
     return good[:most]
 
 
 def pair_row(prompt: Any, about: Row, best: Sample, worst: Sample) -> Row:
-    """Best against worst, as `trainer.data.pairs` reads it."""
+    """Return best and worst as a row for `trainer.data.pairs`."""
     sides = {"chosen": best, "rejected": worst}
     row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **about}
     for side, sample in sides.items():
@@ -157,7 +158,7 @@ def pair_row(prompt: Any, about: Row, best: Sample, worst: Sample) -> Row:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write them in order: parquet, if the name ends so, else a line each."""
+    """Write the rows in order: parquet by the file's ending, otherwise one line per row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".parquet":
         write_whole(path, json_lines(rows))
@@ -171,5 +172,5 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file of `write_rows`."""
+    """Return the rows of a JSONL file of `write_rows`."""
     return [parse_json(line) for line in lines_of(path)]

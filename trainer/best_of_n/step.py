@@ -1,10 +1,10 @@
-"""Best of n: responses of a model, scored, and the best of each prompt kept in a file.
+"""Best of n: sample responses, score them, and save the best of each prompt.
 
     prompts ─> rollout ─> { rewards ‖ rollout of the next prompts } ─> selection ─> next prompts
 
-Every prompt is taken once. A step writes its rows to `selected/<step>.jsonl` in the run folder, and
-the end of the run puts them into one file; so a killed run goes on after its last committed step,
-and its file is the one of a run that was not killed.
+Every prompt is used once. A step writes its rows to `selected/<step>.jsonl` in the run folder, and
+the end of the run joins them into one file. A killed run therefore continues after its last
+committed step, and its file equals the file of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class BestOfNTrainer(SamplingOnlyTrainer):
-    """Drives the role `rollout`, and those of reward models, through all prompts."""
+    """Drives the role `rollout`, and reward models, through all prompts."""
 
     config: BestOfNConfig
     stages = ("gen", "score", "select")
@@ -41,11 +41,11 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     concurrent_stages = ("score",)
 
     ahead: DataProto | None = None
-    """The samples of the next step, drawn while those of this one were scored."""
+    """The samples of the next step, generated while this step's samples were scored."""
 
     @classmethod
     def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, rewards and prompts, if the file of the selected rows can be written."""
+        """Return tokenizer, rewards and prompts, if the file of selected rows can be written."""
         _check_folder_of(config.selection.file)
         return super().prepare(config, at_end)
 
@@ -53,7 +53,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     def describe(
         cls, config: BestOfNConfig, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """What a step draws, and what it keeps."""
+        """Describe the samples of a step, and those that it selects."""
         num_prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         selection = config.selection
         kept = f"the best {selection.top_k} of each prompt"
@@ -75,22 +75,22 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
     @classmethod
     def wrote_all(cls, config: BestOfNConfig) -> bool:
-        """Whether the selected rows are where they go."""
+        """Return whether the file of the selected rows exists."""
         return _file_of(config).is_file()
 
     def part(self, step: int) -> Path:
-        """Where those of one step are until then."""
+        """Return the file of one step's rows, until the end of the run."""
         return self.run.folder / "selected" / f"{step}.jsonl"
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver itself needs to go on, as JSON has it."""
+        """Return the driver's own state as JSON."""
         return super().state_dict() | self._rows()
 
     def _rows(self) -> dict[str, Any]:
         return {"num_prompts": len(self.prompts), "rows": self.prompts.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; prompts, and the rows until there, must be the same."""
+        """Restore the state of `state_dict`; prompts and earlier rows must be the same."""
         super().load_state_dict(state)
         refuse_other_rows(state, self._rows())
         for step in range(1, self.global_step + 1):
@@ -114,7 +114,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         print(f"{len(rows)} rows: {file}", flush=True)
 
     def step(self) -> Metrics:
-        """Samples of the next prompts, their scores, and the choice among them."""
+        """Sample the next prompts, score the samples, and select among them."""
         with self.clock("gen"):
             batch = self.ahead if self.ahead is not None else self.draw(self.global_step)
         with self.clock("score"):
@@ -122,7 +122,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
             try:
                 is_last = self.global_step == self.total_steps
                 self.ahead = None if is_last else self.draw(self.global_step + 1)
-            finally:  # an error of the rewards is not lost in one of the rollout
+            finally:  # an error of the rollout must not hide one of the rewards
                 batch, scored = join_results(batch, [scores.get()])
         with self.clock("select"):
             rows, selected = select(batch, self.config.selection, self.rollouts.tokenizer)
@@ -131,7 +131,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return self.batch_metrics(batch) | scored | selected
 
     def draw(self, step: int) -> DataProto:
-        """The samples of that step, the same whenever they are drawn."""
+        """Return the samples of that step, which are the same whenever they are generated."""
         size = self.config.data.train_batch_size
         chosen = self.prompts.rows[(step - 1) * size : step * size]
         prompts = self.prompts.batch(chosen.tolist(), epoch=0)
@@ -139,7 +139,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return self.rollouts.generate(repeat_prompts(prompts, num_samples))
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
-        """Scores over all samples and over the best of each prompt, and the responses' length."""
+        """Return scores over all samples and over the best per prompt, and the response length."""
         columns = read_columns(batch, "token_level_scores", "response_mask")
         num_samples = self.config.actor_rollout_ref.rollout.n
         scores = columns["token_level_scores"].sum(dim=-1).double().view(-1, num_samples)
@@ -152,13 +152,13 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
 
 def _file_of(config: BestOfNConfig) -> Path:
-    """Where the selected rows go."""
+    """Return the file of the selected rows."""
     folder = Path(config.trainer.default_local_dir)
     return Path(config.selection.file or folder / "selected.jsonl")
 
 
 def _check_folder_of(file: str) -> None:
-    """Refuse a file that the run could not end with; its folder is made then."""
+    """Reject a file that cannot be written at the end; its folder is created then."""
     blocks = what_blocks(Path(file).parent)
     if blocks is not None:
         raise ConfigError(

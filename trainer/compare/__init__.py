@@ -1,1 +1,1 @@
-"""Several runs side by side: what was set, what came out, where the time went."""
+"""Compare several runs: settings, results, and times."""

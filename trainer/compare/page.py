@@ -1,4 +1,4 @@
-"""A comparison as one page that needs nothing else: curves on one axis above its tables."""
+"""A comparison as one page that needs no other files: curves on one axis, and tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE = Path(__file__).with_name("template.html")
 
 
 def write_comparison(runs: Sequence[ComparedRun], path: Path) -> Path:
-    """Write the page, whole or not at all."""
+    """Write the page atomically."""
     page = page_of(TEMPLATE).render(_content(runs))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def write_comparison(runs: Sequence[ComparedRun], path: Path) -> Path:
 
 
 def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """What the template shows."""
+    """Return the template's values."""
     from markupsafe import Markup
 
     drawn = {metric: curves_of(runs, metric) for metric in tables.metrics_shown(runs)}
@@ -50,7 +50,7 @@ def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
-    """One metric of the runs on one axis, as SVG: those of the first runs, as many as colours."""
+    """Return one metric of the runs on one axis, as SVG; as many runs as there are colours."""
     lines: list[dict[str, float]] = []
     shown = [run for run in runs if run.data.series(metric)[0]][: len(COLOURS)]
     for run in shown:
@@ -58,5 +58,5 @@ def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
             lines.append({"step": step, run.name: value})
     if not lines:
         return ""
-    # to the report's figure each run is a metric of one run
+    # the report's figure treats each run as a metric of one run
     return figures.curves(lines, Panel(metric, "", tuple(glob.escape(run.name) for run in shown)))

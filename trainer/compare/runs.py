@@ -1,4 +1,4 @@
-"""The run folders of a comparison, and which of them are the same run with another seed."""
+"""The run folders of a comparison, and the groups that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from verl_like.errors import ConfigError
 
 SEED = "trainer.seed"
 ABSENT = "-"
-"""What a run has for a key that it does not know."""
+"""The value of a key that a run does not know."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run folder, read."""
+    """A run folder that was read."""
 
     name: str
     """The part of its path in which it differs from the others."""
@@ -30,7 +30,7 @@ class ComparedRun:
 
     @property
     def outcome(self) -> str:
-        """How it ended, as far as it says."""
+        """How the run ended, if known."""
         if not self.data.failure:
             return "no failure"
         if self.data.failure.startswith(STOPPED):
@@ -40,7 +40,7 @@ class ComparedRun:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
-    """The runs, in the order given; fewer than two are refused."""
+    """Return the runs, in the given order; raise for fewer than two."""
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     if len(paths) < 2:
         raise ConfigError(
@@ -57,7 +57,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> list[str]:
-    """The keys that are not the same in all runs; what a run is called does not count."""
+    """Return the keys that differ between runs, except the runs' names."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     found = []
     for key in keys:
@@ -68,7 +68,7 @@ def differing_keys(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def groups_by_seed(runs: Sequence[ComparedRun]) -> dict[str, list[ComparedRun]]:
-    """Runs that differ in their seed alone, under the name of the first of them.
+    """Return groups of runs that differ only in their seed, by the name of the first run.
 
     A run of another configuration is a group of its own.
     """
@@ -76,7 +76,7 @@ def groups_by_seed(runs: Sequence[ComparedRun]) -> dict[str, list[ComparedRun]]:
     groups: dict[str, list[ComparedRun]] = {}
     names: dict[str, str] = {}
     for run in runs:
-        # without a configuration nobody knows what a run has in common with others
+        # a run without a configuration cannot be grouped
         settings = [run.config.get(key, ABSENT) for key in told_apart] if run.config else run.name
         name = names.setdefault(repr(settings), run.name)
         groups.setdefault(name, []).append(run)

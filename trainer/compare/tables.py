@@ -1,6 +1,6 @@
-"""The tables of a comparison, as rows of text: a heading, then a row for each thing compared.
+"""The tables of a comparison, as rows of text: a heading, then a row for each compared item.
 
-The terminal (`comparison_text`) and the page show the same ones.
+The terminal (`comparison_text`) and the page show the same tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAME = "The configurations are the same."
 END = "Ends are means of the last tenth of a metric's values; ± is the deviation over the seeds."
 END_SHARE = 0.1
 LOWER_IS_BETTER = ("*/loss", "loss", "timing_s/step")
-"""Metrics whose lowest value is the best; a policy's loss (`actor/pg_loss`) is none of them."""
+"""Metrics whose lowest value is the best; a policy's loss (`actor/pg_loss`) is not among them."""
 HIGHER_IS_BETTER = (
     "val-core/*",
     "critic/score/mean",
@@ -32,11 +32,11 @@ HIGHER_IS_BETTER = (
     "*accuracy",
     "perf/throughput",
 )
-"""Metrics whose highest value is the best, where they are not in `LOWER_IS_BETTER`."""
+"""Metrics whose highest value is the best, unless they are in `LOWER_IS_BETTER`."""
 
 
 def comparison_text(runs: Sequence[ComparedRun], width: int | None) -> str:
-    """Every table under its title, no wider than `width`."""
+    """Return every table under its title, no wider than `width`."""
 
     def drawn(rows: Rows, num_titles: int = 1) -> list[str]:
         return draw_table(rows, width, num_titles, flush_right=True) if rows else []
@@ -54,7 +54,7 @@ def comparison_text(runs: Sequence[ComparedRun], width: int | None) -> str:
 
 
 def overview(runs: Sequence[ComparedRun]) -> Rows:
-    """Steps, time and end of every run."""
+    """Return steps, time and outcome of every run."""
     rows = [["run", "steps", "seconds", "outcome"]]
     for run in runs:
         steps = max((int(line["step"]) for line in run.data.metrics), default=0)
@@ -64,7 +64,7 @@ def overview(runs: Sequence[ComparedRun]) -> Rows:
 
 
 def differences(runs: Sequence[ComparedRun]) -> Rows:
-    """The keys in which the runs differ, with the value of each run; no rows where none does."""
+    """Return the keys in which the runs differ, with each run's value; no rows if none differs."""
     keys = differing_keys(runs)
     rows = [["key", *(run.name for run in runs)]]
     for key in keys:
@@ -79,7 +79,7 @@ def _value(value: Any) -> str:
 
 
 def results(runs: Sequence[ComparedRun]) -> Rows:
-    """Every metric at the end and at its best; runs of several seeds share a column."""
+    """Return every metric at the end and at its best; runs of several seeds share a column."""
     groups = groups_by_seed(runs)
     heading = ["metric"]
     for name, members in groups.items():
@@ -95,7 +95,7 @@ def results(runs: Sequence[ComparedRun]) -> Rows:
 
 
 def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
-    """The metrics that the report of any of the runs draws, and the time of a step."""
+    """Return the metrics in the report of any of the runs, and the time of a step."""
     found: dict[str, None] = {}
     for run in runs:
         known = dict.fromkeys(name for line in run.data.metrics for name in line)
@@ -106,12 +106,12 @@ def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _is_ever_set(runs: Sequence[ComparedRun], metric: str) -> bool:
-    """Whether it is not 0 throughout, as is the KL of a policy to itself."""
+    """Return whether the metric is ever nonzero; the KL of a policy to itself is not."""
     return any(value for run in runs for value in run.data.series(metric)[1])
 
 
 def ends_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:
-    """The mean of the metric's last tenth of values, of each run that has it."""
+    """Return the mean of the last tenth of the metric's values, for each run that has it."""
     return [
         statistics.fmean(values[-max(1, round(END_SHARE * len(values))) :])
         for values in _finite_values(runs, metric)
@@ -119,7 +119,7 @@ def ends_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:
 
 
 def bests_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:
-    """The best value of each run that has the metric; none where no end is the better."""
+    """Return the best value of each run that has the metric; [] if neither direction is better."""
     if any(fnmatchcase(metric, pattern) for pattern in LOWER_IS_BETTER):
         return list(map(min, _finite_values(runs, metric)))
     if any(fnmatchcase(metric, pattern) for pattern in HIGHER_IS_BETTER):
@@ -133,7 +133,7 @@ def _finite_values(runs: Sequence[ComparedRun], metric: str) -> list[list[float]
 
 
 def mean_and_deviation(numbers: Sequence[float]) -> str:
-    """Four digits, and of several numbers two of their standard deviation."""
+    """Return the mean with four digits, and for several numbers the standard deviation with two."""
     if not numbers:
         return ABSENT
     mean = f"{statistics.fmean(numbers):.4g}"
@@ -141,7 +141,7 @@ def mean_and_deviation(numbers: Sequence[float]) -> str:
 
 
 def phases(runs: Sequence[ComparedRun]) -> Rows:
-    """Seconds a step that each phase took, and its share."""
+    """Return the seconds per step of each phase, and its share."""
     shares: list[Mapping[str, str]] = []
     for run in runs:
         found = phase_shares(run.data.metrics, run.data.stages)
@@ -153,7 +153,7 @@ def phases(runs: Sequence[ComparedRun]) -> Rows:
 
 
 def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
-    """(the runs that have it, its table) for each placement that any of them has."""
+    """Return (the runs that have it, its table) for each placement."""
     found: dict[str, tuple[list[str], Rows]] = {}
     for run in runs:
         rows = [list(row) for row in run.data.placement]

@@ -1,1 +1,1 @@
-"""The validation of a model by itself: samples of every prompt, scored, and nothing trained."""
+"""Validate a model by itself: sample every prompt, score the samples, and train nothing."""

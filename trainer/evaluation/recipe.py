@@ -1,4 +1,4 @@
-"""An evaluation as a recipe: `load_config(overrides, EVAL)` gives its configuration."""
+"""The recipe of an evaluation: `load_config(overrides, EVAL)` returns its configuration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EvaluationConfig(SamplingOnlyConfig):
 
 
 def check(config: EvaluationConfig) -> None:
-    """The rules between fields; they look into the rewards and the engines."""
+    """Check the rules between fields, which depend on the rewards and the engines."""
     from trainer.rollouts.reward_checks import check_rewards
     from workers.rollout.sampling_settings import check_sampling
 

@@ -1,6 +1,6 @@
-"""One validation of one model: `val_kwargs.n` samples of every prompt, scored and counted.
+"""One validation of one model: `val_kwargs.n` samples of every prompt, scored and averaged.
 
-The numbers are those of a validation in a PPO run of the same weights, seed and settings.
+The metrics equal those of a validation in a PPO run with the same weights, seed and settings.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.terminal import draw_table, terminal_width
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
-"""The means that are shown; the bootstrap's deviations are in metrics.jsonl."""
+"""The means that are shown; the bootstrap's deviations are only in metrics.jsonl."""
 AGENTS = "val-aux/agents/"
 
 
 class Evaluation(SamplingOnlyTrainer):
-    """Drives the role `rollout`, and those of reward models, once through all prompts."""
+    """Drives the role `rollout`, and reward models, once through all prompts."""
 
     config: EvaluationConfig
     stages = ("gen",)
@@ -29,11 +29,11 @@ class Evaluation(SamplingOnlyTrainer):
 
     @property
     def total_steps(self) -> int:
-        """All prompts are one step."""
+        """All prompts form one step."""
         return 1
 
     def step(self) -> Metrics:
-        """The validation, and its table on the terminal."""
+        """Validate, and print the table."""
         sampling = asdict(self.config.actor_rollout_ref.rollout.validation)
         score = partial(self.rollouts.score, normalize=False)
         with self.clock("gen"):
@@ -45,7 +45,7 @@ class Evaluation(SamplingOnlyTrainer):
 
 
 def played(metrics: Metrics) -> list[str]:
-    """A line about trajectories, where samples are such."""
+    """Describe trajectories in a line, if samples are trajectories."""
     found = {n.removeprefix(AGENTS): value for n, value in metrics.items() if n.startswith(AGENTS)}
     if not found:
         return []
@@ -58,7 +58,7 @@ def played(metrics: Metrics) -> list[str]:
 
 
 def core_table(metrics: Metrics, width: int | None = None) -> list[str]:
-    """A row for each data source: the mean, the best and the majority of its prompts' samples."""
+    """Return a row per data source: mean, best and majority of its prompts' samples."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for name, value in metrics.items():
         if parts := CORE_METRIC.fullmatch(name):

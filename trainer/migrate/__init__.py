@@ -1,1 +1,1 @@
-"""Command lines of other frameworks, translated into ours: `verl-like migrate`."""
+"""Translate command lines of other frameworks into ours: `verl-like migrate`."""

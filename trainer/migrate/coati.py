@@ -1,6 +1,6 @@
-"""A command of ColossalChat's `train_prompts.py`, or of a script with makers and trainers.
+"""Translate a command of ColossalChat's `train_prompts.py`, or of a maker-and-trainer script.
 
-The maths is `algorithm=coati_legacy`. `train_prompts.py` becomes `verl-like ppo` on one pool, the
+The math is `algorithm=coati_legacy`. `train_prompts.py` becomes `verl-like ppo` on one pool, the
 other scripts become `verl-like async`. `coati.yaml` has the flags and the rules.
 """
 
@@ -21,11 +21,11 @@ from workers.config.model import STRATEGIES_ELSEWHERE
 ASYNC = ("1mmt_prompt", "mmmt_prompt", "1mmt_dummy", "mmmt_dummy")
 """Scripts with makers and trainers on Ray; `train_prompts` is one group of processes."""
 MARKS = {"num_makers", "num_trainers", "experience_steps", "trainer_strategy"}
-"""Flags by which a command line without its script is one of makers and trainers."""
+"""Flags that identify a command line of makers and trainers if its script is missing."""
 
 
 def translate(command: Command) -> Translation | None:
-    """Our settings, and a line on every flag; None if this is no training."""
+    """Return our settings, and a line on every flag; None if this trains nothing."""
     scripts = ("train_prompts", *ASYNC)
     found = find_program(command.words, lambda name: last_name(name) in scripts, "")
     if found is None:

@@ -55,7 +55,7 @@ from trainer.migrate.translation import Translation, as_text
 from verl_like.errors import ConfigError, nearest
 
 Flags = dict[str, list[str]]
-"""Flag without its dashes -> its values; an empty list if it stands alone."""
+"""Flag without its dashes -> its values; an empty list if it has none."""
 NUMBER = re.compile(r"-\.?\d")
 IN_BRACES = re.compile(r"\{([^{}]*)\}")
 NAME = re.compile(r"'[^']*'|(?<![\w.])[A-Za-z_][\w.]*")
@@ -71,9 +71,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def find_program(
     words: Sequence[str], is_program: Callable[[str], bool], unnamed: str | None = None
 ) -> tuple[list[str], str, list[str]] | None:
-    """The words before the program, its name as a module, and the words after it.
+    """Return the words before the program, its name as a module, and the words after it.
 
-    Flags without a program are those of `unnamed`.
+    Flags without a program belong to `unnamed`.
     """
     for place, word in enumerate(words):
         name = word.removesuffix(".py").removeprefix("./").replace("/", ".").lstrip(".")
@@ -83,12 +83,12 @@ def find_program(
 
 
 def last_name(program: str) -> str:
-    """`train` of `package.train`."""
+    """Return `train` for `package.train`."""
     return program.rpartition(".")[2]
 
 
 def as_flags(words: Sequence[str]) -> Flags:
-    """Flags and their values, in the order of the words."""
+    """Return flags and their values, in the order of the words."""
     flags: Flags = {}
     values = list[str]()
     for word in words:
@@ -103,21 +103,21 @@ def as_flags(words: Sequence[str]) -> Flags:
 
 
 def num_processes(launcher: Sequence[str]) -> str:
-    """Processes that `torchrun` or `accelerate launch` starts; "" if the words do not say."""
+    """Return the number of processes that `torchrun` or `accelerate launch` starts, or ""."""
     names = ("num_processes", "nproc_per_node", "num_gpus")
     given = {name.replace("-", "_"): values for name, values in as_flags(launcher).items()}
     return next((given[name][0] for name in names if given.get(name)), "")
 
 
 class Text(str):
-    """A value that is no number; `"$N" * 2` is an error."""
+    """A value that is not a number; `"$N" * 2` raises an error."""
 
     __mul__ = __rmul__ = __mod__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one flag."""
+    """The translation of one flag."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Row:
 
     @classmethod
     def of(cls, facts: str | Mapping[str, Any]) -> Row:
-        """The row that the YAML has."""
+        """Return the row of a YAML entry."""
         facts = {"key": facts} if isinstance(facts, str) else dict(facts)
         settings = {facts.pop("key"): "{}"} if "key" in facts else facts.pop("set", {})
         values = {str(theirs).lower(): ours for theirs, ours in facts.pop("values", {}).items()}
@@ -158,7 +158,7 @@ class Table:
         """Later spelling -> name."""
 
     def find(self, name: str) -> Row | None:
-        """The row of that name, or of a pattern that the name fits."""
+        """Return the row of that name, or of a pattern that matches the name."""
         return self.rows.get(name) or next(
             (row for pattern, row in self.rows.items() if fnmatchcase(name, pattern)), None
         )
@@ -166,7 +166,7 @@ class Table:
 
 @cache
 def read_table(system: str) -> dict[str, Any]:
-    """The YAML of that system."""
+    """Return the YAML of that system."""
     text = (Path(__file__).parent / f"{system}.yaml").read_text(encoding="utf-8")
     tree: dict[str, Any] = yaml.safe_load(text)
     return tree
@@ -186,7 +186,7 @@ class GivenFlags:
     ) -> None:
         """`unknown` begins the message about flags that the table does not have.
 
-        `figures` are further names for expressions, as `let` makes them.
+        `figures` are further names for expressions, as `let` defines them.
         """
         self.done = done or Translation()
         self._table, self._unknown, self._dashes = table, unknown, dashes
@@ -196,15 +196,15 @@ class GivenFlags:
         self._told: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the command has the flag."""
+        """Return whether the command has the flag."""
         return name in self._values
 
     def values(self, name: str) -> list[str]:
-        """The flag's values, none where the command has no such flag."""
+        """Return the flag's values; [] if the command does not have the flag."""
         return self._values.get(name, [])
 
     def value(self, name: str, default: str = "") -> str:
-        """The flag's value or its default: True if it stands alone, a list of several values."""
+        """Return the flag's value or its default: True without a value, a list for several."""
         if name not in self._values:
             row = self._table.find(name)
             theirs = row.default if row else ""
@@ -213,7 +213,7 @@ class GivenFlags:
         return values[0] if len(values) == 1 else as_text(values)
 
     def figure(self, name: str) -> Any:
-        """The flag's value as an expression reads it: a number, a truth value, a text or None."""
+        """Return the flag's value for an expression: a number, a truth value, a text or None."""
         if name in self._figures:
             return self._figures[name]
         text = self.value(name)
@@ -225,11 +225,11 @@ class GivenFlags:
             return Text(text)
 
     def count(self, name: str) -> int:
-        """The flag's value as a whole number."""
+        """Return the flag's value as a whole number."""
         return int(self.computed(f"int(0 + {name})"))
 
     def spelled(self, name: str) -> str:
-        """The flag as the command has it."""
+        """Return the flag as the command spells it."""
         return f"{self._dashes}{self._spelled.get(name, name)}"
 
     def becomes(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -322,7 +322,7 @@ class GivenFlags:
         return IN_BRACES.sub(fill, template)
 
     def computed(self, expression: str) -> Any:
-        """The value of a Python expression in which names are flags."""
+        """Return the value of a Python expression whose names are flags."""
 
         def ours(name: str) -> Any:
             value = self.value(name)

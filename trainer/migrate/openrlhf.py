@@ -1,8 +1,8 @@
-"""A command of OpenRLHF's `train_ppo_ray`, `train_sft`, `train_rm` or `train_dpo`, in our settings.
+"""Translate a command of OpenRLHF's `train_ppo_ray`, `train_sft`, `train_rm` or `train_dpo`.
 
-`openrlhf.yaml` and `openrlhf_rows.yaml` have the flags and most rules; here are those that build
-lists: pools and rewards. Since 2026 the flags have sections (`--actor.adam.lr`); before that, they
-had none (`--actor_learning_rate`). Both are read.
+`openrlhf.yaml` and `openrlhf_rows.yaml` have the flags and most rules; this module has the rules
+that build lists: pools and rewards. Since 2026 the flags have sections (`--actor.adam.lr`); before
+that, they had none (`--actor_learning_rate`). Both are read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from verl_like.errors import ConfigError
 
 GPUS_OF_A_NODE = 8
 ON_ROWS = {"train_sft": "sft", "train_rm": "reward-model", "train_dpo": "dpo"}
-"""Their commands on rows -> ours."""
+"""OpenRLHF's commands on rows -> ours."""
 OTHERS = ("train_kto", "train_kd", "train_prm", "train_ppo")
 """Older commands, which are not translated."""
 
 
 def translate(command: Command) -> Translation | None:
-    """Our settings, and a line on every flag; None if this is no training."""
+    """Return our settings, and a line on every flag; None if this trains nothing."""
     names = ("train_ppo_ray", *ON_ROWS, *OTHERS)
     found = find_program(command.words, lambda name: last_name(name) in names, "train_ppo_ray")
     if found is None:
@@ -49,7 +49,7 @@ def translate(command: Command) -> Translation | None:
 
 
 def _on_rows(name: str, launcher: Sequence[str], words: Sequence[str]) -> Translation:
-    """SFT, a reward model or DPO: an optimizer step counts rows, as here."""
+    """Translate SFT, a reward model or DPO, whose optimizer steps count rows, as here."""
     table, done = Table("openrlhf_rows", "all", name), Translation(ON_ROWS[name])
     processes = num_processes(launcher) or GPUS_OF_A_NODE
     done.default("the launcher's processes", processes, {"trainer.n_gpus_per_node": processes})
@@ -57,7 +57,7 @@ def _on_rows(name: str, launcher: Sequence[str], words: Sequence[str]) -> Transl
 
 
 def _rewards(flags: GivenFlags) -> None:
-    """Servers, a function in a file, or models; several become the list `rewards`."""
+    """Translate servers, a function in a file, or models; several become the list `rewards`."""
     urls, models = flags.value("remote_rm_url"), flags.value("reward_pretrain")
     if urls.endswith(".py"):
         function = "custom_reward_function"
@@ -84,7 +84,7 @@ def _rewards(flags: GivenFlags) -> None:
 
 
 def _reward_list(places: str, column: str) -> str:
-    """The value of `rewards` for servers at URLs, or for models in folders."""
+    """Return the value of `rewards` for servers at URLs, or for models in folders."""
     kind = "remote, protocol: openrlhf" if column == "url" else "model"
     items = [
         f'{{name: reward_{number}, kind: {kind}, {column}: "{place}"}}'
@@ -94,7 +94,7 @@ def _reward_list(places: str, column: str) -> str:
 
 
 def _correction(flags: GivenFlags) -> None:
-    """Importance weights of what vLLM drew: older flags have one threshold, newer ones two."""
+    """Translate importance weights: older flags have one threshold, newer ones two."""
     is_newer = "." in flags.spelled("enable_vllm_is_correction")
     one = flags.value("vllm_is_truncated_threshold") or ("5.0" if is_newer else "2")
     low, high = flags.values("algo.advantage.is_correction_threshold") or ("0.5", one)
@@ -110,7 +110,7 @@ def _correction(flags: GivenFlags) -> None:
 
 
 def _placement(flags: GivenFlags) -> None:
-    """Colocated roles share the first one's pool; every other role has a pool of its own."""
+    """Put colocated roles on the first role's pool, and every other role on its own pool."""
     if flags.has("colocate_all_models"):
         nodes = _pool(flags, "actor")
         settings: dict[str, Any] = {"placement": "colocate", "trainer.nnodes": len(nodes)}
@@ -153,5 +153,5 @@ def _placement(flags: GivenFlags) -> None:
 
 
 def _pool(flags: GivenFlags, role: str) -> list[int]:
-    """GPUs of a role on each of its nodes."""
+    """Return the GPUs of a role on each of its nodes."""
     return [flags.count(f"{role}_num_gpus_per_node")] * flags.count(f"{role}_num_nodes")

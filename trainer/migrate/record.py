@@ -21,12 +21,13 @@ from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
 
 CONTINUATION = re.compile(r"\\[ \t]+(?:#[^\n]*)?(?:\n|\Z)")
-"""A backslash before blanks or a comment at the end of a line, where bash would not go on."""
+"""A backslash before blanks or a comment at the end of a line, which bash does not continue."""
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 MARKED = re.compile("\2[$](\\w+)\3")
-"""What the script reads of a variable that stays a variable; no other `$` looks so."""
+"""The value that the script sees of a variable that stays a variable; no other `$` looks like
+it."""
 MARKED_BY_BASH = re.compile(r"\$'\\002(\$\w+)\\003([^']*)'")
-"""The same, as bash prints it."""
+"""The same as bash prints it."""
 REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 OF_BASH = frozenset(
     """
@@ -79,7 +80,7 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
 
 
 def source_text(source: str) -> str:
-    """The file's text; a source that names no file is the text itself."""
+    """Return the file's text; a source that names no file is the text itself."""
     if os.path.isfile(source):
         return Path(source).read_text(encoding="utf-8", errors="replace")
     if Path(source).suffix and not re.search(r"\s", source.strip()):
@@ -88,10 +89,10 @@ def source_text(source: str) -> str:
 
 
 def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Variables that nobody sets: those that can stay `$NAME`, and those that cannot.
+    """Return variables that nobody sets: those that can stay `$NAME`, and those that cannot.
 
-    A script that asks whether a variable is set, or computes with it, gets no `$NAME` for it. Keys
-    and tokens stay variables although they are set.
+    If a script tests whether a variable is set, or computes with it, it gets no `$NAME` for it.
+    Keys and tokens stay variables although they are set.
     """
     code = re.sub(r"(?m)^\s*#.*", "", script)
     kept, others = list[str](), list[str]()

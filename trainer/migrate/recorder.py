@@ -38,12 +38,12 @@ BASH = shutil.which("bash") or "/bin/bash"
 DEADLINE_S = 20.0
 LIMITS = Sandbox(memory_gb=1.0, cpu_s=20.0, file_gb=1.0, processes=64, network=False)
 FEW = 200
-"""Entries of a folder that can be written for all that it links to."""
+"""Folders with at most this many entries become folders of links."""
 LOGS = (".log", ".out", ".err")
 MOST_OUTPUT = 2**16
-"""Bytes of what the script prints that are kept."""
+"""Bytes of the script's output that are stored."""
 MOST_RECORD = 2**20
-"""Bytes of the record of a command that are read."""
+"""Bytes of a command's record that are read."""
 MOST_COMMANDS = 1000
 """Commands of a script that are read."""
 TOOLS = """
@@ -55,20 +55,20 @@ rev sed seq sort stat tail tee test touch tr true uname uniq wc which whoami xar
 PROGRAMS = """
 python python3 torchrun deepspeed accelerate trl vllm colossalai pip huggingface-cli hf openrlhf
 """.split()
-"""Programs that are recorded, also behind `exec`, where bash looks for no function."""
+"""Programs that are recorded, also after `exec`, where bash looks for no function."""
 LAUNCHERS = """
 apptainer conda docker enroot mpirun ncu nice nohup nsys numactl parallel pdm poetry ray salloc
 sbatch setsid singularity srun stdbuf sudo timeout uv
 """.split()
-"""Programs that start another one, which is run instead."""
+"""Programs that start another program, which is run directly."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is run, and where."""
+    """A script to run, and its folder."""
 
     words: Sequence[str]
-    """What bash gets: a script or `-c TEXT NAME`, then arguments."""
+    """Arguments of bash: a script or `-c TEXT NAME`, then the script's arguments."""
     folder: str
     environment: Mapping[str, str]
 
@@ -85,7 +85,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the script has run, how it ended, and what it said."""
+    """The commands that the script has run, how it ended, and its output."""
 
     commands: list[Command]
     ending: str
@@ -93,11 +93,11 @@ class Recording:
     variables: Sequence[str] = ()
     """Variables that stay variables."""
     unset: Sequence[str] = ()
-    """Others that the script reads and nobody sets."""
+    """Other variables that the script reads and nobody sets."""
 
 
 def main(pipe: Connection) -> None:
-    """Answer one `Script` with a `Recording`, or with a text that says why there is no sandbox."""
+    """Answer one `Script` with a `Recording`, or with the reason why there is no sandbox."""
     script = pipe.recv()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -109,7 +109,7 @@ def main(pipe: Connection) -> None:
 
 
 def run(script: Script) -> Recording:
-    """Run the script in a scratch folder, and read what was recorded."""
+    """Run the script in a scratch folder, and read the recorded commands."""
     scratch = os.path.realpath(tempfile.mkdtemp(prefix="verl_like_recorder_"))
     folder, home, recorder = (Path(scratch, name) for name in ("folder", "home", "recorder"))
     environment = {
@@ -141,7 +141,7 @@ def run(script: Script) -> Recording:
         _link(folder, script.folder)
         home.mkdir()
         _equip(recorder)
-        # the script may put another folder in its place
+        # the script may replace the folder
         commands = os.open(recorder / "commands", os.O_RDONLY | os.O_DIRECTORY)
         child = fork_confined(scratch, LIMITS, {0: null, 1: theirs, 2: theirs}, act)
         os.close(theirs)
@@ -161,7 +161,7 @@ def run(script: Script) -> Recording:
 
 
 def _link(there: Path, here: str, *, deep: bool = True) -> None:
-    """Make links to everything in a folder but logs, which a script writes.
+    """Link everything in a folder except logs, which a script writes.
 
     Small folders in it become folders of links, so that the script can write there, too.
     """
@@ -182,7 +182,7 @@ def _is_small(folder: str) -> bool:
 
 
 def _equip(recorder: Path) -> None:
-    """What the script finds in its PATH, and what its bash reads first."""
+    """Create the programs in the script's PATH, and the file that its bash reads first."""
     for folder in ("tools", "programs", "commands"):
         (recorder / folder).mkdir(parents=True)
     for name in TOOLS:
@@ -201,7 +201,8 @@ def _equip(recorder: Path) -> None:
 def _read(text: str, places: Mapping[str, str], given: Mapping[str, str]) -> Command | None:
     """Read a record of `recorder.sh`: folder, words and variables, separated by NULs.
 
-    None: the record is incomplete, because the script was stopped, or it is no regular file.
+    Return None if the record is incomplete, because the script was stopped, or is not a regular
+    file.
     """
     text = _with_places(text, places)
     folder, _, rest = text.partition("\0")
@@ -218,7 +219,7 @@ def _read(text: str, places: Mapping[str, str], given: Mapping[str, str]) -> Com
 
 
 def _text_of(name: str, folder: int) -> str:
-    """The text of a regular file, up to a limit; the script may have put anything in its place."""
+    """Return the text of a regular file, up to a limit; the script may have replaced the file."""
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name, flags, dir_fd=folder)
@@ -230,7 +231,7 @@ def _text_of(name: str, folder: int) -> str:
 
 
 def _with_places(text: str, places: Mapping[str, str]) -> str:
-    """With the user's folders in the place of those in the scratch folder."""
+    """Replace folders in the scratch folder by the user's folders."""
     for there, here in places.items():
         text = text.replace(there, here.rstrip("/"))
     return text

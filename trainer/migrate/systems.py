@@ -1,4 +1,4 @@
-"""The systems whose commands are translated. What their run does not read is left out.
+"""Translate commands of other systems. Settings that their run does not read are left out.
 
 for done in migrate("verl", "run.sh"):
     print(done.command())
@@ -32,14 +32,14 @@ from verl_like.process.supervisor import ENDED_WELL
 
 @dataclass(frozen=True)
 class System:
-    """How commands of a system are read."""
+    """The functions that read commands of a system."""
 
     trains: str
     """Programs that train, for messages."""
     translate: Callable[[Command], Translation | None]
-    """None of a command that is no training."""
+    """Returns None for a command that trains nothing."""
     read_text: Callable[[str], Translation | None] = lambda _: None
-    """None of a text that is a shell's."""
+    """Returns None for a text that is a shell script."""
 
 
 COATI = System("train_prompts", coati.translate)
@@ -59,7 +59,7 @@ RECIPES: Mapping[str, Recipe[Any]] = {
 def migrate(
     system: str, source: str | Sequence[str], arguments: Sequence[str] = ()
 ) -> list[Translation]:
-    """Every training that a script runs, or the words of one command, as settings that compose.
+    """Return every training that a script runs, or of one command, as settings that compose.
 
     `source` is a file, a text, or a list of words; `arguments` are the script's.
     """
@@ -96,7 +96,7 @@ def migrate(
 
 
 def _tell_of_script(done: Translation, command: Command, recording: Recording) -> None:
-    """Add what the script has to do with a command."""
+    """Add what the script contributes to a command."""
     done.variables = [*done.variables, *recording.variables]
     done.source = command.words
     for name, value in sorted(command.environment.items()):
@@ -112,12 +112,12 @@ def _tell_of_script(done: Translation, command: Command, recording: Recording) -
 
 
 def _is_a_rest(command: Command) -> bool:
-    """Whether it is settings or flags without a program, as behind a lost backslash."""
+    """Return whether it has settings or flags without a program, as after a missing backslash."""
     return command.words[0].startswith("--") or verl.is_setting(command.words[0])
 
 
 def _nothing_trains(programs: str, recording: Recording) -> str:
-    """Why a script has no translation: what it ran, how it ended, what it said."""
+    """Say why a script has no translation: its commands, how it ended, its output."""
     ran = [shlex.join(command.words)[:100] for command in recording.commands]
     words = f"no command runs {programs}: it runs {'; '.join(ran[-5:]) or 'nothing'}."
     if recording.ending != ENDED_WELL:
@@ -150,7 +150,7 @@ def _finished(done: Translation) -> Translation:
 
 
 def composed(done: Translation) -> RunConfig:
-    """Return the configuration, with a stand-in for a variable in a text and no other ones."""
+    """Return the configuration, with a stand-in for variables in texts, without others."""
     recipe = RECIPES[done.program]
     texts = {key.name for key in config_keys(recipe.schema) if _is_text(key)}
     names = "|".join(map(re.escape, done.variables)) or "(?!)"
@@ -165,5 +165,5 @@ def composed(done: Translation) -> RunConfig:
 
 
 def _is_text(key: Key) -> bool:
-    """Whether any text is a value of it."""
+    """Return whether any text is a valid value of the key."""
     return key.kind in (str, Any) and not (key.rules.choices or key.rules.registry)

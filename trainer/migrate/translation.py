@@ -1,4 +1,4 @@
-"""What became of a foreign command line: our settings, and a line about every flag."""
+"""The translation of a foreign command line: our settings, and a line about every flag."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from verl_like.terminal import fit
 
 @dataclass
 class Translation:
-    """Our settings, and what happened to each flag."""
+    """Our settings, and the outcome of each flag."""
 
     program: str = "ppo"
-    """Our command that runs it."""
+    """Our command."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Beginning of a key as the rules write it -> where the recipe of this command has it."""
+    """Prefix of a key as the rules write it -> its prefix in the recipe of this command."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Key -> value as it stands on the command line."""
+    """Key -> value as on the command line."""
     defaults: dict[str, str] = field(default_factory=dict)
-    """Key -> their default, which differs from ours, so the command sets it."""
+    """Key -> their default, which differs from ours and is therefore set by the command."""
     renamed: list[str] = field(default_factory=list)
     """Flag -> its name here."""
     joined: list[str] = field(default_factory=list)
-    """Flags that a line about another flag covers, or that do nothing in that run."""
+    """Flags that a line about another flag covers, or that have no effect in that run."""
     unread: list[str] = field(default_factory=list)
-    """Settings that nothing would read in that run; they are left out of the command."""
+    """Settings that nothing would read in that run, which are left out of the command."""
     always: list[str] = field(default_factory=list)
-    """Flags that ask for what always holds here."""
+    """Flags that ask for something that always holds here."""
     absent: list[str] = field(default_factory=list)
     """Flags without a counterpart, with what to do instead; the experiment is the same."""
     refused: list[str] = field(default_factory=list)
-    """Flags without which the experiment would be another one: there is no translation."""
+    """Flags without which the experiment would be another one, so there is no translation."""
     environment: list[str] = field(default_factory=list)
     """`NAME=value` that the script sets for the run."""
     notices: list[str] = field(default_factory=list)
-    """What to know about how the script ran."""
+    """Notes on how the script ran."""
     variables: Collection[str] = ()
-    """Variables of the shell that stay variables in the command; any other `$` is a character."""
+    """Shell variables that stay variables in the command; any other `$` is a character."""
     given: Mapping[str, str] = field(default_factory=dict)
     """The command's own flags or keys, with their values."""
     source: Sequence[str] = ()
@@ -81,7 +81,7 @@ class Translation:
         return " \\\n    ".join([f"verl-like {self.program}", *words])
 
     def report(self, width: int | None) -> str:
-        """The command, then a paragraph for every kind of flag."""
+        """Return the command, then a paragraph for every kind of flag."""
         defaults: dict[str, list[str]] = {}
         for key, flag in self.defaults.items():
             defaults.setdefault(flag, []).append(f"{key}={self.settings[key]}")
@@ -114,7 +114,7 @@ class Translation:
 
 
 def shell_word(word: str, variables: Collection[str]) -> str:
-    """The word as bash reads it; the shell it is pasted into fills in these variables."""
+    """Return the word for bash, in which these variables stay variables."""
     names = "|".join(map(re.escape, variables))
     of_the_shell = rf"(\$(?:{names})(?!\w)|\$\(\([\w*/+ -]*\)\))"
     pieces = re.split(of_the_shell, word) if names else [word]
@@ -126,7 +126,7 @@ def shell_word(word: str, variables: Collection[str]) -> str:
 
 
 def as_setting(text: str) -> str:
-    """The text for the parser of settings: quoted if it would be read otherwise."""
+    """Return the text for the parser of settings, quoted if necessary."""
     if text.startswith("$(("):  # the shell computes it
         return text
     try:
@@ -138,7 +138,7 @@ def as_setting(text: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as an override has it."""
+    """Return a value as an override writes it."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(as_text, value))}]"
     return str(value)

@@ -1,7 +1,7 @@
-"""A command of TRL's, or its YAML, in our settings: `grpo`, `sft`, `reward`, `dpo`, `kto`.
+"""Translate a command or a YAML of TRL into our settings: `grpo`, `sft`, `reward`, `dpo`, `kto`.
 
-`trl.yaml` says what one field becomes; the rules here take several fields together. Scripts of
-TRL's examples go by these fields, too, where they add nothing of their own.
+`trl.yaml` translates single fields; the rules here take several fields together. Scripts of TRL's
+examples use these fields, too, unless they add their own.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PLACES = {
     "grad_clip": f"{ACTOR}.grad_clip",
     "checkpoint.": f"{ACTOR}.checkpoint.",
 }
-"""Beginning of a key of the recipes on rows -> where PPO has it."""
+"""Prefix of a key of the recipes on rows -> its prefix in PPO."""
 SCRIPTS = {**{name: name for name in PROGRAMS}, "reward_modeling": "reward"}
-"""Script -> the command that it is."""
+"""Script -> the command that it corresponds to."""
 PLACES_OF_SCRIPTS = ("examples.scripts.", "trl.scripts.", "trl.experimental.")
 FIELD = re.compile(r"\w+:(\s|$)")
 MARKS = {
@@ -48,11 +48,11 @@ MARKS = {
     "dpo": ("beta", "precompute_ref_log_probs", "ld_alpha", "sync_ref_model"),
     "sft": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field"),
 }
-"""Fields by which a YAML without a command is known, asked in this order."""
+"""Fields that identify a YAML without a command, tried in this order."""
 
 
 def translate(command: Command) -> Translation | None:
-    """Settings, and a word on every field; None of what is no training."""
+    """Return our settings, and a line on every field; None if this trains nothing."""
     found = find_program(command.words, lambda name: _is_program(name, command.words), "")
     if found is None:
         return None
@@ -63,7 +63,7 @@ def translate(command: Command) -> Translation | None:
             f"{', '.join(SCRIPTS)}."
         )
     fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}
-    if "lora_target_modules" in fields:  # some write commas between them
+    if "lora_target_modules" in fields:  # some scripts separate them by commas
         modules = ",".join(fields["lora_target_modules"]).split(",")
         fields["lora_target_modules"] = [module for module in modules if module]
     path = " ".join(fields.pop("config", []))
@@ -85,7 +85,7 @@ def translate(command: Command) -> Translation | None:
 
 
 def read_yaml(text: str) -> Translation | None:
-    """Settings of a YAML without a command; None of what is no YAML of fields."""
+    """Return the settings of a YAML without a command; None if the text is no YAML of fields."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not lines or not all(FIELD.match(line) for line in lines if line[0] not in " -"):
         return None
@@ -94,7 +94,7 @@ def read_yaml(text: str) -> Translation | None:
 
 
 def _is_program(name: str, words: Sequence[str]) -> bool:
-    """A command of `trl`, a module or a script of TRL's, or a file of one's name."""
+    """Return whether it is a command of `trl`, or a module, script or file of TRL's."""
     if words[0].rpartition("/")[2] == "trl":
         return name in PROGRAMS
     is_file = any(word.endswith(f"{last_name(name)}.py") for word in words)
@@ -102,7 +102,7 @@ def _is_program(name: str, words: Sequence[str]) -> bool:
 
 
 def _processes(launcher: Sequence[str], command: Command) -> str:
-    """Processes that the launcher starts, by its flags, accelerate's YAML or the GPUs it sees."""
+    """Return the launcher's processes, by its flags, accelerate's YAML or the visible GPUs."""
     if given := num_processes(launcher):
         return given
     path = "".join(as_flags(launcher).get("config_file", [])[:1])

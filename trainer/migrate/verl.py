@@ -1,10 +1,10 @@
-"""A command of verl's in our settings: `main_ppo` and the drivers that share its keys, and SFT.
+"""Translate a command of verl: `main_ppo` and the drivers that share its keys, and SFT.
 
     done = translate(Command(["python3", "-m", "verl.trainer.main_ppo", "algorithm.gamma=1"]))
 
-`trainer.ppo.verl`, which `verl-like ppo` uses as well, says what becomes of a PPO key;
-`verl_sft.yaml` says it for SFT keys. `verl.yaml` has the rules that take several keys together, and
-verl's defaults. A command that would be another experiment without a key is rejected.
+`trainer.ppo.verl`, which `verl-like ppo` uses as well, translates PPO keys; `verl_sft.yaml`
+translates SFT keys. `verl.yaml` has the rules that take several keys together, and verl's defaults.
+A command that would be another experiment without a key is rejected.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def _fits(name: str, *patterns: str) -> bool:
 
 
 def is_setting(word: str) -> bool:
-    """Whether it is a setting, not a program."""
+    """Return whether it is a setting, not a program."""
     return "." in word.partition("=")[0] and SETTING.fullmatch(word) is not None
 
 
 def _settings_of(words: Sequence[str]) -> dict[str, str]:
-    """Key -> value of the command's settings; other words are refused."""
+    """Return key -> value of the command's settings; reject other words."""
     given = {}
     words = [word for word in words if word]
     for place, word in enumerate(words):
@@ -126,7 +126,7 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def _images(given: Mapping[str, str], path: str, done: Translation) -> None:
-    """verl reads the images of rows without being asked; the model's name tells of them."""
+    """Reject models with images, which verl reads by default; the model's name identifies them."""
     if WITH_IMAGES.search(given.get(path, "")) and "data.image_key" not in given:
         done.refused.append(
             f"{path}={given[path]}: models with images are not trained here, and verl reads the "
@@ -135,7 +135,7 @@ def _images(given: Mapping[str, str], path: str, done: Translation) -> None:
 
 
 def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> None:
-    """What becomes of one key."""
+    """Translate one key."""
     fate = fate_of(key, value, given)
     if fate is None:
         done.refused.append(f"{key}={value}: no such key is known here")

@@ -1,4 +1,4 @@
-"""A command of verl's SFT trainers in settings of `verl-like sft`; `verl_sft.yaml` has the keys."""
+"""Translate a command of verl's SFT trainers to `verl-like sft`; `verl_sft.yaml` has the keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.ppo.verl import with_trackers
 
 
 def translate_sft(program: str, launcher: Sequence[str], given: Mapping[str, str]) -> Translation:
-    """Our settings, and a line on every key."""
+    """Return our settings, and a line on every key."""
     which = "fsdp_sft_trainer" if program == "fsdp_sft_trainer" else "sft_trainer"
     started = {name.replace("_", "-"): values for name, values in as_flags(launcher).items()}
     figures: dict[str, int | str] = {}

@@ -1,1 +1,1 @@
-"""Preference training: DPO and its kin on pairs of responses, KTO on good and bad ones."""
+"""Preference training: DPO and similar losses on pairs of responses, KTO on labelled ones."""

@@ -1,11 +1,11 @@
 """usage: verl-like dpo data.train_files=FILE model.path=FOLDER [key=value ...]
 
 Trains a model on pairs (chosen, rejected), or on responses with a label (loss=kto). The reference
-is the model before training, or that of ref.model.path; its log-probs are computed once.
+is the model before training, or ref.model.path; its log-probs are computed once.
 
-  loss=dpo|ipo|hinge|kto|orpo|simpo   what is learned; orpo and simpo have no reference
+  loss=dpo|ipo|hinge|kto|orpo|simpo   the loss; orpo and simpo have no reference
   label_smoothing=0.1  reference_free=true   dpo on noisy labels (cDPO); without the reference
-  beta=0.1  sft_coef=0                     how much a log-ratio counts; SFT on the chosen beside it
+  beta=0.1  sft_coef=0                     weight of log-ratios; of an SFT loss on the chosen
   verl-like dpo --cfg all                  every key with its meaning
 """
 
@@ -49,7 +49,7 @@ class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
-    """The reference's role, where it is not part of a run -> why."""
+    """Return the reference's role -> why, if it is not part of a run."""
     if not has_reference(config):
         free = (
             "reference_free=true: there is" if config.reference_free else f"loss={config.loss} has"
@@ -61,7 +61,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 
 def check_preference_config(config: PreferenceConfig) -> None:
-    """The rules between fields that this recipe adds."""
+    """Check the rules between fields that this recipe adds."""
     if config.desirable_weight == config.undesirable_weight == 0:
         raise ConfigError(
             "desirable_weight=0 and undesirable_weight=0: nothing is learned; raise one of them."
@@ -72,7 +72,7 @@ def check_preference_config(config: PreferenceConfig) -> None:
 
 
 def _check_parameters(config: PreferenceConfig) -> None:
-    """Refuse a loss of the user's with a parameter that nothing fills."""
+    """Reject a user's loss with a parameter that nothing fills."""
     from workers.losses.preference.registry import COLUMNS, parameters_of
 
     there = [*COLUMNS, *(name for name in vars(config) if _is_number(vars(config)[name]))]

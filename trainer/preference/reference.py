@@ -1,11 +1,10 @@
-"""The reference's log-probs of every response: computed once, and kept in the run folder.
+"""The reference's log-probs of every response: computed once, and saved in the run folder.
 
     tables = kept_or_computed(folder, start_folder, {"train": hash_of(rows)}, weights, compute)
 
-A table is [rows, 2]. What it was made of stands beside it: a hash of the rows' tokens, and one of
-the reference's weights with the type that it computes in. A run takes its tables from the folder of
-the checkpoint that it goes on from; where they were made of something else, it does not go on. A
-run from the start computes them anew.
+A table is [rows, 2]. Its inputs are saved with it: a hash of the rows' tokens, and a hash of the
+reference's weights with its dtype. A run takes its tables from the folder of the checkpoint that it
+resumes. If they have other inputs, the run is rejected. A run from the start computes them again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FILE = "reference.safetensors"
 
 
 def hash_of(rows: Iterable[LMRow]) -> str:
-    """A hash of the rows' tokens, and of which of them are in the loss."""
+    """Return a hash of the rows' tokens and loss masks."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row.ids).to_bytes(8, "little"))
@@ -42,9 +41,9 @@ def kept_or_computed(
     weights: str,
     compute: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Name -> table, for each name with its hash of `rows`.
+    """Return name -> table, for each name with its hash in `rows`.
 
-    `start` is the run folder that the checkpoint to go on from lies in, if there is one.
+    `start` is the run folder of the checkpoint to resume, if there is one.
     """
     source = (start or folder) / FILE
     kept, made_of = _read(source)
@@ -70,7 +69,7 @@ def kept_or_computed(
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tables of a file, and what each was made of; nothing where there is no file."""
+    """Return the tables of a file, and the inputs of each; {} if there is no file."""
     if not file.is_file():
         return {}, {}
     try:

@@ -1,4 +1,4 @@
-"""The rows that a preference loss learns, pairs or responses with a label, and their columns."""
+"""The rows of a preference loss, pairs or responses with a label, and their columns."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainer.preference.recipe import PreferenceConfig
 logger = logging.getLogger(__name__)
 
 NumberedRow = tuple[int, PairRow | LabelledRow]
-"""A row with its place among those of its files, which the reference's log-probs are found by."""
+"""A row with its number in its files, by which the reference's log-probs are looked up."""
 
 
 def settle_ends(
     key: str, rows: Sequence[NumberedRow], tokenizer: Any, config: PreferenceConfig
 ) -> list[NumberedRow]:
-    """The rows with what their template wrote after an end token, or without; a log line says so.
+    """Return the rows with or without the blanks that their template wrote after an end token.
 
-    `key` names their files.
+    A log line reports it. `key` names their files.
     """
     stops = stop_tokens(tokenizer, config.model.path)
     found: list[NumberedRow] = []
@@ -46,7 +46,7 @@ def settle_ends(
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
-    """The rows with the response of another after their prompt."""
+    """Return the rows with the response to another prompt after theirs."""
     found: list[NumberedRow] = []
     for number, row in rows:
         assert isinstance(row, LabelledRow), "pairs have no mismatched response"
@@ -55,7 +55,7 @@ def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
 
 
 def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
-    """Every response that the reference scores."""
+    """Yield every response that the reference scores."""
     for _, row in rows:
         if isinstance(row, PairRow):
             yield from (row.chosen, row.rejected)
@@ -66,10 +66,9 @@ def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
 def labelled_columns(
     mismatched: Tensor, ref_mismatched: Tensor, desirable: Tensor
 ) -> dict[str, Tensor]:
-    """What a loss of rows with a label reads of the whole batch.
+    """Return the columns that a loss of labelled rows reads from the whole batch.
 
-    Log-probs of the mismatched responses give the estimate of the KL: their mean log-ratio, zero at
-    least.
+    The log-probs of the mismatched responses estimate the KL: their mean log-ratio, at least zero.
     """
     kl = (mismatched - ref_mismatched).mean().clamp(min=0)
     share = desirable.double().mean()

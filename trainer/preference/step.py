@@ -2,8 +2,8 @@
 
     reference of all rows, once ─> rows ─> (KTO: KL on mismatched responses) ─> update ─> next rows
 
-The reference is the model before training, or a model of its own in the role `ref`. Its log-probs
-are computed before a checkpoint is loaded, so a resumed run has the same.
+The reference is the model before training, or a separate model in the role `ref`. Its log-probs are
+computed before a checkpoint is loaded, so a resumed run has the same.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     role: ClassVar[str] = "preference"
     stages = ("data", "mismatched_kl", "update")
     reference: dict[str, Tensor]
-    """`train` and `val` -> log-probs [rows, 2]: chosen and rejected, or own and mismatched."""
+    """`train` and `val` -> log-probs [rows, 2]: chosen and rejected, or matched and mismatched."""
 
     @classmethod
     def read_rows(
         cls, config: PreferenceConfig, key: str, files: Any, tokenizer: Any
     ) -> list[NumberedRow]:
-        """Pairs, or responses with a label, as the loss learns them."""
+        """Return pairs, or responses with a label, as the loss needs them."""
         length, on_bad_row, limit = longest_row(config), config.data.on_bad_row, row_limit(config)
         if loss_reads(config, "desirable"):
             seed = config.trainer.seed
@@ -68,7 +68,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     def make_batch(
         rows: Sequence[NumberedRow], uids: Sequence[str], pad_token_id: int
     ) -> DataProto:
-        """Rows padded on the right, each with its `row_number`."""
+        """Pad rows on the right, each with its `row_number`."""
         labelled = [row for _, row in rows if isinstance(row, LabelledRow)]
         pairs = [row for _, row in rows if isinstance(row, PairRow)]
         if labelled:
@@ -79,27 +79,27 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     @classmethod
     def num_sides(cls, config: PreferenceConfig) -> int:
-        """Two of a pair, one of a response with a label."""
+        """Return two for a pair, one for a response with a label."""
         return 1 if loss_reads(config, "desirable") else 2
 
     # ------------------------------------------------------------------------------- the reference
 
     def before_resume(self) -> None:
-        """Have the reference's log-probs before a checkpoint changes the model."""
+        """Compute the reference's log-probs before a checkpoint changes the model."""
         self.reference = self.reference_log_probs() if self.has_reference else {}
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares with one."""
+        """Whether the loss compares with a reference."""
         return has_reference(self.config)
 
     @property
     def is_labelled(self) -> bool:
-        """Whether the loss learns rows with a label, not pairs."""
+        """Whether the loss takes rows with a label, not pairs."""
         return loss_reads(self.config, "desirable")
 
     def reference_log_probs(self) -> dict[str, Tensor]:
-        """The reference's log-probs of every row to train and validate on, kept or computed."""
+        """Return the reference's log-probs of training and validation rows, saved or computed."""
         group = self.groups["ref" if "ref" in self.groups else self.role]
         rows = {"train": self.loader.rows}
         if self.has_validation:
@@ -116,7 +116,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return kept_or_computed(self.run.folder, start_folder, hashes, weights, compute)
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
-        """[rows, 2] by the workers' method `score`."""
+        """Return [rows, 2] log-probs from the workers' method `score`."""
         own = self.scored(rows, name, score)
         if not self.is_labelled:
             return own
@@ -124,7 +124,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return torch.stack([own, mismatched], dim=1)
 
     def scored(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
-        """What the workers' method `score` gives for these rows, in order."""
+        """Return the results of the workers' method `score` for these rows, in order."""
         found = []
         for batch in self.in_order(rows, name):
             columns = read_columns(score(batch), "response_log_probs")
@@ -134,11 +134,11 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     # --------------------------------------------------------------------------------------- a step
 
     def step(self) -> Metrics:
-        """One optimizer step on the next rows; gives the metrics."""
+        """Make one optimizer step on the next rows, and return the metrics."""
         return shown(super().step(), "train")
 
     def with_columns(self, batch: DataProto) -> DataProto:
-        """The rows with the reference's log-probs and, where they have labels, those of the KL."""
+        """Add the reference's log-probs and, for rows with labels, the columns of the KL."""
         if not self.has_reference:
             return batch
 
@@ -154,7 +154,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return write_columns(batch, ref_log_probs=reference[:, 0], **columns)
 
     def validation_metrics(self) -> Metrics:
-        """The means of a step's metrics, over all validation rows."""
+        """Return the means of a step's metrics over all validation rows."""
         score = self.groups[self.role].compute_log_prob
         log_probs = self.log_probs_of(self.validation, "val", score)
         masks = [read_columns(x, "response_mask") for x in self.validation_batches()]
@@ -178,7 +178,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
 
 def shown(metrics: Metrics, prefix: str) -> Metrics:
-    """The metrics with the KL a token, and without those of a label that no row has."""
+    """Return the metrics with the KL per token, and without metrics of a label that no row has."""
     if f"{prefix}/kl/row" in metrics:
         per_row, length = metrics[f"{prefix}/kl/row"], metrics[f"{prefix}/lengths/mean"]
         metrics[f"{prefix}/kl/token"] = per_row / length

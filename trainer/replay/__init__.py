@@ -1,1 +1,1 @@
-"""`verl-like replay`: a step or a stage of a run, made again from what the run kept."""
+"""`verl-like replay`: repeat a step or a stage of a run from what the run saved."""

@@ -1,4 +1,4 @@
-"""Whether what was made again is what the run had, bit for bit: numbers of a step, and batches."""
+"""Compare a replay with the run, bit for bit: metrics of a step, and batches."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from verl_like.batch.protocol import DataProto
 
 OF_THE_CLOCK = ("timing", "perf/")
-"""Metrics that begin so tell seconds, speed and memory of the machine."""
+"""Prefixes of metrics about seconds, speed and memory of the machine."""
 SECONDS = "_s/mean"
-"""So do those that end so, of trajectories."""
+"""The suffix of metrics about seconds of trajectories."""
 TIMES = ("times", "engine_s", "environment_s", "waiting_s")
-"""What a trajectory's facts say of the clock."""
+"""The facts of a trajectory about seconds."""
 
 
 def counted(names: Collection[str]) -> list[str]:
-    """The metrics that are compared."""
+    """Return the metrics to compare."""
     return sorted(n for n in names if not n.startswith(OF_THE_CLOCK) and not n.endswith(SECONDS))
 
 
 def differing_metrics(
     was: Mapping[str, float], now: Mapping[str, float], names: Collection[str]
 ) -> list[str]:
-    """A line for every number of these names that is not the same."""
+    """Return a line for every metric of these names that differs."""
     lines = []
     for name in names:
         before, after = (repr(float(x[name])) if name in x else "absent" for x in (was, now))
@@ -37,7 +37,7 @@ def differing_metrics(
 
 
 def differing_columns(was: Path, now: Path) -> list[str]:
-    """A line for every column of two kept batches that is not the same."""
+    """Return a line for every column that differs between two saved batches."""
     before, after = (_columns(DataProto.load_from_disk(path)) for path in (was, now))
     lines = []
     for name in sorted(before.keys() | after.keys()):
@@ -64,7 +64,7 @@ def _difference(before: Any, after: Any) -> str:
 
 
 def _bits(row: Any) -> Any:
-    """What a row holds, so that a NaN is itself, and 0.0 is not -0.0."""
+    """Return the content of a row, in which NaN equals itself and 0.0 differs from -0.0."""
     if isinstance(row, torch.Tensor):
         return row.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     if isinstance(row, np.ndarray | np.generic) and row.dtype != np.dtype(object):

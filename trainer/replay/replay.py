@@ -1,8 +1,8 @@
-"""A step or a stage of a run, made again from the run folder.
+"""Repeat a step or a stage of a run from the run folder.
 
-The run goes on from its newest checkpoint before the step, in a folder that is removed afterwards.
-Its processes are the driver's own, where a pool has one; pools keep their numbers of processes,
-which decide the order of sums.
+The replay resumes from the newest checkpoint before the step, in a folder that is removed
+afterwards. A pool of one process runs in the driver's process. Pools have the same number of
+processes as in the run, because it determines the order of sums.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was compared, and what differed."""
+    """The compared items, and the differences."""
 
     start: Path | None
     num_metrics: int
     kept_batches: Sequence[str]
-    """Stages whose kept batches were compared."""
+    """Stages whose saved batches were compared."""
     differences: Sequence[str]
 
 
@@ -54,7 +54,7 @@ def replay(
     from_start: bool = False,
     backend: str = "local",
 ) -> Replayed:
-    """Make it again, and compare it with what the run wrote."""
+    """Repeat the step, and compare it with the run's files."""
     refuse_runs_inside()
     saved = SavedRun.read(run_folder.resolve())
     asked = Asked(saved.folder, step, stage, breaks)
@@ -80,7 +80,7 @@ def replay(
 
 
 def settings_of_replay(config: Config, start: Path | None, folder: Path, backend: str) -> Config:
-    """The run's settings, but for where it runs, what it goes on from, and what it writes."""
+    """Return the run's settings with changed folder, backend, resume and output."""
     changes: dict[str, Any] = {
         "trainer.default_local_dir": str(folder),
         "trainer.resume_mode": "auto" if start is None else "resume_path",
@@ -107,7 +107,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
 
 
 def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
-    """Data, processes, and the steps up to the one that is asked for."""
+    """Prepare data and processes, and run the steps up to the requested one."""
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
@@ -128,7 +128,7 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
 
 
 def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConfig) -> str:
-    """What is made from where; and where a breakpoint in a worker's code is not reached."""
+    """Describe what is repeated from which state, and where breakpoints do not work."""
     begin = "from its beginning" if start is None else f"from {start.name}"
     lines = [f"replay of step {step} of {saved.folder}, {begin}"]
     pools = config.resource_pool_spec
@@ -145,7 +145,7 @@ def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConf
 
 @dataclass
 class Asked:
-    """What is made again, and what came of it."""
+    """A request for a replay, and its result."""
 
     run_folder: Path
     step: int
@@ -154,13 +154,13 @@ class Asked:
     breaks: bool = False
     """Whether the debugger is entered right before."""
     instead: Callable[[Any], Metrics] | None = None
-    """What the trainer does in the step's place."""
+    """A function that replaces the step."""
     metrics: Metrics = field(default_factory=dict)
-    """Those of the step, or of the stage alone."""
+    """Metrics of the step or of the stage."""
 
 
 def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
-    """The trainer's class, with an end after the step that is asked for."""
+    """Return a subclass of the trainer that ends after the requested step."""
     if asked.stage and not issubclass(trainer_cls, PPOTrainer):
         raise ConfigError(
             f"--stage: a step of {trainer_cls.__qualname__} has no stages {', '.join(STAGES)}; "
@@ -208,11 +208,11 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
 
 
 def one_stage(trainer: PPOTrainer, asked: Asked) -> Metrics:
-    """The stage, of the batch that the run kept, or of one that the stages before it make."""
+    """Run the stage on the batch that the run saved, or on one from the earlier stages."""
     batch = stage_input(trainer, asked)
     stage = getattr(trainer, asked.stage)
     if asked.breaks:
-        breakpoint()  # noqa: T100 - `step` goes into the stage, `batch` is what it gets
+        breakpoint()  # noqa: T100 - `step` goes into the stage, `batch` is its input
     result = stage(batch)
 
     if asked.stage == "update":
@@ -224,7 +224,7 @@ def one_stage(trainer: PPOTrainer, asked: Asked) -> Metrics:
 
 
 def stage_input(trainer: PPOTrainer, asked: Asked) -> DataProto:
-    """What goes into the stage."""
+    """Return the input of the stage."""
     path = batch_file(asked.run_folder, asked.step, asked.stage)
     if path.is_file():
         return DataProto.load_from_disk(path)

@@ -1,6 +1,6 @@
-"""A run folder as a replay reads it: configuration, checkpoints, the metrics of a step.
+"""A run folder for a replay: its configuration, checkpoints, and the metrics of a step.
 
-Nothing in the folder is written. What makes a replay impossible is refused here, in words.
+The folder is only read. Reasons that make a replay impossible are reported here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RECIPES = (
     "trainer.reward_model.recipe.REWARD_MODEL",
     "trainer.preference.recipe.DPO",
 )
-"""Those whose steps follow from a checkpoint alone."""
+"""The recipes whose steps depend only on a checkpoint."""
 ASYNC = "trainer.async_training.step.AsyncTrainer"
 PACKAGE = "verl-like"
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run that has been made."""
+    """A run to replay."""
 
     folder: Path
     config: RunConfig
@@ -42,7 +42,7 @@ class SavedRun:
 
     @classmethod
     def read(cls, folder: Path) -> SavedRun:
-        """Read a run folder; other folders, and runs of other versions or recipes, are refused."""
+        """Read a run folder; reject other folders, and runs of other versions or recipes."""
         tree = saved_tree(folder)
         name = OmegaConf.select(tree, "trainer.cls") if OmegaConf.is_dict(tree) else None
         if not isinstance(name, str):
@@ -61,7 +61,7 @@ class SavedRun:
         return cls(folder, config, trainer_cls)
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """The run's line of metrics of a step that it has made."""
+        """Return the run's metrics of a step."""
         found, _ = json_objects(self.folder / "metrics.jsonl")
         lines = {line["step"]: line for line in found if "step" in line}
         steps = sorted(number for number in lines if number > 0)
@@ -71,9 +71,9 @@ class SavedRun:
         return dict(lines[step])
 
     def start_of(self, step: int, may_begin: bool) -> Path | None:
-        """The newest checkpoint from which a step can be made again; None: the run's beginning.
+        """Return the newest checkpoint before a step; None means the run's beginning.
 
-        That is taken for step 1, and for later ones where it `may_begin`.
+        Step 1 starts at the beginning; later steps do only if it `may_begin` there.
         """
         steps = committed(self.folder)
         earlier = [number for number in steps if number < step]
@@ -102,7 +102,7 @@ class SavedRun:
 
 
 def _recipe_of(trainer_cls: Any, name: str) -> Recipe[Any]:
-    """The recipe whose trainer it is, or a subclass of."""
+    """Return the recipe of this trainer class or of its base class."""
     recipes: list[Recipe[Any]] = [load_object(path, "recipe") for path in RECIPES]
     owners = {load_object(each.schema().trainer.cls, each.name): each for each in recipes}
     ours = {*owners, load_object(ASYNC, "async")}

@@ -1,8 +1,8 @@
-"""`verl-like replay RUN --trajectory UID/INDEX`: trajectories of a run, played once more.
+"""`verl-like replay RUN --trajectory UID/INDEX`: play trajectories of a run again.
 
-They are drawn by the weights of their step, against the observations that the run recorded, or the
-live environment. What a run has to keep for it are the batch that went into `score`, and a
-checkpoint of an earlier step.
+They are sampled with the weights of their step, against the observations that the run recorded, or
+the live environment. The run must have saved the input batch of `score`, and a checkpoint of an
+earlier step.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ NAMED = 5
 
 @dataclass
 class Played:
-    """A trajectory that was played again."""
+    """A replayed trajectory."""
 
     name: str
     """uid/index."""
     num_turns: int
     num_tokens: int
     difference: str
-    """The first thing that is not as it was; empty: all of it is, bit for bit."""
+    """The first difference from the run, or ""."""
 
 
 @dataclass
 class Wanted:
-    """Which samples of which step, and what the run recorded of them."""
+    """The samples to replay, with their step and the run's record of them."""
 
     step: int
     recorded: DataProto
@@ -64,7 +64,7 @@ def replay_trajectory(
     from_start: bool = False,
     backend: str = "local",
 ) -> list[Played]:
-    """Play it again, or every sample of a uid, and compare with what was recorded."""
+    """Play a sample, or all samples of a uid, again, and compare them with the record."""
     refuse_runs_inside()
     saved = SavedRun.read(run_folder.resolve())
     if not plays(saved.config):
@@ -84,7 +84,7 @@ def replay_trajectory(
 
 
 def recorded_samples(folder: Path, name: str) -> Wanted:
-    """The samples of that name in the batches that the run kept."""
+    """Return the samples of that name from the batches that the run saved."""
     uid, _, index = name.partition("/")
     if not uid or (index and not index.isdecimal()):
         raise ConfigError(f"--trajectory={name}: give UID, or UID/INDEX, as rollouts/ has them.")
@@ -120,7 +120,7 @@ def _kept_steps(folder: Path) -> Iterator[str]:
 
 
 def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
-    """Draw the samples that are wanted, of the step's prompts, in the place of the step."""
+    """Sample the wanted rows of the step's prompts, instead of the step."""
     recorded, config = wanted.recorded, trainer.config
     uid = recorded.non_tensor_batch["uid"][0]
     most_draws = config.algorithm.filter_groups.max_num_gen_batches
@@ -149,7 +149,7 @@ def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a row says that the clock does not."""
+    """The content of a row without times."""
 
     prompt: list[int]
     tokens: list[int]
@@ -175,9 +175,9 @@ class _Row:
 
 
 def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
-    """In words, the first in the order of play."""
+    """Describe the first difference in the order of turns."""
     found: list[tuple[int, int, str]] = []
-    """(turn, 0 of what was drawn in it or 1 of what was observed after it, words)"""
+    """(turn, 0 for its response or 1 for the observation after it, words)"""
     answers = enumerate(zip(was.answers, now.answers, strict=False))
     changed = next((n for n, (one, other) in answers if one != other), None)
     if changed is None and len(was.answers) != len(now.answers):

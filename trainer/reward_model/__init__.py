@@ -1,1 +1,1 @@
-"""Training a reward model on pairs of a chosen and a rejected response."""
+"""Train a reward model on pairs of a chosen and a rejected response."""

@@ -1,7 +1,7 @@
-"""Where the sides of a pair end: as the samples do that the reward model will score.
+"""The ends of pairs: as in the samples that the reward model will score.
 
-A sample of PPO ends with its first stop token. A chat template may write a line break after that,
-or no such token at all; a score is read at the last token, so both would teach it something else.
+A PPO sample ends with its first stop token. A chat template may write a line break after it, or no
+stop token at all. A score is read at the last token, so both would teach the model something else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def end_as_samples_do(
     key: str, rows: Sequence[PairRow], tokenizer: Any, path: str, max_length: int
 ) -> list[PairRow]:
-    """The pairs without blanks after a side's stop token; those that have none are warned of.
+    """Return the pairs without blanks after a side's stop token; warn about sides without one.
 
     `key` names the files, `path` the model; a side of `max_length` tokens may have been cut.
     """

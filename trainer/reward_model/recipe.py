@@ -2,9 +2,9 @@
            [key=value ...]
 
 Trains a reward model on pairs: a `chosen` and a `rejected` response, with their `prompt` or as
-whole dialogues, and a `margin` where there is one. Placement, run folder, checkpoints and resume
-are those of `verl-like ppo`, whose reward_model.model.path and critic.model.path load the folder
-that hf_model exports.
+whole dialogues, and optionally a `margin`. Placement, run folder, checkpoints and resume work as in
+`verl-like ppo`, whose reward_model.model.path and critic.model.path load the folder that hf_model
+exports.
 
   verl-like reward-model --cfg all  every key with its meaning
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100

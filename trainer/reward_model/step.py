@@ -1,6 +1,6 @@
-"""Training a reward model: `trainer.rows` on pairs, and accuracy and loss over those of others.
+"""Train a reward model: `trainer.rows` on pairs, and accuracy and loss on validation pairs.
 
-Pairs, and what of them may differ, are `trainer.data.pairs`.
+`trainer.data.pairs` describes the pairs and their formats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RewardModelTrainer(RowTrainer[PairRow]):
     def read_rows(
         cls, config: RewardModelRunConfig, key: str, files: object, tokenizer: object
     ) -> list[PairRow]:
-        """Pairs of responses, or of whole dialogues, that end as samples do."""
+        """Return pairs of responses, or of whole dialogues, that end as samples do."""
         longest = longest_row(config)
         on_bad_row, limit = config.data.on_bad_row, row_limit(config)
         rows = read_pairs(key, files, tokenizer, longest, on_bad_row, limit)
@@ -40,21 +40,21 @@ class RewardModelTrainer(RowTrainer[PairRow]):
 
     @staticmethod
     def make_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-        """Both sides of every pair, padded on the right."""
+        """Pad both sides of every pair on the right."""
         return pair_batch(rows, uids, pad_token_id)
 
     @classmethod
     def num_sides(cls, config: RewardModelRunConfig) -> int:
-        """Two of every pair."""
+        """Return two."""
         return 2
 
     @classmethod
     def worker_code(cls, config: RewardModelRunConfig) -> list[str]:
-        """The loss beside what all such recipes have."""
+        """Return the loss in addition to the code of all recipes on rows."""
         return [*super().worker_code(config), config.loss]
 
     def validation_metrics(self) -> Metrics:
-        """Means over all validation pairs; equal scores count as half right."""
+        """Return means over all validation pairs; equal scores count as half right."""
         found, given = [], []
         for batch in self.validation_batches():
             scored = self.groups[self.role].compute_scores(batch)

@@ -1,4 +1,4 @@
-"""Observers of a run, each one file: they watch the road through hooks, and change nothing on it.
+"""Observers of a run, one per file: they watch the run through hooks, and change nothing in it.
 
-`trainer.roadside.active` lists which observers a run has.
+`trainer.roadside.active` lists the observers of a run.
 """

@@ -1,10 +1,10 @@
-"""Which observers a run has. Removing any of them changes no line of a recipe.
+"""The observers of a run. Removing any of them changes no line of a recipe.
 
     observers = active_observers(config, MyTrainer)      # once per run; its attempts share them
     trainer = MyTrainer(Run(config, groups, observers), *inputs)
 
 An observer is an object with some of the hooks of `trainer.hooks`. With `name`, `state_dict` and
-`load_state_dict` its state goes into checkpoints. With `at_end` it is called after the run.
+`load_state_dict`, its state goes into checkpoints. With `at_end`, it is called after the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.roadside.fault_injection import FaultInjection
 
 
 def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
-    """The observers of a run, in the order in which they are called."""
+    """Return the observers of a run, in the order in which they are called."""
     observers: list[Any] = [Alarms(trainer_cls.alarm_rules)]
     if not trainer_cls.learns_from_samples:
         return [*observers, FaultInjection(config)]
@@ -28,7 +28,7 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     from trainer.roadside.written_samples import WrittenSamples
 
     samples = SampleWatch()
-    has_generators = getattr(config, "generates_beside_training", False)  # their log is printed
+    has_generators = getattr(config, "generates_beside_training", False)  # it prints its own log
     return [
         SavedBatches(config),
         samples,
@@ -40,7 +40,7 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
 
 
 def end_of_run(observers: Sequence[Any]) -> None:
-    """Call `at_end` of the observers that have it: the run came to its end."""
+    """Call `at_end` of the observers that have it, after a completed run."""
     for observer in observers:
         if hasattr(observer, "at_end"):
             observer.at_end()

@@ -1,8 +1,8 @@
-"""Alarms of a step: numbers out of their band, each with what to look at.
+"""Alarms of a step: metrics outside their normal range, each with advice.
 
-Which numbers, and what is said about them, are the recipe's rules (`Trainer.alarm_rules`). They are
-asked after every step, and what they find is logged. An alarm that stays is logged again after 10
-steps, then 20, 40, ...
+The recipe's rules (`Trainer.alarm_rules`) define the metrics and the advice. They are applied after
+every step, and their findings are logged. An alarm that persists is logged again after 10 steps,
+then 20, 40, ...
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SAID_AGAIN = 10
-"""Steps after which an alarm that stays is said a second time."""
+"""Steps after which an alarm that persists is logged again."""
 logger = logging.getLogger(__name__)
 Found = Iterator[tuple[str, str]]
-"""(kind of alarm, what is said): of one kind, as long as it stays, one text is said rarely."""
+"""(kind of alarm, text): the texts of one kind are logged rarely while it persists."""
 AlarmRule = Callable[[Mapping[str, float], dict[str, float]], Found]
-"""Gets the metrics of a step, and the numbers that rules keep from the run's first steps on."""
+"""Takes the metrics of a step, and the numbers that rules store from the run's first steps."""
 
 
 class Alarms:
     """The alarms that were logged so far, and the numbers that a run began with.
 
-    Both are kept in the checkpoints of a recipe that has rules.
+    Both are saved in the checkpoints of a recipe that has rules.
     """
 
     name = "alarms"
@@ -32,19 +32,19 @@ class Alarms:
         self.rules = rules
         self._first: dict[str, float] = {}
         self._next: dict[str, tuple[int, int]] = {}
-        """Kind of alarm -> the step from which on it is said again, and how many more after that.
-        """
+        """Kind of alarm -> the step from which it is logged again, and the number of steps after
+        that."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON has it; nothing without rules."""
+        """Return the state for a resume as JSON; {} without rules."""
         if not self.rules:
             return {}
         return {"first": dict(self._first), "next": {k: list(v) for k, v in self._next.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it; what has been said since in steps that are made again counts as said.
+        """Restore the state; alarms logged since then, in steps that are repeated, count as logged.
 
-        An older checkpoint has none.
+        An older checkpoint has no state.
         """
         if not self.rules:
             return
@@ -57,7 +57,7 @@ class Alarms:
         self.check(metrics, trainer.global_step)
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
-        """Log the alarms of this step that were not said just now, and give them."""
+        """Log the alarms of this step that were not logged recently, and return them."""
         said = []
         for rule in self.rules:
             for kind, text in rule(metrics, self._first):
@@ -77,9 +77,9 @@ class Alarms:
 def skipped_updates(
     metrics: Mapping[str, float], _first: dict[str, float], causes: str = ""
 ) -> Found:
-    """Of a role that is trained by `workers.training`, for the rules of its recipe.
+    """Report skipped updates of a role that `workers.training` trains, for recipes' rules.
 
-    `causes` are what of the recipe's own may be at fault, before the learning rate.
+    `causes` names possible causes in the recipe, before the learning rate.
     """
     for name, skipped in metrics.items():
         role, _, what = name.rpartition("/")

@@ -1,11 +1,11 @@
-"""Injected faults (`faults.*`), drawn from a seed: workers killed, calls delayed, weights lost.
+"""Fault injection (`faults.*`), drawn from a seed: workers killed, calls delayed, weights lost.
 
-One `FaultInjection` watches all attempts of a run. Which faults a step has follows from
-`faults.seed` and the step alone. Each comes once: a step that is made again after a restart is
-spared the faults that it had.
+One `FaultInjection` watches all attempts of a run. The faults of a step depend only on
+`faults.seed` and the step. Each comes once: a step that is repeated after a restart is spared the
+faults that it had.
 
-`faults.jsonl` of the run folder has a line for each fault. At the end it has what became of the
-steps, and what the sample log says of their samples:
+`faults.jsonl` of the run folder has a line for each fault. Its last line accounts for the steps
+and, from the sample log, for their samples:
 
     begun = kept + made again + not finished
     made = trained + dropped (by reason)
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class FaultInjection:
-    """The faults of one run, and what became of its steps."""
+    """The faults of one run, and the account of its steps."""
 
     def __init__(self, config: RunConfig, samples: SampleWatch | None = None) -> None:
-        """`samples` is the watch of the run's samples, where the report of faults counts them."""
+        """`samples` is the watch of the run's samples, if the account includes them."""
         self._settings, self._samples = config.injected_faults, samples
         self._folder = Path(config.trainer.default_local_dir)
         self._struck: set[tuple[str, int]] = set()
@@ -47,15 +47,15 @@ class FaultInjection:
         self._num_begun = self._made_again = 0
 
     def on_init_end(self, trainer: Any) -> None:
-        """An attempt begins."""
+        """Begin an attempt."""
         self.begin_attempt(trainer.global_step)
 
     def on_step_begin(self, trainer: Any) -> None:
-        """Bring about the faults of the step."""
+        """Inject the faults of the step."""
         self.before_step(trainer.groups, trainer.global_step)
 
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
-        """Note the faults that the environments of these samples had."""
+        """Note the faults in the environments of these samples."""
         kinds = Counter[str]()
         for facts in batch.non_tensor_batch.get("episode", ()):
             kinds.update(facts.get("faults", {}))  # a pad row has none
@@ -63,7 +63,7 @@ class FaultInjection:
             self.note(kind, trainer.global_step, count=count)
 
     def begin_attempt(self, step: int) -> None:
-        """Go on after `step`."""
+        """Begin an attempt after `step`."""
         if not self._settings.has_faults:
             return
         if self._first is None:
@@ -74,7 +74,7 @@ class FaultInjection:
         self._begun = []
 
     def before_step(self, groups: WorkerGroups, step: int) -> None:
-        """Bring about the faults of a step that begins."""
+        """Inject the faults of a step that begins."""
         if not self._settings.has_faults:
             return
         self._begun.append(step)
@@ -88,7 +88,7 @@ class FaultInjection:
             self._kill(groups, step, draw)
 
     def at_end(self) -> None:
-        """Write what became of the steps and samples; raise if a step is lost or doubled."""
+        """Write the account of the steps and samples; raise if a step is lost or doubled."""
         if self._first is None:
             return
         kept = [step for step in _steps_of(self._folder) if step > self._first]
@@ -109,7 +109,7 @@ class FaultInjection:
         self._write({"kind": LEDGER, "begun": self._num_begun, **became, **more})
 
     def _draw(self, kind: str, chance: float, step: int) -> Random | None:
-        """What decides the rest, where the step has a fault of this kind that it has not had."""
+        """Return the random numbers of this step's fault, or None without a new fault."""
         draw = Random(f"{self._settings.seed}/{kind}/{step}")
         if draw.random() >= chance or (kind, step) in self._struck:
             return None
@@ -117,21 +117,21 @@ class FaultInjection:
         return draw
 
     def _delay(self, groups: WorkerGroups, step: int, draw: Random) -> None:
-        """Rank 0 of a role sleeps; its next calls wait, and whoever needs them."""
+        """Let rank 0 of a role sleep, which delays its next calls and those that need them."""
         role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
-        with suppress(WorkerDiedError):  # whoever is gone is slow already
+        with suppress(WorkerDiedError):  # a lost worker needs no delay
             groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
         self.note("delay_call", step, role=role, rank=0, seconds=seconds)
 
     def _kill(self, groups: WorkerGroups, step: int, draw: Random) -> None:
-        """A process that is not the driver's own, of a pool that is drawn first."""
+        """Kill a worker process, not the driver's, of a randomly chosen pool."""
         role, rank = draw.choice(draw.choice(_pools_to_kill_in(groups)))
         transport = groups[role].transport
         self.note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
         transport.kill(rank)
 
     def note(self, kind: str, step: int, **facts: Any) -> None:
-        """A fault has come in this step."""
+        """Record a fault in this step."""
         self._write({"kind": kind, "step": step, **facts})
         words = ", ".join(f"{name} {value}" for name, value in facts.items())
         logger.warning("faults.%s in step %d: %s", kind, step, words)
@@ -142,7 +142,7 @@ class FaultInjection:
 
 
 def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
-    """Of every pool its worker processes on all machines: a role, and its rank."""
+    """Return for every pool the (role, rank) of its worker processes on all machines."""
     by_pool: dict[int, list[tuple[str, int]]] = {}
     for role in groups:
         transport = groups[role].transport
@@ -153,6 +153,6 @@ def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
 
 
 def _steps_of(folder: Path) -> list[int]:
-    """The steps that `metrics.jsonl` has lines of, in its order."""
+    """Return the steps in `metrics.jsonl`, in its order."""
     lines, _ = json_objects(folder / "metrics.jsonl")
     return [int(line["step"]) for line in lines]

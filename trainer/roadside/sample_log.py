@@ -1,15 +1,15 @@
-"""The one log of a run's samples: every sample was trained on, or dropped for a reason, or lost.
+"""The log of a run's samples: every sample was trained on, dropped for a reason, or lost.
 
     made = trained + dropped (by reason) + open
 
-A sample is known by the uid of its prompt and its index among the samples of that prompt. The log
-keeps two counts of its tokens that do not know of each other. The first is taken when the sample
-comes from the rollout. The second is taken from the batch that critic and actor are called with.
-Between the two, every filter tells what it has left (`on_filter`). Where the counts differ, the run
-ends with a `LedgerError`, unless user code may have changed the batch.
+A sample is identified by the uid of its prompt and its index among the prompt's samples. The log
+counts its tokens twice, independently: when the sample comes from the rollout, and in the batch of
+the update call of critic and actor. Between the two, every filter reports the remaining samples
+(`on_filter`). If the counts differ, the run ends with a `LedgerError`, unless user code may have
+changed the batch.
 
-Tokens of a step, the books of an asynchronous run and the report of a run with faults are views of
-it.
+The tokens of a step, the account of an asynchronous run and the report of a run with faults are
+views of this log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.columns import count_ones
 SampleKey = tuple[str, int]
 """The uid of a prompt, and the sample's index."""
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
-"""Where an open sample is: being generated, in a buffer, in the trainer's present step."""
+"""The state of an open sample: in generation, in a buffer, in the trainer's current step."""
 EMPTY = "no token"
 OWN_CODE = "by code of the run's own"
 MADE_AGAIN = "made again after a resume"
@@ -41,7 +41,7 @@ NAMED = 8
 
 @dataclass
 class Account:
-    """Samples of one generator or, in a synchronous run, of one step."""
+    """The samples of one generator or, in a synchronous run, of one step."""
 
     made: int = 0
     trained: int = 0
@@ -57,7 +57,7 @@ class _Open:
 
 
 class SampleLog:
-    """The fate of every sample. Threads that share the log hold its lock."""
+    """The state of every sample. Threads that share the log hold its lock."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
         self.lock = nullcontext() if lock is None else lock
@@ -66,11 +66,11 @@ class SampleLog:
         """Fact about trained samples, such as the rank -> value -> samples."""
         self.drawn_tokens = self.trained_tokens = 0
         self.left_out: Counter[str] = Counter()
-        """Reason -> tokens that were drawn and are not trained on."""
+        """Reason -> tokens that were sampled and are not trained on."""
         self._open: dict[SampleKey, _Open] = {}
 
     def begin(self, account: int, samples: Iterable[SampleKey], state: str = IN_FLIGHT) -> None:
-        """These samples are being made, on this account."""
+        """Record that these samples are being generated, on this account."""
         for sample in samples:
             if sample in self._open:
                 raise LedgerError(
@@ -81,7 +81,7 @@ class SampleLog:
             self.accounts[account].made += 1
 
     def receive(self, tokens: Mapping[SampleKey, int], given_up: Mapping[str, int]) -> None:
-        """These samples have come with so many tokens each, and more `given_up` by reason."""
+        """Record the tokens of these finished samples, and further `given_up` tokens by reason."""
         for sample, num in tokens.items():
             self._open[sample].tokens = num
             self._open[sample].state = QUEUED
@@ -89,16 +89,16 @@ class SampleLog:
         self.leave_out(given_up)
 
     def move(self, samples: Iterable[SampleKey], state: str) -> None:
-        """These samples are in another place now."""
+        """Set the state of these samples."""
         for sample in samples:
             self._open[sample].state = state
 
     def leave(
         self, reason: str, tokens: Mapping[SampleKey, int], among: Iterable[SampleKey]
     ) -> int:
-        """Of the samples `among` no more than these tokens are left; return how many went.
+        """Reduce the samples `among` to these tokens, and return how many tokens were left out.
 
-        A sample without any is dropped. A sample that had no token before is dropped as empty.
+        A sample without remaining tokens is dropped; as empty, if it had none before.
         """
         num_left_out = 0
         for sample in among:
@@ -120,9 +120,9 @@ class SampleLog:
         tokens: Mapping[SampleKey, int],
         facts: Mapping[SampleKey, Mapping[str, int]] | None = None,
     ) -> None:
-        """Close these samples: an update has been called with so many tokens of each.
+        """Close these samples: an update was called with this number of tokens of each.
 
-        `facts` are further numbers of a sample, which are counted. Raises where the log has another
+        `facts` are further numbers of a sample, which are counted. Raise if the log has another
         number of tokens.
         """
         facts = facts or {}
@@ -143,25 +143,25 @@ class SampleLog:
                 self.counts[name][value] += 1
 
     def drop(self, samples: Iterable[SampleKey], reason: str) -> None:
-        """Close these samples: they are not trained on."""
+        """Close these samples without training on them."""
         for sample in samples:
             self.leave_out({reason: self._tokens(sample)})
             self._close(sample).dropped[reason] += 1
 
     def leave_out(self, tokens: Mapping[str, int]) -> None:
-        """So many tokens were drawn and are not trained on, by reason."""
+        """Record tokens that were sampled and are not trained on, by reason."""
         self.left_out.update(tokens)
         self.left_out += Counter()  # a reason without tokens is none
 
     def drop_after(self, account: int, reason: str) -> None:
-        """What later accounts (steps) made came to nothing."""
+        """Count the samples of later accounts (steps) as dropped."""
         for number in [number for number in self.accounts if number > account]:
             late = self.accounts[number]
             self.drop([s for s, one in self._open.items() if one.account == number], reason)
             late.trained, late.dropped = 0, Counter({reason: late.made})
 
     def open(self, state: str = TAKEN, account: int | None = None) -> list[SampleKey]:
-        """The open samples in that state, of one account or of any."""
+        """Return the open samples in that state, of one account or of any."""
         return [
             sample
             for sample, one in self._open.items()
@@ -169,11 +169,11 @@ class SampleLog:
         ]
 
     def tokens(self, samples: Iterable[SampleKey]) -> dict[SampleKey, int]:
-        """The tokens that each of these open samples has left."""
+        """Return the remaining tokens of each of these open samples."""
         return {sample: self._tokens(sample) for sample in samples}
 
     def known(self, samples: Iterable[SampleKey]) -> list[SampleKey]:
-        """Those of the samples that are open."""
+        """Return those of the samples that are open."""
         return [sample for sample in samples if sample in self._open]
 
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
@@ -193,7 +193,7 @@ class SampleLog:
             raise LedgerError(f"the tokens of the run do not add up: {tokens}")
 
     def token_counts(self) -> dict[str, Any]:
-        """Tokens that came, and what became of them."""
+        """Return the tokens that were sampled, and their state."""
         return {
             "drawn": self.drawn_tokens,
             "trained": self.trained_tokens,
@@ -202,7 +202,7 @@ class SampleLog:
         }
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Account -> its samples by what became of them; taken ones count as queued."""
+        """Return account -> its samples by state; taken samples count as queued."""
         places = Counter((one.account, one.state) for one in self._open.values())
         return {
             str(number): {
@@ -216,7 +216,7 @@ class SampleLog:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Samples made, trained and dropped, of all accounts; nothing where none was made."""
+        """Return samples made, trained and dropped, of all accounts; {} if none was made."""
         accounts = self.accounts.values()
         made = sum(account.made for account in accounts)
         if not made:
@@ -231,14 +231,14 @@ class SampleLog:
         return {"made": made, "trained": trained, "dropped": dict(dropped)}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """Return the whole log as JSON."""
         return {"generators": self.rows(), "tokens": self.token_counts()} | {
             name: {str(value): count for value, count in sorted(counts.items())}
             for name, counts in self.counts.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with this log. What was open then is made again, but for what is restored."""
+        """Restore the log. Open samples are generated again, except those that are restored."""
         self.accounts.clear()
         self._open.clear()
         for name in state.keys() - {"generators", "tokens"}:
@@ -254,7 +254,7 @@ class SampleLog:
             self.accounts[int(number)] = Account(row["made"], row["trained"], +dropped)
 
     def restore(self, account: int, tokens: Mapping[SampleKey, int]) -> None:
-        """These samples of the log that was loaded are queued still, with their tokens."""
+        """Mark these samples of the loaded log as still queued, with their tokens."""
         owner = self.accounts[account]
         owner.dropped[MADE_AGAIN] -= len(tokens)
         owner.dropped += Counter()
@@ -274,21 +274,21 @@ class SampleLog:
 
 
 class SampleWatch:
-    """Writes the log from what the hooks of a step show."""
+    """Writes the log from the hooks of a step."""
 
     def __init__(self) -> None:
         self.log = SampleLog()
         self._generators_log: SampleLog | None = None
         """The log of an asynchronous run, whose generators begin the samples."""
         self._drawn = self._trained = 0
-        """Tokens that came from the rollout in this step, and those that its update was given."""
+        """Tokens that came from the rollout in this step, and tokens of its update."""
         self._left_out: Counter[str] = Counter()
         self._has_updated = False
         self._samples: dict[SampleKey, None] = {}
         """The samples of this step that are open."""
 
     def on_init_end(self, trainer: Any) -> None:
-        """An attempt begins: the steps that it makes again came to nothing before."""
+        """Begin an attempt: drop the earlier results of steps that it repeats."""
         self._generators_log = None if trainer.origins is None else trainer.origins.log
         self.log = self._generators_log or self.log
         if self._generators_log is None:
@@ -296,7 +296,7 @@ class SampleWatch:
         self._clear()
 
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
-        """Count what comes from the rollout."""
+        """Count the samples that come from the rollout."""
         tokens, given_up = tokens_by_sample(batch), tokens_given_up(batch)
         if self._generators_log is None:
             self.log.begin(trainer.global_step, tokens)
@@ -307,7 +307,7 @@ class SampleWatch:
         self._left_out.update(given_up)
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
-        """What comes to the update is what was drawn, less what filters have left out."""
+        """Check that the update's input is the sampled tokens minus those that filters left out."""
         if stage != "update" or batch is None or not self._samples:
             return
         self._has_updated = True
@@ -328,13 +328,13 @@ class SampleWatch:
         self._leave(EMPTY, tokens)
 
     def on_filter(self, trainer: Any, reason: str, batch: DataProto) -> None:
-        """Note what a filter has left out."""
+        """Note the samples that a filter has left out."""
         if self._samples:
             with self.log.lock:
                 self._leave(reason, tokens_by_sample(batch))
 
     def on_update(self, trainer: Any, batch: DataProto) -> None:
-        """Count what the update was called with; a row that comes twice counts once."""
+        """Count the tokens of the update call; a row that occurs twice counts once."""
         if not self._samples:
             return
         self._has_updated = True
@@ -358,8 +358,8 @@ class SampleWatch:
         self._samples = {}
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Every sample of the step has an end; add its tokens to the metrics."""
-        if self._samples:  # the user's own update has said nothing
+        """Close every sample of the step, and add its tokens to the metrics."""
+        if self._samples:  # a user's update has not called the hook
             with self.log.lock:
                 self._leave(OWN_CODE, {})
         if self._drawn and self._has_updated:
@@ -382,13 +382,13 @@ class SampleWatch:
 
 
 def has_own_code(trainer: Any) -> bool:
-    """Return whether hooks or stages of the user's may have changed a batch."""
+    """Return whether a user's hooks or stages may have changed a batch."""
     packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__}
     return bool(trainer.run.callbacks) or not packages <= HOUSE
 
 
 def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
-    """The tokens of each sample that are in the losses; nothing where rows have no names."""
+    """Return the number of each sample's tokens in the losses; {} if rows have no names."""
     uids = batch.non_tensor_batch.get("uid")
     if uids is None or "sample_index" not in batch.columns:
         return {}
@@ -398,7 +398,7 @@ def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
 
 
 def tokens_given_up(batch: DataProto | None) -> Counter[str]:
-    """Tokens that the trajectories of these rows had drawn before they started over, by reason."""
+    """Return tokens that trajectories had sampled before they restarted, by reason."""
     found = Counter[str]()
     for facts in () if batch is None else batch.non_tensor_batch.get("episode", ()):
         found.update(facts.get("given_up_tokens", {}))  # a pad row has none

@@ -15,7 +15,7 @@ class WrittenSamples:
 
     def __init__(self) -> None:
         self._waiting: DataProto | None = None
-        """The step's samples, until they are written."""
+        """The step's samples until they are written."""
         self._metrics: dict[str, float] = {}
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
@@ -24,16 +24,16 @@ class WrittenSamples:
             self._waiting = batch
 
     def on_update(self, trainer: Any, batch: DataProto) -> None:
-        """Write them while the workers compute."""
+        """Write the samples while the workers compute."""
         self._write(trainer)
 
     def on_stage_end(self, trainer: Any, stage: str, result: Any) -> None:
-        """Write them now, if the user's own update has not told of its launch."""
+        """Write the samples now if a user's update has not called `on_update`."""
         if stage == "update":
             self._write(trainer)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Add what the samples look like."""
+        """Add the metrics of the samples."""
         metrics |= self._metrics
         self._metrics = {}
 

@@ -1,1 +1,1 @@
-"""Prompts rolled out and scored: what PPO shares with the recipes that train nothing."""
+"""Generation and scoring of prompts, which PPO shares with recipes without training."""

@@ -1,4 +1,4 @@
-"""Environments and tools, looked at before a process of the run starts."""
+"""Checks of environments and tools before a process of the run starts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from workers.training.row_proof import SPLITS
 
 
 def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> dict[str, Kind]:
-    """Reject code that is not there or cannot be called, and a template that does not take turns.
+    """Reject invalid environment code or a chat template that cannot take turns.
 
-    `refuses_tools` is a reason to reject tools. Return the facts about each environment by name.
+    With a reason in `refuses_tools`, tools are rejected, too. Return the facts about each
+    environment by name.
     """
     if not plays(config):
         return {}
@@ -57,7 +58,7 @@ def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> N
 
 
 def with_full_paths(config: Any) -> Any:
-    """Return the configuration with full paths of an environment's files.
+    """Return the configuration with absolute paths of an environment's files.
 
     Workers may run in another folder.
     """
@@ -74,7 +75,7 @@ def with_full_paths(config: Any) -> Any:
 
 
 def check_games(config: Any) -> None:
-    """Refuse rows without a prompt where no environment says what there is to read."""
+    """Reject rows without a prompt if there is no environment that provides the text."""
     for setting in ("train_files", "val_files"):
         files = getattr(config.data, setting)
         if is_num_games(files) and not plays(config):

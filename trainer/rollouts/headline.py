@@ -1,6 +1,6 @@
-"""The numbers of a step that the console shows: how it learns, and how fast.
+"""The numbers of a step on the console: how the policy learns, and how fast.
 
-`trainer.run_folder.tracking` shows them, as far as there are any.
+`trainer.run_folder.tracking` shows those that exist.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""The KL that is shown: to the reference, else to the policy before the update."""
+"""The KL to show: to the reference, or otherwise to the policy before the update."""
 ROUNDING = 1e-8
-"""A KL that is no further from 0 is 0."""
+"""A KL no further from 0 than this counts as 0."""
 WATCHED = {
     "actor/entropy": "entropy",
     "response_length/mean": "length",
     "actor/pg_loss": "loss",
 }
-"""Further numbers of a step -> what they are called on the console."""
+"""Further metrics of a step -> their names on the console."""
 
 
 def headline(metrics: Mapping[str, float]) -> list[str]:
@@ -26,7 +26,7 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
         numbers.append(f"reward {metrics['critic/score/mean']:.4g}")
 
     kls = [metrics[name] for name in KL_NAMES if abs(metrics.get(name, 0.0)) > ROUNDING]
-    if kls:  # one that is 0 is of a policy held against itself
+    if kls:  # a KL of 0 compares a policy with itself
         numbers.append(f"KL {kls[0]:.3g}")
 
     for name, shown in WATCHED.items():

@@ -1,4 +1,4 @@
-"""What every recipe that samples looks at before a process starts: models, engines, their sizes."""
+"""Checks of every recipe that samples before a process starts: models, engines, their sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.rollout.vllm.setup import check_version
 
 
 def check_model(config: Any, key: str, path: str) -> None:
-    """Refuse a model that is not there, or has fewer positions than a sample has tokens."""
+    """Reject a model that is missing, or has fewer positions than a sample has tokens."""
     limit = num_positions(read_model_config(key, path))
     if config.trainer.simulate is None:
         check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
@@ -32,7 +32,7 @@ def check_model(config: Any, key: str, path: str) -> None:
 
 
 def check_reward_models(config: Any) -> None:
-    """Refuse reward models that are not there, too short, or without a score."""
+    """Reject reward models that are missing, too short, or without a score head."""
     for number, reward in enumerate(rewards_of(config)):
         if reward.kind == "model":
             key = f"rewards[{number}].path" if config.rewards else "reward_model.model.path"
@@ -41,7 +41,7 @@ def check_reward_models(config: Any) -> None:
 
 
 def check_rollout(config: Any, role: str = "rollout") -> None:
-    """Refuse what is no engine, and engines of more ranks than the role's pool divides into."""
+    """Reject an unknown engine, and engines whose ranks do not divide the role's pool."""
     rollout = config.actor_rollout_ref.rollout
     own_engine(rollout.name)
     pool = expand_roles(config.role_mapping)[role]
@@ -53,7 +53,7 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
             f"{ranks} processes of {role}'s pool {pool!r}; values that do: {divisors}."
         )
-    # what is installed on other machines is not known
+    # packages on other machines are not known
     elsewhere = joined_cluster(config) or config.trainer.simulate or rollout.server_urls
     if rollout.name == "vllm" and not elsewhere:
         check_version(devices_of(config.trainer).type)

@@ -1,4 +1,4 @@
-"""Rules between the keys of rewards, of every recipe that scores samples."""
+"""Rules between the keys of rewards, for every recipe that scores samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.rewards.remote import check_url
 
 
 def check_rewards(config: Any) -> None:
-    """Scores that are asked for can be had."""
+    """Check that the configured rewards can score."""
     if config.rewards:
         _check_reward_list(config)
     elif config.reward_model.enable and not config.reward_model.model.path:
@@ -27,7 +27,7 @@ def check_rewards(config: Any) -> None:
 
 
 def _check_reward_list(config: Any) -> None:
-    """Names tell rewards apart, each has what its kind needs, and together they weigh something."""
+    """Check that rewards have different names, what their kinds need, and a weight in total."""
     names = [reward.name for reward in config.rewards]
     for number, reward in enumerate(config.rewards):
         where = f"rewards[{number}]"

@@ -1,8 +1,8 @@
-"""Rewards tried on made-up answers, in a dry run: their code runs, and shows what it names.
+"""Try rewards in a dry run on made-up responses: their code runs, and shows the numbers it returns.
 
     scored, line = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
 
-The answer to a prompt is the row's ground truth as text. Models and servers are not asked.
+The response to a prompt is the row's ground truth as text. Models and servers are not called.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_ROWS = 8
 def try_rewards(
     rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int
 ) -> tuple[DataProto | None, list[str]]:
-    """The made-up answers with scores, and a line about them; None where no function scores.
+    """Return the scored responses, and a line about them; None if no function scores.
 
-    A function that fails on every one of them is refused. Where it failed on some, what it names
-    is not known either.
+    Raise if a function fails on all of them. If it failed on some, its returned numbers are not
+    known either, and the responses are None.
     """
     functions = [part for part in rewards.parts if part.config.kind == "function"]
     if not functions or any(part.config.kind == "remote" for part in rewards.parts):
@@ -56,14 +56,16 @@ def try_rewards(
 
 
 def _num_failed(metrics: dict[str, float]) -> float:
-    """Samples that the worst of the rewards gave no score."""
+    """Return the number of samples without a score, by the worst of the rewards."""
     counts = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
     of_all = counts.pop("reward/num_failed", 0.0)
-    return max(*counts.values(), of_all - sum(counts.values()), 0.0)  # the rule has no count alone
+    return max(
+        *counts.values(), of_all - sum(counts.values()), 0.0
+    )  # the rule has no count of its own
 
 
 def made_up_answers(prompts: PromptSet, tokenizer: Any, width: int) -> DataProto:
-    """A row of every data source, then the next ones, answered by their ground truth."""
+    """Return a row of every data source and further rows, with their ground truth as responses."""
     batch = prompts.batch(_rows_to_try(prompts), epoch=0)
     responses = torch.full((len(batch), width), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(responses)

@@ -1,7 +1,7 @@
 """Samples with their scores, for recipes that generate: PPO, best of n, evaluation.
 
-batch = rollouts.generate(prompts)                # a response for every row
-batch, metrics = rollouts.score(batch)            # token_level_scores, and what rewards logged
+batch = rollouts.generate(prompts)                # a response for every row batch, metrics =
+rollouts.score(batch)            # token_level_scores, and the rewards' metrics
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
 class Rollouts:
-    """The role `rollout` of a run, and the rewards that score what it generates."""
+    """The role `rollout` of a run, and the rewards that score its samples."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class Rollouts:
         send_weights: Callable[[], Any] = lambda: None,
         ask: Callable[[DataProto], DataProto] | None = None,
     ) -> None:
-        """`send_weights` brings a restarted rollout its weights; by default those of its folder.
+        """`send_weights` sends a restarted rollout its weights; by default it has its folder's.
 
-        `ask` returns the samples of rows; by default the group of the role `rollout` makes them.
+        `ask` returns the samples of rows; by default the group of the role `rollout` generates
+        them.
         """
         self.trainer, self.run = trainer, trainer.run
         self.config: Any = trainer.config
@@ -50,7 +51,7 @@ class Rollouts:
         self._send_weights, self._ask = send_weights, ask or self._ask_group
 
     def generate(self, batch: DataProto, **settings: Any) -> DataProto:
-        """The rows of prompts with a response each; `settings` override those of the batch."""
+        """Return the rows of prompts with a response each; `settings` override the batch's."""
         asked = self.prompt_columns(batch, "rollout")
         asked.meta_info = asked.meta_info | settings
         samples = self._ask(asked)
@@ -58,16 +59,16 @@ class Rollouts:
         return with_responses(batch, samples)
 
     def _ask_group(self, asked: DataProto) -> DataProto:
-        """The rollout's samples of these rows.
+        """Return the rollout's samples of these rows.
 
-        If the rollout loses a process meanwhile and can be replaced, the samples that the process
-        had not finished are generated again from their prompts.
+        If the rollout loses a process meanwhile and can be replaced, the unfinished samples of that
+        process are generated again from their prompts.
         """
         replace = self._replace if self.run.can_replace("rollout") else None
         return RolloutClient(self.run.groups["rollout"]).generate(asked, replace)
 
     def _replace(self, error: LostSamplesError, submission: Submission) -> Any:
-        """The group that replaces a lost one, with the weights of now."""
+        """Return the group that replaces a lost one, with the current weights."""
         self.trainer.replace_lost(error)
         self._send_weights()
         missing = len(submission.missing)
@@ -75,7 +76,7 @@ class Rollouts:
         return self.run.groups["rollout"]
 
     def prompt_columns(self, batch: DataProto, role: str) -> DataProto:
-        """The columns that a rollout reads; environments begin with columns of the data's row."""
+        """Return the columns that a rollout reads, and for environments those of the data's row."""
         found = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
         if plays(self.config):
             rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
@@ -83,18 +84,18 @@ class Rollouts:
         return found
 
     def note_environments(self, samples: DataProto, role: str, stage: str) -> None:
-        """Put the time in which trajectories waited for environments into the timeline."""
+        """Add the time in which trajectories waited for environments to the timeline."""
         if plays(self.config):
             pool = self.run.groups.placement.role_mapping[role]
             where = {"pool": pool, "stage": stage, "step": self.run.step}
             self.run.calls += [call | where for call in waits_for_environments(samples)]
 
     def score(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
-        """The batch with its scores, waited for: for what must see them before the score stage."""
+        """Wait for the scores and return the batch with them, before the score stage."""
         return join_results(batch, [self.launch_rewards(batch, normalize).get()])
 
     def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
-        """The future of `token_level_scores`: all rewards at the same time, added up by weight."""
+        """Return a future of `token_level_scores`: all rewards run at once, summed by weight."""
         roles = {reward.name: role for role, reward in model_rewards(self.config).items()}
         check = self.run.groups.check_idle
         return self.rewards.launch(
@@ -102,7 +103,7 @@ class Rollouts:
         )
 
     def _ask_model(self, role: str, batch: DataProto) -> Any:
-        """The future of a reward model's scores, which a generator may have asked for already."""
+        """Return a future of a reward model's scores, which may already be in the batch."""
         if has_column(batch, rm_column(role)):
             return ScoresInBatch(batch, role)
         return self.trainer.call(role, "compute_rm_score", batch)
@@ -110,20 +111,20 @@ class Rollouts:
     def write(
         self, name: str, batch: DataProto, fields: dict[str, list[Any]] | None = None
     ) -> None:
-        """Write the samples of this step as text to the folder `name`; older steps are thinned."""
+        """Write the samples of this step as text to the folder `name`, and thin older steps'."""
         folder, step = self.run.folder / name, self.run.step
         write_samples(folder, step, batch, self.tokenizer, fields)
         num_whole = getattr(self.config.trainer, "max_rollouts_to_keep", None)
         if num_whole is None:
             return
-        if name == "rollouts":  # every step has some, and has been thinned in its turn
+        if name == "rollouts":  # every step has samples and was thinned in its turn
             thin_samples(folder / f"{step - num_whole}.jsonl")
         else:
             thin_old_samples(folder, step - num_whole)
 
 
 class ScoresInBatch:
-    """The future of a reward model's scores that are in the batch already."""
+    """A future of a reward model's scores that the batch already has."""
 
     def __init__(self, batch: DataProto, role: str) -> None:
         self._role, column = role, rm_column(role)
@@ -137,14 +138,14 @@ class ScoresInBatch:
         return True
 
     def get(self, timeout: float | None = None) -> DataProto:
-        """The scores in a batch, as `compute_rm_score` returns them."""
+        """Return the scores in a batch, as `compute_rm_score` does."""
         return DataProto.from_dict({"rm_scores": self._scores})
 
 
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
-    """Rollouts, and classes that say of themselves that their weights do not move (`is_frozen`).
+    """Return rollouts, and classes that declare that their weights do not change (`is_frozen`).
 
-    A subclass says it again: it may keep more.
+    A subclass must declare it again, because it may have more state.
     """
     found = set()
     for role in groups:
@@ -152,12 +153,12 @@ def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
         if cls is RolloutWorker or vars(cls).get("is_frozen", False):
             found.add(role)
     if "ref" in found and config.actor_rollout_ref.ref.update_every is not None:
-        found.discard("ref")  # it follows the actor from afar, and no other has its weights
+        found.discard("ref")  # it follows the actor with delay, so no other role has its weights
     return frozenset(found)
 
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
-    """The rows of prompts with what the rollout made of them."""
+    """Return the rows of prompts with the rollout's samples."""
     of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}
     kept = batch.select(
         [name for name in batch.columns if name not in of_others],
@@ -167,7 +168,7 @@ def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
 
 
 def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:
-    """A batch with the columns that calls returned, and one number for each metric."""
+    """Return the batch with the columns that calls returned, and one number for each metric."""
     batch = batch.select()
     metrics: Metrics = {}
     for result in map(Result.of, results):

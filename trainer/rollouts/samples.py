@@ -1,7 +1,7 @@
-"""Samples: rows of several batches as one, rewards by their names, and a step's samples as text.
+"""Samples: rows of several batches joined, rewards by name, and a step's samples as text.
 
-`rollouts/N.jsonl` holds those of step N, `validation/N.jsonl` those of the validation after it. Of
-the newest steps they are whole, of older ones a few are left (`thin_samples`).
+`rollouts/N.jsonl` has the samples of step N, `validation/N.jsonl` those of the validation after it.
+The newest steps keep all samples, older steps a few (`thin_samples`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from workers.rewards.decoding import decode_rows
 from workers.rewards.manager import decode_responses
 
 EXTRA = "reward_extra/"
-"""How the columns begin that hold what a reward function returned beside its score."""
+"""Prefix of the columns with numbers that a reward function returned besides its score."""
 
 
 def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
-    """A row for each sample of every prompt, numbered among those of its prompt.
+    """Return a row for each sample of every prompt, with its number among the prompt's samples.
 
-    The samples of a prompt whose environment has several players go to the players in turn. The
-    players of an environment are rows that follow each other; there is at least one environment.
+    If the environment of a prompt has several players, they take its samples in turn; rows of the
+    same environment follow each other. Every prompt has at least one environment.
     """
     players = prompts.non_tensor_batch.get(PLAYERS)
     if players is None:
@@ -52,9 +52,9 @@ def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
 
 
 def concat_rows(parts: Sequence[DataProto]) -> DataProto:
-    """All rows in order; a number that only some parts have is nan in the others.
+    """Return all rows in order; a column that some parts lack is nan there.
 
-    Of one part nothing is copied.
+    A single part is not copied.
     """
     if len(parts) == 1:
         return parts[0].select()
@@ -73,9 +73,9 @@ def write_samples(
     tokenizer: Any,
     more: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
-    """`<folder>/<step>.jsonl`: a line a sample, with verl's names and what the rule returned.
+    """Write `<folder>/<step>.jsonl`: a line per sample, with verl's names and the rule's numbers.
 
-    `more` has fields of the recipe's own, each with a value for every row.
+    `more` has further fields of the recipe, each with a value for every row.
     """
     fields = {"step": [step] * len(batch), **_fields(batch, tokenizer), **(more or {})}
     rows = (dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True))
@@ -86,7 +86,7 @@ def write_samples(
 
 
 def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
-    """Name of a field -> its value for every row."""
+    """Return the name of each field -> its value for every row."""
     read = read_columns(batch, "token_level_scores", "sample_index")
     columns = batch.non_tensor_batch
     fields = {
@@ -109,9 +109,9 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
 
 def _prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
-    """Every row's prompt; the samples of one uid have one, which is decoded once.
+    """Return every row's prompt; the samples of one uid share a prompt, which is decoded once.
 
-    An environment may begin each in a way of its own.
+    An environment may give each sample another beginning.
     """
     rows, masks = token_rows(batch, "prompts", "attention_mask")
     uids = batch.non_tensor_batch["uid"]
@@ -136,11 +136,11 @@ def _plain(value: Any) -> Any:
 
 
 BYTES_OF_OLD_STEP = 2048
-"""What stays of a step's samples at most; one sample stays, however long."""
+"""The most bytes of an old step's samples; one sample stays, however long."""
 
 
 def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
-    """Leave the best, the worst, and others spread between them, as many as there is room for."""
+    """Keep the best sample, the worst, and some between, as many as there is room for."""
     if not path.is_file() or path.stat().st_size <= limit:
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -155,14 +155,14 @@ def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
 
 
 def thin_old_samples(folder: Path, last: int) -> None:
-    """Of the steps up to `last` a few samples are left; steps without any are passed over."""
+    """Thin the samples of the steps up to `last`; steps without samples are skipped."""
     for path in folder.glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) <= last:
             thin_samples(path)
 
 
 def _extremes_first(ordered: Sequence[int]) -> list[int]:
-    """Last, first, then the middle of the gaps between, the widest gap first."""
+    """Return the last, the first, then the middles of the gaps between, the widest gap first."""
     order, gaps = [ordered[-1]], [(0, len(ordered) - 1)]
     if len(ordered) > 1:
         order.append(ordered[0])
@@ -180,13 +180,13 @@ def _score(line: bytes) -> float:
 
 
 SCORE = "seq_reward"
-"""The name of the score itself."""
+"""The name of the score."""
 
 
 def read_named_reward(batch: DataProto, name: str, key: str) -> Tensor:
-    """One number per sample; nan where the function returned none under that name.
+    """Return one number per sample; nan if the function returned none under that name.
 
-    `key` is the configuration key that names it.
+    `key` is the configuration key that has the name.
     """
     if name == SCORE:
         return read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)

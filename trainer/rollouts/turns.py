@@ -1,4 +1,4 @@
-"""Trajectories as text, turn by turn: what the policy said and observed, with rewards and times."""
+"""Trajectories as text, turn by turn: responses and observations, with rewards and times."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from workers.rewards.decoding import decode_rows
 from workers.rewards.environment import trajectory_metrics
 
 EPISODE = "episode"
-"""Column: what is known of each row's trajectory beside its tokens."""
+"""Column with facts about each row's trajectory besides its tokens."""
 SAID = "assistant"
 DIGITS = 6
-"""Of seconds."""
+"""Decimal digits of seconds."""
 ENVIRONMENTS = "environments"
-"""Their lane in the timeline."""
+"""The lane of environments in the timeline."""
 MOST_WAITS = 100
 Turn = dict[str, Any]
 
 
 def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
-    """Fields of trajectories -> a value for every row; none where samples have one turn.
+    """Return fields of trajectories -> a value for every row; {} if samples have one turn.
 
-    `turns` is a list of {role, text, reward}. What the policy said has its environment's reward,
-    its tokens and those that were observed after it, and its seconds; what was observed has none of
-    these, also where an agent has sent an older answer once more. The first observation stands in
-    the prompt.
+    `turns` is a list of {role, text, reward}. A turn of the policy also has its environment's
+    reward, its number of tokens, the number of tokens observed after it, and its seconds.
+    Observations have none of these, and neither have older responses that an agent sends again. The
+    first observation is part of the prompt.
     """
     facts = batch.non_tensor_batch.get(EPISODE)
     if facts is None:
@@ -53,8 +53,9 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
 
 def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
-    """Every trajectory's messages, from its row's prompt on, or from where an agent has begun its
-    chat anew; None for a sample of one turn.
+    """Return every trajectory's messages; None for a sample of one turn.
+
+    They begin with its row's prompt, or where an agent has restarted its chat.
     """
     fields = turn_fields(batch, tokenizer)
     if not fields:
@@ -75,9 +76,9 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
 
 
 def played_metrics(batch: DataProto) -> dict[str, float]:
-    """Success, turns, ends and tool calls of trajectories; nothing where samples are none.
+    """Return success, turns, ends and tool calls of trajectories; {} for other samples.
 
-    A success is a score above 0 of an environment that has not failed.
+    A success is a score above 0 from an environment that has not failed.
     """
     facts = batch.non_tensor_batch.get(EPISODE)
     if facts is None:
@@ -93,7 +94,7 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
 def _said(
     tokens: np.ndarray, is_drawn: np.ndarray, numbers: np.ndarray, drawn: list[list[int]]
 ) -> list[Turn]:
-    """The policy's turns of a row; for its text each has the place of its tokens in `drawn`."""
+    """Return the policy's turns of a row; each has the index of its tokens in `drawn` as text."""
     end = int(is_drawn.nonzero()[0].max(initial=-1)) + 1
     tokens, is_drawn, numbers = tokens[:end], is_drawn[:end], numbers[:end]
     turns = []
@@ -108,7 +109,7 @@ def _said(
 
 
 def _with_answer(turn: Turn, facts: Mapping[str, Any]) -> list[Turn]:
-    """A turn with reward and seconds, and what was observed then; the first answer is `reset`'s."""
+    """Return a turn with reward and seconds, and its observations; answer 0 is `reset`'s."""
     place = turn.pop("turn") + 1
     times, answers = facts["times"][place : place + 1], facts["answers"][place : place + 1]
     for each in times:
@@ -124,10 +125,10 @@ def _with_answer(turn: Turn, facts: Mapping[str, Any]) -> list[Turn]:
 
 
 def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
-    """When trajectories waited for their environments, as calls of a timeline.
+    """Return the waits of trajectories for their environments, as calls of a timeline.
 
-    A call is the time in which at least one did; `busy_s` adds up what the environments' processes
-    worked for its answers. Pauses of less than a hundredth of the whole are not told apart.
+    A call is an interval in which at least one trajectory waited; `busy_s` adds up the working time
+    of the environments' processes. Pauses shorter than a hundredth of the whole are not separated.
     """
     waits = sorted(
         (each["asked"], each["heard"], each["environment"])

@@ -1,4 +1,4 @@
-"""What recipes that sample and score prompts, and train nothing, have in common.
+"""The base class of recipes that sample and score prompts, and train nothing.
 
 Evaluation and best of n are such recipes.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class SamplingOnlyTrainer(Trainer):
-    """Drives the role `rollout`, and those of reward models, through prompts."""
+    """Drives the role `rollout`, and reward models, through prompts."""
 
     prompt_files: ClassVar[str]
     """The key of `data` that names the files of prompts."""
@@ -52,16 +52,16 @@ class SamplingOnlyTrainer(Trainer):
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
-        """Worker classes, and the rollout engine."""
+        """Return the worker classes and the rollout engine."""
         return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
 
     def replaceable_roles(self) -> frozenset[str]:
-        """Rollout and reward models."""
+        """Return rollout and reward models."""
         return replaceable_roles(self.config, self.groups)
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """Tokenizer, rewards and prompts."""
+        """Return tokenizer, rewards and prompts."""
         check_games(config)
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
@@ -87,7 +87,7 @@ class SamplingOnlyTrainer(Trainer):
 
     @classmethod
     def look_at(cls, config: Any, *inputs: Any) -> list[str]:
-        """Lines of a dry run about prompts and rewards."""
+        """Return lines of a dry run about prompts and rewards."""
         tokenizer, rewards, prompts = inputs
         _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
         return [f"{len(prompts)} prompts", *lines]

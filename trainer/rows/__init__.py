@@ -1,1 +1,1 @@
-"""What recipes that train one role on rows of files have in common: SFT, reward models, DPO."""
+"""The common part of recipes that train one role on rows of files: SFT, reward models, DPO."""

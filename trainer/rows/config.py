@@ -19,16 +19,16 @@ class RowConfig(RunConfig, RowWorkerConfig):
 
 
 def trainer_section(cls: str, experiment_name: str) -> Any:
-    """The field `trainer` of a recipe on rows, with its trainer's dotted path."""
+    """Return the field `trainer` of a recipe on rows, with its trainer's dotted path."""
     return key(factory=partial(ValidatingTrainerConfig, cls=cls, experiment_name=experiment_name))
 
 
 OPTIMIZERS = "workers.training.optim"
-"""The module that registers them."""
+"""The module that registers optimizers."""
 
 
 def check_rows_config(config: RowConfig) -> None:
-    """The rules between fields that all of them have."""
+    """Check the rules between fields that these recipes share."""
     from workers.parallel.sharding import settle
     from workers.training.schedules import check_optim
 
@@ -39,12 +39,12 @@ def check_rows_config(config: RowConfig) -> None:
 
 
 def check_pairs_fit(config: RowConfig) -> None:
-    """The rule of recipes whose rows are pairs, which are in one pass."""
+    """Check that a pair fits into a pass, for recipes whose rows are pairs."""
     _check_pass(config, 2, "Two responses of {} tokens do not fit")
 
 
 def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
-    """Refuse rows of which `num_sides` may be longer than a pass."""
+    """Reject rows of which `num_sides` may be longer than a pass."""
     data = config.data
     room, longest = data.max_token_len_per_gpu, data.max_length or LONGEST_ROW
     if data.use_dynamic_bsz and num_sides * longest > room * config.parallel.sp:

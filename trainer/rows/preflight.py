@@ -1,4 +1,4 @@
-"""What a recipe on rows looks at before a process starts, beyond the configuration alone."""
+"""Checks of a recipe on rows before a process starts, beyond the configuration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WAYS_OUT = (
     "data.max_length), model.enable_gradient_checkpointing=true, model.strategy=fsdp+offload, or "
     "more devices."
 )
-"""What to do where a pool is too small."""
+"""Advice for a pool that is too small."""
 
 
 def preflight(config: RowConfig, num_sides: int) -> None:
-    """Refuse models that are not there, too short for the rows or too large, or not to be sharded
-    or adapted so; offloading on CPUs.
+    """Reject models that are missing, too large, or too short for the rows.
 
-    An item of the data has `num_sides` rows.
+    Also reject shardings and adapters that do not fit the model, and offloading on CPUs. An item of
+    the data has `num_sides` rows.
     """
     check_offload(config.trainer, {"model": (config.model.strategy, config.model.fsdp_config)})
     longest = longest_row(config)
@@ -59,13 +59,13 @@ def preflight(config: RowConfig, num_sides: int) -> None:
 
 
 def held_models(config: RowConfig) -> dict[str, HeldModel]:
-    """The models of the roles."""
+    """Return the models of the roles."""
     found = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
     return {role: held for role, held in found.items() if held is not None}
 
 
 def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[RoleMemory]:
-    """The memory of every role; an item of the data has `num_sides` rows."""
+    """Return the memory of every role; an item of the data has `num_sides` rows."""
     found = []
     for role, held in held_models(config).items():
         ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
@@ -78,7 +78,7 @@ def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[R
 def largest_pass(
     config: RowConfig, held: HeldModel, num_sides: int, dims: ParallelDims
 ) -> LargestPass:
-    """Return the largest pass of a rank, which has at most its part of a step's rows."""
+    """Return the largest pass of a rank, which has at most its share of a step's rows."""
     data = config.data
     length = -(-longest_row(config) // dims.sp)
     num_rows = -(-data.train_batch_size // dims.data_size) * num_sides
@@ -88,7 +88,7 @@ def largest_pass(
 
 
 def longest_row(config: RowConfig) -> int:
-    """Tokens that a row is cut to: by default all that the model takes, but for very long ones."""
+    """Return the tokens that a row is cut to, by default the model's limit or `LONGEST_ROW`."""
     if config.data.max_length is not None:
         return config.data.max_length
     limit = num_positions(read_model_config("model.path", config.model.path))
@@ -98,7 +98,7 @@ def longest_row(config: RowConfig) -> int:
 def plan_text(
     config: RowConfig, num_sides: int, max_columns: int | None = None, brief: bool = False
 ) -> str:
-    """The table for the plan, on devices as this machine's, or why there is none."""
+    """Return the memory table for this machine's devices, or the reason why there is none."""
     devices = devices_of(config.trainer)
     try:
         roles = role_memories(config, num_sides, devices.type)

@@ -1,9 +1,9 @@
-"""Training one role on rows of files: the next rows, one optimizer step on them.
+"""Train one role on rows of files: one optimizer step on the next rows.
 
     rows ─> update ─> next rows
 
-A recipe's trainer says which role it is, how its rows are read and padded, and what it validates.
-The loop around a step is `trainer.loop.Loop`; a last step of fewer rows is trained.
+A recipe's trainer defines its role, how its rows are read and padded, and its validation. The loop
+around a step is `trainer.loop.Loop`; a last step of fewer rows is trained, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.columns import count_ones
 
 R = TypeVar("R")
 MOST_NUMBERS = 3
-"""Numbers of a step, and of a validation, on the console."""
+"""Metrics of a step, and of a validation, on the console."""
 
 
 class RowTrainer(Trainer, Generic[R]):
@@ -48,22 +48,22 @@ class RowTrainer(Trainer, Generic[R]):
         self.loader = loader
         self.validation = validation
 
-    # --------------------------------------------------------------------- what a recipe's rows are
+    # ------------------------------------------------------------------------- a recipe's rows
 
     @classmethod
     @abstractmethod
     def read_rows(cls, config: Any, key: str, files: Any, tokenizer: Any) -> list[R]:
-        """The rows of the files that the configuration's `key` names."""
+        """Return the rows of the files that the configuration's `key` names."""
 
     @staticmethod
     @abstractmethod
     def make_batch(rows: Sequence[R], uids: Sequence[str], pad_token_id: int) -> DataProto:
-        """Rows padded to one batch."""
+        """Pad rows to one batch."""
 
     # --------------------------------------------------------------------------------------- a step
 
     def step(self) -> Metrics:
-        """One optimizer step on the next rows; gives the metrics."""
+        """Make one optimizer step on the next rows, and return the metrics."""
         with self.clock("data"):
             batch = self.loader.take(self.num_rows_of_step)
         batch = self.with_columns(batch)
@@ -76,12 +76,12 @@ class RowTrainer(Trainer, Generic[R]):
         }
 
     def with_columns(self, batch: DataProto) -> DataProto:
-        """The rows of a step with what the loss reads besides, where a recipe has such."""
+        """Add the columns that the loss reads besides the rows, if a recipe has any."""
         return batch
 
     @property
     def num_rows_of_step(self) -> int:
-        """`data.train_batch_size`, or what the last epoch has left."""
+        """`data.train_batch_size`, or the rest of the last epoch."""
         size = self.config.data.train_batch_size
         trainer = self.config.trainer
         if trainer.total_training_steps is not None and trainer.total_epochs is None:
@@ -95,15 +95,15 @@ class RowTrainer(Trainer, Generic[R]):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, by the number of rows or as configured."""
+        """Steps of the whole run, from the number of rows or as configured."""
         size = self.config.data.train_batch_size
         return self.config.trainer.num_steps(lambda _: -(-self.num_rows_of_run // size))
 
-    # ----------------------------------------------------------------------- what the loop asks for
+    # ------------------------------------------------------------------------- for the loop
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """The rows to train and to validate on, once the model has been looked at."""
+        """Check the model, and return the rows to train and to validate on."""
         preflight(config, cls.num_sides(config))
         tokenizer = load_tokenizer(config.model.path, "model.path")
         data = config.data
@@ -116,18 +116,18 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def look_at(cls, config: Any, *inputs: Any) -> list[str]:
-        """How many rows there are."""
+        """Return the number of rows."""
         loader, *validation = inputs
         return [f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on"]
 
     @classmethod
     def num_sides(cls, config: Any) -> int:
-        """Rows of a model that an item of the data makes: two of a pair."""
+        """Return the rows per item of the data: two for pairs."""
         return 1
 
     @classmethod
     def worker_code(cls, config: Any) -> list[str]:
-        """The worker's class, the optimizer and its schedule."""
+        """Return the worker's class, the optimizer and its schedule."""
         optim = config.optim
         return [*super().worker_code(config), optim.optimizer, optim.lr_scheduler_type]
 
@@ -135,20 +135,20 @@ class RowTrainer(Trainer, Generic[R]):
     def describe(
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """The sizes of a step, and the plan of the memory."""
+        """Return the sizes of a step, and the plan of the memory."""
         sizes = f"A step: {step_sizes(config)}"
         memory = plan_text(config, cls.num_sides(config), max_columns, brief)
         return [sizes, memory]
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
-        """The loss, that of a validation wherever there is one, and what follows both."""
+        """Return the training loss, the validation loss if there is any, and further metrics."""
         names = [name for name in metrics if name.startswith("train/")][:MOST_NUMBERS]
         names[1:1] = [name for name in metrics if name.startswith("val/")][:MOST_NUMBERS]
         return [f"{name} {metrics[name]:.4g}" for name in names]
 
     def init_arguments(self, role: str) -> dict[str, Any]:
-        """The length of the learning-rate schedule."""
+        """Return the length of the learning-rate schedule."""
         return {"total_steps": self.total_steps} if role == self.role else {}
 
     @property
@@ -157,11 +157,11 @@ class RowTrainer(Trainer, Generic[R]):
         return bool(self.validation)
 
     def validation_batches(self) -> Iterator[DataProto]:
-        """All validation rows in order, as many at a time as a step has."""
+        """Yield all validation rows in order, as many per batch as a step has."""
         return self.in_order(self.validation, "val")
 
     def in_order(self, rows: Sequence[R], name: str) -> Iterator[DataProto]:
-        """The rows in order, as many at a time as a step has."""
+        """Yield the rows in order, as many per batch as a step has."""
         size = self.config.data.train_batch_size
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
@@ -169,17 +169,17 @@ class RowTrainer(Trainer, Generic[R]):
             yield self.loader.make_batch(part, names)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver itself needs to go on, as JSON has it."""
+        """Return the driver's own state as JSON."""
         return {**super().state_dict(), "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         super().load_state_dict(state)
         self.loader.load_state_dict(state["loader"])
 
 
 def step_sizes(config: RowConfig) -> str:
-    """Rows of a step, and what a rank computes at once."""
+    """Describe the rows of a step, and the passes of a rank."""
     data = config.data
     pass_of = f"{data.micro_batch_size_per_gpu} rows"
     if data.use_dynamic_bsz:
@@ -191,5 +191,5 @@ def step_sizes(config: RowConfig) -> str:
 
 
 def num_tokens_in_loss(batch: DataProto) -> float:
-    """Tokens whose prediction is trained."""
+    """Return the number of tokens whose prediction is trained."""
     return float(count_ones(batch, "response_mask").sum())

@@ -1,7 +1,7 @@
 """usage: verl-like sft data.train_files=FILE model.path=FOLDER [key=value ...]
 
-Trains a model on chats (loss on what the assistant says), prompts with responses, or plain text.
-Placement, run folder, checkpoints and resume are those of `verl-like ppo`.
+Trains a model on chats (loss on the assistant's turns), prompts with responses, or plain text.
+Placement, run folder, checkpoints and resume work as in `verl-like ppo`.
 
   verl-like sft --cfg all           every key with its meaning
   checkpoint.save_contents=[model,optimizer,extra,hf_model]  trainer.save_freq=100

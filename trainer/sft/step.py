@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: `trainer.rows` on texts, responses and chats, and the loss of others.
+"""Supervised fine-tuning: `trainer.rows` on texts, responses and chats, and the validation loss.
 
-Rows, and what of them is in the loss, are `trainer.data.lm_rows`.
+`trainer.data.lm_rows` describes the rows and their loss masks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SFTTrainer(RowTrainer[LMRow]):
     def read_rows(
         cls, config: SFTConfig, key: str, files: object, tokenizer: object
     ) -> list[LMRow]:
-        """Texts, responses or chats."""
+        """Return texts, responses or chats."""
         data = config.data
         return read_lm_rows(
             key,
@@ -43,11 +43,11 @@ class SFTTrainer(RowTrainer[LMRow]):
 
     @staticmethod
     def make_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
-        """Rows padded on the right."""
+        """Pad rows on the right."""
         return lm_batch(rows, uids, pad_token_id)
 
     def validation_metrics(self) -> Metrics:
-        """The mean loss over all tokens of the validation rows that are in it."""
+        """Return the mean loss over all tokens of the validation rows that are in the loss."""
         total = num_tokens = 0.0
         for batch in self.validation_batches():
             found = self.groups[self.role].compute_log_prob(batch)
