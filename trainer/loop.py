@@ -220,12 +220,12 @@ class Trainer(Hooks, ABC):
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint that time or a signal asks for may be written after this step."""
+        """True if a checkpoint that time or a signal asks for may be written after this step."""
         return True
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is data to validate on."""
+        """True if there is data to validate on."""
         return False
 
     def validation_metrics(self) -> Metrics:

@@ -1,7 +1,9 @@
 """The record of one run: the state that its loop and stages share, for every recipe.
 
-run = Run(config, groups) trainer = MyTrainer(run, *inputs) with run.clock("update"):
-    ...                               # run.timing["update"], and the calls that ended within
+run = Run(config, groups)
+trainer = MyTrainer(run, *inputs)
+with run.clock("update"):
+    ...                           # run.timing["update"], and the calls that ended within
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 """The exception tree. Every message says what happened, where, with which numbers, and what to do.
 
-VerlLikeError ├── BatchError (ValueError)            columns, lengths, rows of a DataProto │   └──
-MissingColumnError (KeyError)  a column that does not exist, with the nearest names ├──
-DispatchError (TypeError)          a call that a group cannot split or collect ├── ConfigError
-(ValueError)           a setting that cannot work ├── PlacementError (ValueError)        pools,
-roles and devices that do not fit together │   └── NoRoomError                    the living nodes
-have too little for a pool ├── WorkerError (RuntimeError)         something went wrong in or around
-a worker process │   ├── WorkerDiedError                the process is gone │   └── WaitTimeoutError
-(TimeoutError) a wait with a name passed its deadline ├── RewardError (RuntimeError)         a
-reward that may not fail has failed ├── CallbackError (RuntimeError)       a user's callback has
-raised ├── RolloutError (RuntimeError)        generation was rejected or failed │   └──
-LostSamplesError               also a WorkerDiedError: the process had unfinished samples ├──
-WeightSyncError (RuntimeError)     weights that are not provably the trainer's ├── LedgerError
-(RuntimeError)         a sample that was lost or counted twice └── CheckpointError (RuntimeError)
-a checkpoint that cannot be written, read or trusted
+VerlLikeError
+├── BatchError (ValueError)            columns, lengths, rows of a DataProto
+│   └── MissingColumnError (KeyError)  a column that does not exist, with the nearest names
+├── DispatchError (TypeError)          a call that a group cannot split or collect
+├── ConfigError (ValueError)           a setting that cannot work
+├── PlacementError (ValueError)        pools, roles and devices that do not fit together
+│   └── NoRoomError                    the living nodes have too little for a pool
+├── WorkerError (RuntimeError)         something went wrong in or around a worker process
+│   ├── WorkerDiedError                the process is gone
+│   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
+├── RewardError (RuntimeError)         a reward that may not fail has failed
+├── CallbackError (RuntimeError)       a user's callback has raised
+├── RolloutError (RuntimeError)        generation was rejected or failed
+│   └── LostSamplesError               also a WorkerDiedError: samples were unfinished
+├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
+├── LedgerError (RuntimeError)         a sample that was lost or counted twice
+└── CheckpointError (RuntimeError)     a checkpoint that cannot be written, read or trusted
     └── DamagedCheckpointError         its files differ from those that were written
 """
 

@@ -75,7 +75,7 @@ class PPO(PythonRun):
         logger: str | Sequence[str] | None = None,
         **keys: Unpack[PPOKeys],
     ) -> None:
-        """Write what is in memory into the run folder, and check the configuration.
+        """Write the arguments to the run folder, and check the configuration.
 
         - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`; of
           several roles a dict of actor, critic, reward_model, ref; or a function that returns it.
@@ -212,7 +212,7 @@ class RowsRun(PythonRun):
         logger: str | Sequence[str] | None = None,
         **keys: Unpack[RowKeys],
     ) -> None:
-        """Write what is in memory into the run folder, and check the configuration.
+        """Write the arguments to the run folder, and check the configuration.
 
         - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
         - `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any

@@ -42,7 +42,7 @@ class SampledPolicyConfig(Section):
 
 @dataclass(kw_only=True)
 class SelectionConfig(Section):
-    """Which samples are kept, and where they go."""
+    """The samples to save, and their file."""
 
     write: str = key("sft", choices=("sft", "pairs"))
     """sft: the best samples of each prompt as rows that `verl-like sft` reads; pairs: each prompt's

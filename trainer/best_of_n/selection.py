@@ -1,9 +1,9 @@
 """Select the best samples of each prompt, as rows of files that other recipes read.
 
-A sample of several turns becomes a row of `messages`.
+    rows, metrics = select(samples, config.selection, tokenizer)
+    write_rows(path, rows)                                          # atomically
 
-rows, metrics = select(samples, config.selection, tokenizer) write_rows(path, rows)
-# atomically
+A sample of several turns becomes a row of `messages`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sample:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a turn of the policy has no text."""
+        """True if a turn of the policy has no text."""
         said = [one["content"] for one in self.messages or () if one["role"] == SAID]
         return not all(text.strip() for text in said or [self.text])
 

@@ -1,18 +1,18 @@
 """usage: verl-like chat MODEL [--system TEXT] [--max-tokens N] [--temperature T]
            [--seed N]
 
-MODEL is a model folder, a run folder (its trained model), or a global_step_N in one. On a
-terminal it asks for messages (/new begins anew, Ctrl-D ends) and shows the answers while they are
-made. From a pipe the whole input is one message, and the answer is all that is printed:
+MODEL is a model folder, a run folder (its trained model), or a global_step_N in one. On a terminal
+it asks for messages (/new restarts, Ctrl-D ends) and shows the replies while they are generated.
+From a pipe the whole input is one message, and only the reply is printed:
 
   echo "say b" | verl-like chat runs/letters --max-tokens 20
 
 usage: verl-like chat MODEL --environment FILE.py:CLASS
            [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON] [--turns N]
 
-plays one trajectory: a turn is the model's where you press Enter, and yours where you write. From a
-pipe, its lines are said, then the model goes on alone. Observations and rewards are shown; --seed
-chooses another game.
+plays one trajectory. Press Enter for a turn of the model, or write a turn yourself. From a pipe,
+each line is a turn, then the model continues by itself. Observations and rewards are shown. --seed
+selects another trajectory.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Played:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the environment ended the trajectory."""
+        """True if the environment ended the trajectory."""
         last = self.answers[-1]
         return not self.speakers if "players" in last else bool(last.get("end"))
 

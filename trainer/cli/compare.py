@@ -1,9 +1,9 @@
 """usage: verl-like compare RUN RUN ... [--page FILE]
 
-Reads two run folders or more, whatever state they are in, and prints: how each ended, the keys that
-are set differently, every metric at its end and at its best (mean and deviation of runs that differ
-in trainer.seed alone), the phases of a step, and the placements. The page, comparison.html here
-unless --page names another, has the same tables and every curve of all runs on one axis.
+Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, every
+metric at its end and at its best (mean and deviation of runs that differ only in trainer.seed), the
+phases of a step, and the placements. The page, comparison.html here unless --page names another,
+has the same tables and every curve of all runs on one axis.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """usage: verl-like doctor
 
-One line for each thing that a run needs: ok, FAIL, or - for what only some runs need. A line that
-says FAIL ends with the command that fixes it. Takes about half a minute; the exit code is 1 if
-anything needed fails. Where there are two GPUs, two ranks take an FSDP step on them.
+Prints one line per requirement of a run: ok, FAIL, or - for what only some runs need. A FAIL line
+ends with the command that fixes it. It takes about half a minute; the exit code is 1 if anything
+required fails. With two or more GPUs, two ranks make an FSDP step on them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ComparedRun:
 
     @property
     def outcome(self) -> str:
-        """How the run ended, if known."""
+        """The run's outcome, if known."""
         if not self.data.failure:
             return "no failure"
         if self.data.failure.startswith(STOPPED):

@@ -33,12 +33,12 @@ class Key:
 
     @cached_property
     def is_section(self) -> bool:
-        """Whether it has keys of the schema below it."""
+        """True if it has keys of the schema below it."""
         return dataclasses.is_dataclass(self.kind)
 
     @cached_property
     def takes_any(self) -> bool:
-        """Whether users name their own keys below it, as in `role_mapping`."""
+        """True if users name their own keys below it, as in `role_mapping`."""
         return typing.get_origin(self.kind) is dict
 
     @cached_property
@@ -50,7 +50,7 @@ class Key:
 
     @cached_property
     def is_optional(self) -> bool:
-        """Whether null is allowed."""
+        """True if null is allowed."""
         union = typing.get_origin(self.kind) in (typing.Union, types.UnionType)
         return union and type(None) in typing.get_args(self.kind)
 

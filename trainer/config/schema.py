@@ -143,7 +143,7 @@ class TrainerConfig(Section):
 
 @dataclass(kw_only=True)
 class RayConfig(Section):
-    """How `trainer.backend=ray` reaches its cluster."""
+    """The connection of `trainer.backend=ray` to its cluster."""
 
     address: str | None = key(None, allows="host:port")
     """Cluster to join; null: start one here."""
@@ -157,7 +157,7 @@ class RayConfig(Section):
 
 @dataclass(kw_only=True)
 class PoolResources(Section):
-    """What one process of a pool takes, where that is not what those of other pools take."""
+    """The resources of one process of a pool, if they differ from those of other pools."""
 
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """cpu keeps the pool off the GPUs; auto is `trainer.device`."""
@@ -185,7 +185,7 @@ DELAYS = When(
 
 @dataclass(kw_only=True)
 class FaultsConfig(Section):
-    """How often which fault comes: chances per step."""
+    """Chances of faults per step."""
 
     kill_worker: float = key(0.0, at_least=0, at_most=1)
     """Probability per step of killing a random worker."""
@@ -198,7 +198,7 @@ class FaultsConfig(Section):
 
     @property
     def has_faults(self) -> bool:
-        """Whether any fault is configured."""
+        """True if any fault is configured."""
         return max(self.kill_worker, self.delay_call) > 0
 
 

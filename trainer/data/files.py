@@ -194,7 +194,7 @@ def _games(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
 
 
 def names_of(files: str | int | Sequence[str] | None) -> list[str]:
-    """Return the names as a list; a number counts games and names no file."""
+    """Return the names as a list; a number of rows is not a file's name."""
     if not files:
         return []
     if isinstance(files, int):

@@ -61,7 +61,7 @@ def load_hub_split(name: str, key: str) -> Any:
 
 
 def _load(name: str, folder: str | None, split: str | None) -> Any:
-    """Load the split; `folder` is the name of a configuration, or else a folder with files."""
+    """Load the split; `folder` is the name of a configuration, or otherwise a folder with files."""
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 

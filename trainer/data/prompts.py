@@ -96,12 +96,12 @@ class PromptSet:
 
     @cached_property
     def has_truth(self) -> bool:
-        """Whether a row has a ground truth; usually the first one has, and no other is read."""
+        """True if a row has a ground truth; usually the first has one, and no other is read."""
         return self._any_truth("has a ground truth", lambda truth: truth is not None)
 
     @cached_property
     def has_open_asserts(self) -> bool:
-        """Whether a row has asserts whose expected side a program could find."""
+        """True if a row has asserts whose expected side a program could find."""
         return self._any_truth(
             f"has asserts that need trust: {self._cut}",
             lambda truth: find_open_assert(truth) is not None,
@@ -211,9 +211,9 @@ class PromptLoader:
     """
 
     def __init__(self, config: PromptRun, tokenizer: Any, needs_rules: bool = True) -> None:
-        """Read, tokenize and filter `data.train_files` and, where there are any, `data.val_files`.
+        """Read, tokenize and filter `data.train_files` and, if there are any, `data.val_files`.
 
-        `needs_rules` says whether rows are scored by the rule of their data_source.
+        Set `needs_rules` if rows are scored by the rule of their data_source.
         """
         self._config: DataConfig = config.data
         self._trainer = config.trainer
@@ -291,12 +291,12 @@ class PromptLoader:
 
     @property
     def has_truth(self) -> bool:
-        """Whether training and, if there are any, validation rows have ground truths."""
+        """True if training and, if there are any, validation rows have ground truths."""
         return self.prompts.has_truth and (self.validation is None or self.validation.has_truth)
 
     @property
     def has_open_asserts(self) -> bool:
-        """Whether the tests of a training or validation row are asserts."""
+        """True if the tests of a training or validation row are asserts."""
         return self.prompts.has_open_asserts or (
             self.validation is not None and self.validation.has_open_asserts
         )

@@ -149,7 +149,7 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
 
 @dataclass(kw_only=True)
 class PPOFaultsConfig(FaultsConfig):
-    """How often which fault comes: chances per step."""
+    """Chances of faults per step."""
 
     drop_weight_bucket: float = key(0.0, at_least=0, at_most=1)
     """Probability per step that the weight sync loses a bucket."""
@@ -160,7 +160,7 @@ class PPOFaultsConfig(FaultsConfig):
 
     @property
     def has_faults(self) -> bool:
-        """Whether any fault is configured."""
+        """True if any fault is configured."""
         own = self.drop_weight_bucket, self.kill_environment, self.delay_environment
         return max(own) > 0 or super().has_faults
 

@@ -208,7 +208,7 @@ class PPOTrainer(Trainer):
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are `data.val_files`."""
+        """True if there are `data.val_files`."""
         return bool(self.config.data.val_files)
 
     def validation_metrics(self) -> Metrics:

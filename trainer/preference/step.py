@@ -90,12 +90,12 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares with a reference."""
+        """True if the loss compares with a reference."""
         return has_reference(self.config)
 
     @property
     def is_labelled(self) -> bool:
-        """Whether the loss takes rows with a label, not pairs."""
+        """True if the loss takes rows with a label, not pairs."""
         return loss_reads(self.config, "desirable")
 
     def reference_log_probs(self) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ class SampleLog:
         return [sample for sample in samples if sample in self._open]
 
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
-        """Raise if samples or tokens do not add up, or other uids are `there`, by state."""
+        """Raise if samples or tokens do not add up, or if open uids differ from `there`."""
         for state, uids in (there or {}).items():
             if astray := set(uids) ^ {uid for uid, _ in self.open(state)}:
                 raise LedgerError(

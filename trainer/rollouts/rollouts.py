@@ -1,7 +1,7 @@
 """Samples with their scores, for recipes that generate: PPO, best of n, evaluation.
 
-batch = rollouts.generate(prompts)                # a response for every row batch, metrics =
-rollouts.score(batch)            # token_level_scores, and the rewards' metrics
+batch = rollouts.generate(prompts)                # a response for every row
+batch, metrics = rollouts.score(batch)            # token_level_scores, and metrics
 """
 
 from __future__ import annotations

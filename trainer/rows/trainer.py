@@ -153,7 +153,7 @@ class RowTrainer(Trainer, Generic[R]):
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are `data.val_files`."""
+        """True if there are `data.val_files`."""
         return bool(self.validation)
 
     def validation_batches(self) -> Iterator[DataProto]:

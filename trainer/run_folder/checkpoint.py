@@ -87,7 +87,7 @@ class Checkpoints:
 
     @property
     def are_written(self) -> bool:
-        """Whether this run writes checkpoints, which a stopped run then does at its end."""
+        """True if this run writes checkpoints; a run that is stopped then writes one."""
         return self.trainer.save_freq > 0 or self.trainer.save_every_minutes is not None
 
     def write(

@@ -168,10 +168,9 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 
 def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
-    """Make the folder, for this user alone, lock it and write `config.yaml` without secrets.
+    """Make the folder, for this user only, lock it and write `config.yaml` without secrets.
 
-    A folder that is there keeps its mode. Refuses one that cannot be written or holds another run's
-    metrics.
+    An existing folder keeps its mode. Raise if it cannot be written or has another run's metrics.
     """
     folder = Path(config.trainer.default_local_dir)
     _refuse_other_run(folder, config)

@@ -1,8 +1,8 @@
 """Find the checkpoint to resume: the newest whole one of the folder, or one that the user names.
 
 resume = ResumePoint(config)          # rejects a folder that this run cannot resume
-resume.cut_back()                     # removes everything after the committed step state =
-resume.load(groups)           # None: there is nothing to resume
+resume.cut_back()                     # removes everything after the committed step
+state = resume.load(groups)           # None: there is nothing to resume
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ResumePoint:
 
     @property
     def goes_on_here(self) -> bool:
-        """Whether the run resumes from its own folder, whose earlier lines then stay."""
+        """True if the run resumes from its own folder, whose earlier lines then stay."""
         return self.start is not None and self.start.parent == self.folder
 
     @property

@@ -1,4 +1,4 @@
-"""How the columns of a batch are pickled: as out-of-band buffers of pickle protocol 5.
+"""Pickling of a batch's columns as out-of-band buffers of pickle protocol 5.
 
 Neither side copies a large contiguous CPU tensor. The receiver's memory may therefore be shared
 with other processes; `DataProto.writable_copy` makes it private. A ragged column travels as its

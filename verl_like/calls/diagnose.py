@@ -1,7 +1,7 @@
 """Diagnosis of waits: deadlines, usual times, stacks, and who waits for whom.
 
 `Deadlines` are the limits of a group, `WaitClock` is the clock of one wait, and `CallTimes` knows
-how long the calls of a method usually take. While a call is waited for, a `HangWatch` looks at the
+how long the calls of a method usually take. While a call is waited for, a `HangWatch` reads the
 Python stacks of its pool every 5 s. If the ranks show the same stacks twice, and are in a
 collective or at a lock, a warning explains who waits for whom. `late_in_words` explains a call that
 has passed its deadline.
@@ -56,7 +56,7 @@ NAMED_SPANS = 16
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long each kind of wait may take, in seconds."""
+    """Limits of each kind of wait, in seconds."""
 
     connect_s: float = 120.0
     """Until Ray's cluster is joined, or started here."""

@@ -270,7 +270,7 @@ def wait_for(
     """Wait for calls on one kind of backend, and yield the place of each call that has ended.
 
     An error comes with the place if the wait has passed its deadline; the call may then be waited
-    for again. Each pool is looked at once for all its calls.
+    for again. Each pool is checked once for all its calls.
     """
     began = time.monotonic()
     transports = dict.fromkeys(future.transport for future in futures)
@@ -299,7 +299,7 @@ def wait_for(
 
 
 def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> None:
-    """Read all answers by one request, if they come before anything is due to be looked at."""
+    """Read all answers by one request, if they come before any check of the ranks is due."""
     calls = [(future, call) for future in futures for call in future._open.values()]
     if not calls:
         return
