@@ -221,7 +221,9 @@ def plan_in_words(
     """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
     roles = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
-    axes = axes_in_words(config, {role: held for role, held in roles.items() if held is not None})
+    axes = axes_in_words(
+        config, {role: model for role, model in roles.items() if model is not None}
+    )
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
     if trainer_cls.leaves_model(config):
         parts.append(_what_is_left(trainer))
@@ -256,8 +258,8 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
     """Return the class at `trainer.cls`."""
     cls = load_object(config.trainer.cls, "trainer.cls")
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
-        own = type(config.trainer)().cls
-        hint = f" The recipe's own is {own}." if own else ""
+        default = type(config.trainer)().cls
+        hint = f" The recipe's own is {default}." if default else ""
         raise ConfigError(
             f"trainer.cls={config.trainer.cls} is not a subclass of trainer.Trainer.{hint}"
         )
@@ -266,8 +268,8 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
 
 def check_trainer(cls: type[Trainer]) -> None:
     """Reject hooks and stages that do not fit their calls; with an own `step`, only hooks."""
-    ours = (each for each in cls.__mro__ if each.__module__.startswith("trainer."))
-    base = next(each for each in ours if issubclass(each, Trainer))
+    ours = (parent for parent in cls.__mro__ if parent.__module__.startswith("trainer."))
+    base = next(parent for parent in ours if issubclass(parent, Trainer))
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]
     names = None if cls.step is base.step else hooks
     check_methods(cls, base, f"trainer.cls={cls.__module__}.{cls.__qualname__}", names)

@@ -394,8 +394,8 @@ class Loop:
         with trainer.clock("save_checkpoint"):
             state = {STEP: step, **trainer.state_dict(), IS_LAST: step == last_step}
             for observer in stateful(record.observers):
-                if own := observer.state_dict():
-                    state[observer.name] = own
+                if observer_state := observer.state_dict():
+                    state[observer.name] = observer_state
             checkpoints.write(step, trainer.saved_groups(), state, trainer.write_more)
         return {"timing_s/save_checkpoint": record.timing["save_checkpoint"]}
 

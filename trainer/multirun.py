@@ -47,8 +47,8 @@ def run_jobs(
         shared = set(jobs[0]).intersection(*jobs)
         rows = [["job", "outcome"]]
         for job, failure in zip(jobs, failures, strict=True):
-            own = " ".join(setting for setting in job if setting not in shared)
-            rows.append([own, failure or "no failure"])
+            settings = " ".join(setting for setting in job if setting not in shared)
+            rows.append([settings, failure or "no failure"])
         print("", *draw_table(rows, width), sep="\n")
 
     trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]

@@ -71,7 +71,7 @@ def run_command(
     arguments = [argument for argument in arguments if argument.strip()]
     settings = [argument for argument in arguments if is_setting(argument)]
     try:
-        options = _options([each for each in arguments if each not in settings], recipe)
+        options = _options([argument for argument in arguments if argument not in settings], recipe)
         if options.config_dir:
             recipe = recipe.with_files_of(options.config_dir, options.config_name)
         elif options.config_name or options.config_path:

@@ -75,8 +75,8 @@ def changed(section: S, changes: Mapping[str, Any]) -> S:
     }
     if isinstance(section, Mapping):
         return {**section, **values}  # type: ignore[return-value]
-    made: S = dataclasses.replace(section, **values)  # type: ignore[type-var]
-    return freeze(made) if getattr(section, "_is_frozen", False) else made
+    copied: S = dataclasses.replace(section, **values)  # type: ignore[type-var]
+    return freeze(copied) if getattr(section, "_is_frozen", False) else copied
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
 
     A function may pass its arguments on to others, which its attribute `takes_arguments_of` lists.
     """
-    found = {}
+    arguments = {}
     for function in getattr(entry, "takes_arguments_of", (entry,)):
         try:
             hints = typing.get_type_hints(function, include_extras=True)
@@ -227,8 +227,8 @@ def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
             if parameter.kind is parameter.KEYWORD_ONLY and default is not parameter.empty:
                 kind, *notes = typing.get_args(hints.get(name)) or (hints.get(name, object),)
                 rules = [note for note in notes if isinstance(note, KeyRules)]
-                found[name] = Argument(kind, default, rules[0] if rules else NO_RULES)
-    return found
+                arguments[name] = Argument(kind, default, rules[0] if rules else NO_RULES)
+    return arguments
 
 
 def key(

@@ -109,8 +109,8 @@ def cannot_travel(why: object) -> str:
 
 def few(words: Sequence[str], most: int = 8) -> str:
     """Return the first `most` words and the number of the others, to keep messages short."""
-    more = len(words) - most
-    return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
+    num_more = len(words) - most
+    return ", ".join(words[:most]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -48,7 +48,7 @@ def what_blocks(folder: Path) -> Path | None:
     It is the nearest existing part of the folder's path, if that is not a folder or not writable.
     """
     folder = folder.absolute()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     return None if there.is_dir() and os.access(there, os.W_OK) else there
 
 
@@ -88,12 +88,12 @@ def file_fault(path: Path, facts: dict[str, int], reads: bool = True) -> str:
     """
     if not path.is_file():
         return "is missing"
-    found = fingerprint(path) if reads else facts | {"bytes": path.stat().st_size}
-    if found == facts:
+    actual = fingerprint(path) if reads else facts | {"bytes": path.stat().st_size}
+    if actual == facts:
         return ""
-    if found["bytes"] != facts["bytes"]:
-        return f"has {found['bytes']} bytes, was written with {facts['bytes']}"
-    return f"has a crc32 of {found['crc32']:08x}, was written with {facts['crc32']:08x}"
+    if actual["bytes"] != facts["bytes"]:
+        return f"has {actual['bytes']} bytes, was written with {facts['bytes']}"
+    return f"has a crc32 of {actual['crc32']:08x}, was written with {facts['crc32']:08x}"
 
 
 def refuse_other_form(found: Mapping[str, Any], form: Mapping[str, type]) -> None:
@@ -157,7 +157,7 @@ def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]
 
     A killed process leaves half a line. A file that does not exist has no lines.
     """
-    found, num_broken = [], 0
+    objects, num_broken = [], 0
     for line in lines_of(path) if path.is_file() else ():
         if text not in line:
             continue
@@ -166,15 +166,15 @@ def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]
         except ValueError:
             row = None
         if isinstance(row, dict):
-            found.append(row)
+            objects.append(row)
         else:
             num_broken += 1
-    return found, num_broken
+    return objects, num_broken
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or raise a ValueError that says why there is none."""
-    found = parse_json(path.read_bytes())
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds {found!r:.40}, not a JSON object")
-    return found
+    value = parse_json(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {value!r:.40}, not a JSON object")
+    return value

@@ -82,9 +82,9 @@ class Registry(Mapping[str, T]):
                 f"unknown {self.kind} {name!r}; there are {', '.join(sorted(self._entries))}, and "
                 f"your own by its path (module.name or file.py:name).{nearest(name, self._entries)}"
             )
-        found: T = _imported(name, f"{self.kind} {name!r}")
-        self._refuse_unfit(found, name)
-        return found
+        loaded: T = _imported(name, f"{self.kind} {name!r}")
+        self._refuse_unfit(loaded, name)
+        return loaded
 
     def _refuse_unfit(self, entry: T, name: str) -> None:
         is_built_in_elsewhere = entry == name  # another module has what the name stands for

@@ -57,7 +57,11 @@ def check_by_name(function: Any, subject: str) -> None:
     """Reject an object that is not a function or has a parameter that cannot be passed by name."""
     signature = signature_of(function) if callable(function) else None
     names = signature.parameters.values() if signature else ()
-    check_call(function, subject, Call(by_name=[each.name for each in names if is_asked(each)]))
+    check_call(
+        function,
+        subject,
+        Call(by_name=[parameter.name for parameter in names if is_asked(parameter)]),
+    )
 
 
 def check_methods(
@@ -92,9 +96,11 @@ def call_of(method: Any) -> Call:
     if signature is None:
         return Call()
     bound = 0 if isinstance(method, staticmethod) else 1
-    needed = [each for each in signature.parameters.values() if is_asked(each)]
-    by_position = [each.name for each in needed if each.kind is not each.KEYWORD_ONLY]
-    by_name = [each.name for each in needed if each.kind is each.KEYWORD_ONLY]
+    needed = [parameter for parameter in signature.parameters.values() if is_asked(parameter)]
+    by_position = [
+        parameter.name for parameter in needed if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    by_name = [parameter.name for parameter in needed if parameter.kind is parameter.KEYWORD_ONLY]
     return Call(*by_position[bound:], by_name=by_name)
 
 
@@ -109,7 +115,8 @@ def signature_of(function: Any) -> inspect.Signature | None:
 def in_words(signature: inspect.Signature) -> str:
     """Return the parameters without their types, as in code."""
     bare = [
-        each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
     ]
     return str(inspect.Signature(bare))
 
@@ -117,10 +124,10 @@ def in_words(signature: inspect.Signature) -> str:
 def _methods_beyond(cls: type, base: type) -> list[str]:
     """Return the names that classes between `base` and `cls` define, except Python's own."""
     names = []
-    for each in cls.__mro__:
-        for name, value in vars(each).items():
+    for parent in cls.__mro__:
+        for name, value in vars(parent).items():
             is_method = inspect.isfunction(value) or isinstance(value, BOUND_OTHERWISE)
-            if is_method and each not in base.__mro__ and not name.startswith("__"):
+            if is_method and parent not in base.__mro__ and not name.startswith("__"):
                 names.append(name)
     return names
 

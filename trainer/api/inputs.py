@@ -29,25 +29,25 @@ FILE_ENDINGS = (".parquet", ".csv", ".jsonl", ".json", ".gz")
 def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     """Return role -> model; a single model belongs to the first of `roles`."""
     is_function = callable(model) and not isinstance(model, torch.nn.Module | Mapping)
-    given = _called(model, roles) if is_function else model
-    if isinstance(given, tuple | list):
+    models = _called(model, roles) if is_function else model
+    if isinstance(models, tuple | list):
         wanted = ", ".join(f'"{role}": ...' for role in roles)
-        what = f"a {type(given).__name__} of {len(given)}"
-        raise ConfigError(f"model is {what}: give a dict of roles, {{{wanted}}}.")
-    if not isinstance(given, Mapping):
-        return {roles[0]: given}
+        words = f"a {type(models).__name__} of {len(models)}"
+        raise ConfigError(f"model is {words}: give a dict of roles, {{{wanted}}}.")
+    if not isinstance(models, Mapping):
+        return {roles[0]: models}
 
-    for role, one in given.items():
+    for role, item in models.items():
         if role not in roles:
             raise ConfigError(
                 f"model names the role {role!r}, which this recipe loads no model for: "
                 f"{', '.join(roles)}.{nearest(str(role), roles)}"
             )
-        if one is None:
+        if item is None:
             raise ConfigError(f"model has None for the role {role}: {_wanted(roles)}")
-    if roles[0] not in given:
-        raise ConfigError(f"model has no {roles[0]}, only {', '.join(given) or 'no role at all'}.")
-    return dict(given)
+    if roles[0] not in models:
+        raise ConfigError(f"model has no {roles[0]}, only {', '.join(models) or 'no role at all'}.")
+    return dict(models)
 
 
 def _called(function: Any, roles: Sequence[str]) -> Any:
@@ -60,10 +60,10 @@ def _called(function: Any, roles: Sequence[str]) -> Any:
         ) from None
     except ValueError:  # a builtin without a signature
         pass
-    made = function()
-    if made is None:
+    result = function()
+    if result is None:
         raise ConfigError(f"model={name} returned None. {_wanted(roles)}")
-    return made
+    return result
 
 
 def _wanted(roles: Sequence[str]) -> str:

@@ -88,16 +88,16 @@ class PythonRun:
         make_private(self.folder)
         inputs = self.folder / "inputs"
         inputs.mkdir(parents=True, exist_ok=True)
-        given = self.model_settings(model, tokenizer, inputs)
+        derived = self.model_settings(model, tokenizer, inputs)
         self._defaults: dict[str, Any] = {
             "trainer.backend": "local",
             "trainer.save_freq": LAST_STEP_ONLY,
         }
         for key, rows in data.items():
             if rows is not None:
-                given[key] = self._files(key, rows, own, inputs)
-        _refuse_twice(given, own)
-        self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **given}
+                derived[key] = self._files(key, rows, own, inputs)
+        _refuse_twice(derived, own)
+        self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived}
         self.settings |= self.plain_settings(own, inputs)
         if any(key.partition(".")[0] in PLACES for key in own):
             self._defaults["trainer.backend"] = "ray"
@@ -110,25 +110,27 @@ class PythonRun:
         """Return the value of `key`: file names unchanged, rows as a file of the run folder."""
         if is_file_name(rows):
             return file_names(rows)
-        what = f"what is given for {key}"
-        made = self.rows_of(rows_in_memory(rows, what), own)
+        subject = f"what is given for {key}"
+        items = self.rows_of(rows_in_memory(rows, subject), own)
         if key == "data.train_files":
-            self._defaults |= self.defaults_for(len(made))
+            self._defaults |= self.defaults_for(len(items))
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
         is_new = key != "data.train_files" or not committed(self.folder)
-        return write_rows(made, what, path, may_differ=is_new)
+        return write_rows(items, subject, path, may_differ=is_new)
 
     # --------------------------------------------------------------------- for a recipe to override
 
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
         """Return the path of every model by its key; models in memory share the tokenizer."""
         models = models_by_role(model, list(self.model_sections))
-        are_all_paths = all(isinstance(one, str | Path) for one in models.values())
+        are_all_paths = all(isinstance(item, str | Path) for item in models.values())
         paths: dict[str, Any] = {}
-        for role, one in models.items():
+        for role, item in models.items():
             folder = inputs / (role if len(models) > 1 else "model")
-            its_tokenizer = None if isinstance(one, str | Path) and not are_all_paths else tokenizer
-            paths[f"{self.model_sections[role]}.path"] = model_path(one, its_tokenizer, folder)
+            its_tokenizer = (
+                None if isinstance(item, str | Path) and not are_all_paths else tokenizer
+            )
+            paths[f"{self.model_sections[role]}.path"] = model_path(item, its_tokenizer, folder)
         return paths
 
     def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:

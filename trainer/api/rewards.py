@@ -80,9 +80,9 @@ def model_folder_of(model: Any, path: Path) -> str:
 
 def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, str]:
     """Return (file or module, name) where a reward process finds the function."""
-    found = _importable(function)
-    if found is not None:
-        return found
+    importable = _importable(function)
+    if importable is not None:
+        return importable
 
     pickled = BytesIO()
     try:
@@ -102,7 +102,9 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     """Reduce as cloudpickle does, but with the file name, which newer versions replace."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
+    return make, tuple(
+        code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments
+    )
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -129,4 +131,4 @@ def _free_name(function: Callable[..., Any], taken: Sequence[str]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     name = name if name.isidentifier() else "reward"
     names = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 2))]
-    return next(each for each in names if each not in taken)
+    return next(candidate for candidate in names if candidate not in taken)

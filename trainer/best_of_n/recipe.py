@@ -48,16 +48,18 @@ def check(config: BestOfNConfig) -> None:
             )
 
     if plays(config) and (selection.write == "pairs" or config.environment.tools):
-        what = "tools" if config.environment.tools else "selection.write=pairs"
+        reason = "tools" if config.environment.tools else "selection.write=pairs"
         raise ConfigError(
-            f"{what}: a trajectory becomes a row of `messages` for verl-like sft, which has no "
+            f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, which has no "
             "tools, and no other side. Leave it out."
         )
     wanted = 2 if selection.write == "pairs" else selection.top_k
     if rollout.n < wanted:
-        what = "a pair is made of two" if selection.write == "pairs" else f"top_k={wanted} are kept"
+        reason = (
+            "a pair is made of two" if selection.write == "pairs" else f"top_k={wanted} are kept"
+        )
         raise ConfigError(
-            f"actor_rollout_ref.rollout.n={rollout.n} samples of a prompt, of which {what}. Set "
+            f"actor_rollout_ref.rollout.n={rollout.n} samples of a prompt, of which {reason}. Set "
             f"actor_rollout_ref.rollout.n to {wanted} or more."
         )
     if rollout.n > 1 and not rollout.do_sample:

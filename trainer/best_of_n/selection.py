@@ -45,8 +45,8 @@ class Sample:
     @property
     def is_empty(self) -> bool:
         """True if a turn of the policy has no text."""
-        said = [one["content"] for one in self.messages or () if one["role"] == SAID]
-        return not all(text.strip() for text in said or [self.text])
+        texts = [message["content"] for message in self.messages or () if message["role"] == SAID]
+        return not all(text.strip() for text in texts or [self.text])
 
 
 def select(
@@ -103,10 +103,10 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
 
     chats = chats_of(batch, tokenizer)
 
-    found: dict[str, list[int]] = {}
+    rows_of_uid: dict[str, list[int]] = {}
     for row, uid in enumerate(columns["uid"]):
-        found.setdefault(str(uid), []).append(row)
-    for uid, rows in found.items():
+        rows_of_uid.setdefault(str(uid), []).append(row)
+    for uid, rows in rows_of_uid.items():
         samples = []
         for row in rows:
             rewards = {name.removeprefix(EXTRA): _plain(own[name][row]) for name in own}
@@ -144,7 +144,11 @@ def _plain(value: Any) -> Any:
 def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sample]:
     """Return at most `most` samples with different texts and scores of at least `least`."""
     first_of_text = {sample.text: sample for sample in reversed(samples)}
-    good = [each for each in samples if each.score >= least and first_of_text[each.text] is each]
+    good = [
+        sample
+        for sample in samples
+        if sample.score >= least and first_of_text[sample.text] is sample
+    ]
     return good[:most]
 
 

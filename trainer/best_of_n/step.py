@@ -56,15 +56,15 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         """Describe the samples of a step, and those that it selects."""
         num_prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         selection = config.selection
-        kept = f"the best {selection.top_k} of each prompt"
+        selected = f"the best {selection.top_k} of each prompt"
         if selection.write == "pairs":
-            kept = "the best and the worst of each prompt, as a pair"
+            selected = "the best and the worst of each prompt, as a pair"
         if selection.min_score is not None:
-            kept += f", from a score of {selection.min_score:g} on"
+            selected += f", from a score of {selection.min_score:g} on"
         total = num_prompts * num_samples
         return [
             f"A step draws {total:,} samples ({num_prompts:,} prompts, {num_samples:,} each) and "
-            f"keeps {kept}."
+            f"keeps {selected}."
         ]
 
     @property

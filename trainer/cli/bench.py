@@ -162,11 +162,11 @@ def advise(phases: Phases, rows: Sequence[Row]) -> str:
             "fast as the synchronous run, since one phase takes nearly all of a step."
         )
     setup = best.setup
-    more = {
+    larger = {
         "generators": _resized(setup, setup.num_generators + 1, setup.num_trainers),
         "trainer": _resized(setup, setup.num_generators, setup.num_trainers + 1),
     }
-    after = simulate(phases, more.get(best.limit, setup)).seconds
+    after = simulate(phases, larger.get(best.limit, setup)).seconds
     return (
         f"Take async_training.generators={setup.num_generators} "
         f"async_training.trainers={setup.num_trainers} "
@@ -183,17 +183,17 @@ def _table(rows: Sequence[Row], width: int | None) -> list[str]:
 
 def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
     """Return the phases of the run folder, overridden by the command line, and notes."""
-    given = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
+    seconds_of = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
     if options.run_dir:
         phases, notes = measured_phases(options.run_dir)
-    elif missing := {"gen", "update"} - given.keys():
+    elif missing := {"gen", "update"} - seconds_of.keys():
         raise ConfigError(
             f"--{' and --'.join(sorted(missing))} missing: give a run folder, or the seconds of a "
             "batch by --gen, --score, --update and --sync."
         )
     else:
         phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
-    phases = replace(phases, **{PHASES[name]: seconds for name, seconds in given.items()})
+    phases = replace(phases, **{PHASES[name]: seconds for name, seconds in seconds_of.items()})
     if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
         zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
         where = f"{options.run_dir} has none of" if options.run_dir else "none is given of"

@@ -76,9 +76,9 @@ class Chat:
         """Return the model's reply to the conversation with this message."""
         self.messages.append({"role": "user", "content": text})
         tokens = self.draw(self._inputs(text), show_on)
-        found: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": found})
-        return found
+        reply: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": reply})
+        return reply
 
     def draw(self, inputs: Any, show_on: TextIO, **more: Any) -> list[int]:
         """Return the ids that the model generates; `more` are arguments of its `generate`."""
@@ -244,8 +244,8 @@ class Game:
         if "tools" in request:
             refuse_ids(request)
             self._renderer = self._renderer.with_tools(request["tools"])
-            most, asked = self._chat.sampling["max_new_tokens"], request["max_tokens"]
-            self._most = {"max_new_tokens": min(most, asked or most)}
+            most, limit = self._chat.sampling["max_new_tokens"], request["max_tokens"]
+            self._most = {"max_new_tokens": min(most, limit or most)}
         if request["extends"]:
             self._ids += self._renderer.between(last, answer["messages"])
         else:

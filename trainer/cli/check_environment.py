@@ -125,25 +125,25 @@ def play(
 ) -> list[Played]:
     """Play these samples of one prompt, concurrently."""
     played = {number: Played() for number in samples}
-    asked = {}
+    asked_at = {}
     for number in samples:
         host.open(number, (0, 1 + number), row)
-        asked[number] = time.monotonic()
-    while asked:
+        asked_at[number] = time.monotonic()
+    while asked_at:
         for number, answer in host.answers(1.0):
-            one = played[number]
+            trajectory = played[number]
             for player, of_player in answer.get("players", {"": answer}).items():
                 refuse_ids(of_player.get("request", {}))
                 if player and "end" not in of_player:
-                    one.speakers.append(player)
-            one.answers.append(answer)
-            one.seconds.append(time.monotonic() - asked.pop(number))
-            if one.problem or one.has_ended or len(one.answers) > turns:
+                    trajectory.speakers.append(player)
+            trajectory.answers.append(answer)
+            trajectory.seconds.append(time.monotonic() - asked_at.pop(number))
+            if trajectory.problem or trajectory.has_ended or len(trajectory.answers) > turns:
                 host.end(number)
                 continue
-            asked[number] = time.monotonic()
-            player = {"player": one.speakers.pop(0)} if one.speakers else {}
-            host.say(number, said[min(len(one.answers), len(said)) - 1], **player)
+            asked_at[number] = time.monotonic()
+            player = {"player": trajectory.speakers.pop(0)} if trajectory.speakers else {}
+            host.say(number, said[min(len(trajectory.answers), len(said)) - 1], **player)
     return list(played.values())
 
 
@@ -188,7 +188,7 @@ def heard(answer: dict[str, Any]) -> str:
     reward = f"reward {answer['reward']:g}"
     if answer.get("end"):
         return f"{'cut' if answer.get('truncated') else 'end'}, {reward}"
-    return ", ".join([*(repr(one["content"]) for one in answer["messages"]), reward])
+    return ", ".join([*(repr(message["content"]) for message in answer["messages"]), reward])
 
 
 def _above_0(text: str) -> float:
@@ -204,9 +204,9 @@ def _above_0(text: str) -> float:
 def json_object(text: str) -> dict[str, Any]:
     """Parse an option that is a JSON object."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text} is no JSON object, such as '{{\"level\": 3}}'")
-    return found
+    return value

@@ -104,12 +104,12 @@ def _requirements() -> dict[str, Requirement]:
     """Return the project's requirements by package; of the extras only those in `OPTIONAL`."""
     from packaging.requirements import Requirement
 
-    found: dict[str, Requirement] = {}
+    by_name: dict[str, Requirement] = {}
     for line in importlib.metadata.requires("verl-like") or []:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.name in OPTIONAL:
-            found.setdefault(requirement.name, requirement)
-    return found
+            by_name.setdefault(requirement.name, requirement)
+    return by_name
 
 
 def _named(requirement: Requirement) -> str:
@@ -190,12 +190,14 @@ def check_gpus(torch: Requirement) -> Finding:
     cuda, driver = cuda_of_torch(), gpus[0].driver_major
     way_out = _torch_for(driver, torch)
     if cuda is None:
-        what = f"{shown}, but torch is built for the CPU alone"
-        return Finding("GPUs", what, way_out, is_optional=True)
+        problem = f"{shown}, but torch is built for the CPU alone"
+        return Finding("GPUs", problem, way_out, is_optional=True)
     oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if driver < oldest:
-        what = f"{shown}, but torch is built for CUDA {cuda}, which needs driver {oldest} or newer"
-        return Finding("GPUs", what, way_out)
+        problem = (
+            f"{shown}, but torch is built for CUDA {cuda}, which needs driver {oldest} or newer"
+        )
+        return Finding("GPUs", problem, way_out)
     return Finding("GPUs", f"{shown}, torch for CUDA {cuda}")
 
 
@@ -250,14 +252,14 @@ def check_machine() -> Iterator[Finding]:
 
 def check_network() -> Iterator[Finding]:
     """Report the network interfaces, and check the settings of NCCL and gloo."""
-    networks, hcas, given = network.interfaces(), network.adapters(), network.settings()
+    networks, hcas, variables = network.interfaces(), network.adapters(), network.settings()
     shown = [f"{name} {address}" for name, address in networks.items() if address]
     shown += [f"{name} ({state})" for name, state in hcas.items()]
-    shown += [f"{name}={value}" for name, value in given.items()]
+    shown += [f"{name}={value}" for name, value in variables.items()]
     yield Finding("network", ", ".join(shown) or "none")
-    for what, mend in network.wrong_settings(given, networks, hcas):
-        yield Finding("network", what, mend)
-    if nowhere := network.name_that_leads_nowhere(given, networks):
+    for problem, mend in network.wrong_settings(variables, networks, hcas):
+        yield Finding("network", problem, mend)
+    if nowhere := network.name_that_leads_nowhere(variables, networks):
         yield Finding("network", *nowhere, is_optional=True)
 
 
@@ -278,14 +280,14 @@ def check_works(name: str, mend: str) -> Finding:
         return Finding(f"{name} works", f"no answer within {PROBE_LIMIT_S} s", mend)
     if done.returncode == 0:
         return Finding(f"{name} works", done.stdout.strip().splitlines()[-1])
-    said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    return Finding(f"{name} works", said, mend)
+    last_line = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    return Finding(f"{name} works", last_line, mend)
 
 
-def show(found: Iterable[Finding]) -> None:
+def show(items: Iterable[Finding]) -> None:
     """Print every finding as it comes; exit with 1 if a required item fails."""
     failed = 0
-    for finding in found:
+    for finding in items:
         print_or_end(fit(str(finding), terminal_width(), "      "))
         failed += bool(finding.mend) and not finding.is_optional
     passed = "all that a run needs works"

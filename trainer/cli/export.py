@@ -37,8 +37,8 @@ def main(arguments: Sequence[str]) -> None:
         in_checkpoint=options.adapter or options.average,
     )
     saved.export(out, as_adapter=options.adapter, of_average=options.average)
-    what = "adapter" if options.adapter else "model"
-    print(f"{out}: the {what} of {saved.folder}, trained from {saved.model.path}")
+    noun = "adapter" if options.adapter else "model"
+    print(f"{out}: the {noun} of {saved.folder}, trained from {saved.model.path}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -129,13 +129,13 @@ def _run(command: str, arguments: list[str]) -> None:
 
     try:
         with no_collection():
-            found = load_object(COMMANDS[command], command)
+            target = load_object(COMMANDS[command], command)
         if command in RECIPES:
             from trainer.recipe_command import run_command
 
-            run_command(found, arguments)
+            run_command(target, arguments)
         else:
-            found(arguments)
+            target(arguments)
     except VerlLikeError as err:
         sys.exit(f"error: {printable(str(err))}")
 

@@ -34,12 +34,16 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(__doc__)
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     asks_for_proof = arguments[-1] == "--prove"
-    system, source, *more = arguments[: -1 if asks_for_proof else None]
-    is_command = more and not os.path.isfile(source)
-    found = migrate(system, [source, *more]) if is_command else migrate(system, source, more)
-    print("\n\n".join(done.report(terminal_width()) for done in found), flush=True)
+    system, source, *script_arguments = arguments[: -1 if asks_for_proof else None]
+    is_command = script_arguments and not os.path.isfile(source)
+    translations = (
+        migrate(system, [source, *script_arguments])
+        if is_command
+        else migrate(system, source, script_arguments)
+    )
+    print("\n\n".join(done.report(terminal_width()) for done in translations), flush=True)
     if asks_for_proof:
         from trainer.check_loss.prove import prove
 
-        for done in found:
+        for done in translations:
             print(f"\n{prove(system, done)}", flush=True)

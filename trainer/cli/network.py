@@ -51,12 +51,12 @@ def _ipv6_addresses() -> dict[str, str]:
 
 def adapters(folder: Path = INFINIBAND) -> dict[str, str]:
     """Return InfiniBand adapter -> the state of its first port, such as ACTIVE."""
-    found = {}
+    states = {}
     for adapter in sorted(folder.iterdir()) if folder.is_dir() else []:
         state = adapter / "ports" / "1" / "state"
-        said = state.read_text(encoding="utf-8") if state.is_file() else ""
-        found[adapter.name] = said.rpartition(":")[2].strip() or "unknown"
-    return found
+        text = state.read_text(encoding="utf-8") if state.is_file() else ""
+        states[adapter.name] = text.rpartition(":")[2].strip() or "unknown"
+    return states
 
 
 def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -81,23 +81,25 @@ def wrong_settings(
         is_exact = variable.startswith("GLOO")  # gloo takes whole names, NCCL prefixes
         chosen = _matching(value, list(networks), is_exact)
         mend = f"export {variable}={usable[0]}" if usable else f"unset {variable}"
-        unknown = [name for name, found in chosen.items() if not found]
+        unknown = [name for name, names in chosen.items() if not names]
         if unknown:
             yield (
                 f"{variable}={value}: {', '.join(unknown)} is no interface of this machine, which "
                 f"has {there}",
                 mend,
             )
-        elif not any(networks[name] for found in chosen.values() for name in found):
+        elif not any(networks[name] for names in chosen.values() for name in names):
             yield f"{variable}={value}: without an address; those that have one: {there}", mend
 
     value = given.get("NCCL_IB_HCA")
     if value and given.get("NCCL_IB_DISABLE", "0") == "0":
-        unknown = [name for name, found in _matching(value, hcas).items() if not found]
+        unknown = [name for name, names in _matching(value, hcas).items() if not names]
         if unknown:
             has = f"which has {', '.join(hcas)}" if hcas else "which has none"
-            what = f"NCCL_IB_HCA={value}: {', '.join(unknown)} is no adapter of this machine, {has}"
-            yield what, f"export NCCL_IB_HCA={next(iter(hcas))}" if hcas else "unset NCCL_IB_HCA"
+            problem = (
+                f"NCCL_IB_HCA={value}: {', '.join(unknown)} is no adapter of this machine, {has}"
+            )
+            yield problem, f"export NCCL_IB_HCA={next(iter(hcas))}" if hcas else "unset NCCL_IB_HCA"
 
     value = given.get("NCCL_DEBUG")
     if value and value.upper() not in DEBUG_LEVELS:
@@ -112,7 +114,7 @@ def name_that_leads_nowhere(given: Mapping[str, str], networks: Mapping[str, str
         address = socket.gethostbyname(name)
     except OSError:
         address = ""
-    usable = [each for each, at in networks.items() if at and each != LOOPBACK]
+    usable = [interface for interface, at in networks.items() if at and interface != LOOPBACK]
     if given.get("GLOO_SOCKET_IFNAME") or not usable or (address and address[:4] != "127."):
         return None
     return (

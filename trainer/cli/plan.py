@@ -191,14 +191,18 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
         name, equals, value = argument.partition("=")
         option = name.removeprefix("--").replace("-", "_")
         if option not in OPTIONS:
-            known = [f"--{each}".replace("_", "-") for each in OPTIONS]
+            known = [f"--{known_option}".replace("_", "-") for known_option in OPTIONS]
             raise ConfigError(
                 f"{name} is not an option.{nearest(name, known)} Known: {', '.join(known)}."
             )
         if not equals:
             value = next(rest, "")
         if option in (OF_ROWS if recipe in ON_SAMPLES else OF_PPO):
-            readers = [each for each in JOBS if (each in ON_SAMPLES) != (recipe in ON_SAMPLES)]
+            readers = [
+                known_option
+                for known_option in JOBS
+                if (known_option in ON_SAMPLES) != (recipe in ON_SAMPLES)
+            ]
             raise ConfigError(f"{name} does not apply to {recipe}; {', '.join(readers)} read it.")
         options[option] = value if option in TEXTS else _number(name, value)
     for option in ("gpus", "device"):

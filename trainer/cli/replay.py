@@ -47,12 +47,12 @@ def main(arguments: Sequence[str]) -> None:
             from_start=options.from_start,
             backend=options.backend,
         )
-        print(*[verdict_of(one) for one in played], sep="\n", flush=True)
-        sys.exit(1 if any(one.difference for one in played) else 0)
+        print(*[verdict_of(trajectory) for trajectory in played], sep="\n", flush=True)
+        sys.exit(1 if any(trajectory.difference for trajectory in played) else 0)
     if options.live:
         parser.error("--live is read with --trajectory")
     try:
-        found = replay(
+        result = replay(
             Path(options.run),
             options.step,
             options.stage,
@@ -62,33 +62,34 @@ def main(arguments: Sequence[str]) -> None:
         )
     except BdbQuit:
         sys.exit("left from the debugger: nothing was compared")
-    print(verdict(found, options.step, options.stage), flush=True)
-    if found.differences:
+    print(verdict(result, options.step, options.stage), flush=True)
+    if result.differences:
         sys.exit(1)
 
 
-def verdict_of(one: Played) -> str:
+def verdict_of(trajectory: Played) -> str:
     """Describe whether a trajectory came out equal."""
-    what = f"trajectory {one.name}, {one.num_tokens} tokens drawn in {one.num_turns} turns"
-    if one.difference:
-        return f"{what}: differs first in {one.difference}"
-    return f"{what}: as it was, bit for bit"
+    counts = f"{trajectory.num_tokens} tokens drawn in {trajectory.num_turns} turns"
+    subject = f"trajectory {trajectory.name}, {counts}"
+    if trajectory.difference:
+        return f"{subject}: differs first in {trajectory.difference}"
+    return f"{subject}: as it was, bit for bit"
 
 
-def verdict(found: Replayed, step: int, stage: str) -> str:
+def verdict(result: Replayed, step: int, stage: str) -> str:
     """Describe what was compared, and what differs."""
-    what = f"{stage} of step {step}" if stage else f"step {step}"
-    compared = f"{found.num_metrics} numbers"
-    if found.kept_batches:
-        compared += f" and the batches of {', '.join(found.kept_batches)}"
-    if not found.differences:
-        return f"{what}: {compared} are as they were, bit for bit"
+    subject = f"{stage} of step {step}" if stage else f"step {step}"
+    compared = f"{result.num_metrics} numbers"
+    if result.kept_batches:
+        compared += f" and the batches of {', '.join(result.kept_batches)}"
+    if not result.differences:
+        return f"{subject}: {compared} are as they were, bit for bit"
 
-    lines = [f"{what}: of {compared}, {len(found.differences)} differ"]
-    lines += [f"  {line}" for line in found.differences[:MOST_LINES]]
-    more = len(found.differences) - MOST_LINES
-    if more > 0:
-        lines.append(f"  and {more} more")
+    lines = [f"{subject}: of {compared}, {len(result.differences)} differ"]
+    lines += [f"  {line}" for line in result.differences[:MOST_LINES]]
+    num_hidden = len(result.differences) - MOST_LINES
+    if num_hidden > 0:
+        lines.append(f"  and {num_hidden} more")
     return "\n".join(lines)
 
 

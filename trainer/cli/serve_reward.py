@@ -76,10 +76,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def json_object(text: str) -> dict[str, Any]:
     """Parse an option that is a JSON object; argparse names this function in its errors."""
-    found = parse_json(text)
-    if not isinstance(found, dict):
+    value = parse_json(text)
+    if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text} is no JSON object, such as {{"key": 1}}')
-    return found
+    return value
 
 
 def _function(options: argparse.Namespace) -> FunctionSpec:

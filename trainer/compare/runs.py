@@ -48,23 +48,23 @@ def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
             f"{', '.join(map(str, paths)) or 'none'}."
         )
     common = Path(os.path.commonpath(paths))
-    found = []
+    runs = []
     for path in paths:
         name = str(path.relative_to(common)) if path != common else path.name
         config = saved_config(path) if (path / CONFIG_FILE).is_file() else {}
-        found.append(ComparedRun(name, read_run(path), config))
-    return found
+        runs.append(ComparedRun(name, read_run(path), config))
+    return runs
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> list[str]:
     """Return the keys that differ between runs, except the runs' names."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    found = []
+    differing = []
     for key in keys:
         values = [run.config.get(key, ABSENT) for run in runs]
         if key not in NAMES_OF_A_RUN and any(value != values[0] for value in values):
-            found.append(key)
-    return found
+            differing.append(key)
+    return differing
 
 
 def groups_by_seed(runs: Sequence[ComparedRun]) -> dict[str, list[ComparedRun]]:

@@ -89,20 +89,22 @@ def results(runs: Sequence[ComparedRun]) -> Rows:
     for metric in metrics_shown(runs):
         row = [metric]
         for members in groups.values():
-            row += [mean_and_deviation(each(members, metric)) for each in (ends_of, bests_of)]
+            row += [
+                mean_and_deviation(values_of(members, metric)) for values_of in (ends_of, bests_of)
+            ]
         rows.append(row)
     return rows
 
 
 def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
     """Return the metrics in the report of any of the runs, and the time of a step."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for run in runs:
         known = dict.fromkeys(name for line in run.data.metrics for name in line)
         patterns = [name for panel in panels_of(run.data.metrics) for name in panel.names]
         for pattern in [*patterns, "timing_s/step"]:
-            found |= dict.fromkeys(name for name in known if fnmatchcase(name, pattern))
-    return [name for name in found if name not in KL_NAMES or _is_ever_set(runs, name)]
+            names |= dict.fromkeys(name for name in known if fnmatchcase(name, pattern))
+    return [name for name in names if name not in KL_NAMES or _is_ever_set(runs, name)]
 
 
 def _is_ever_set(runs: Sequence[ComparedRun], metric: str) -> bool:
@@ -154,9 +156,9 @@ def phases(runs: Sequence[ComparedRun]) -> Rows:
 
 def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
     """Return (the runs that have it, its table) for each placement."""
-    found: dict[str, tuple[list[str], Rows]] = {}
+    tables: dict[str, tuple[list[str], Rows]] = {}
     for run in runs:
         rows = [list(row) for row in run.data.placement]
         if rows:
-            found.setdefault(json.dumps(rows), ([], rows))[0].append(run.name)
-    return [(", ".join(names), rows) for names, rows in found.values()]
+            tables.setdefault(json.dumps(rows), ([], rows))[0].append(run.name)
+    return [(", ".join(names), rows) for names, rows in tables.values()]

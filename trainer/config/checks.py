@@ -143,18 +143,19 @@ def check_passes(
     _, ranks = _pool_of(config, role)
     if ranks == 0 or (pp := (dims := dims_of(ranks, held.sharding)).pp) == 1:
         return
-    own = -(-mini_batch[1] // dims.data_size)
+    rows_of_rank = -(-mini_batch[1] // dims.data_size)
     rows = at_once[1] or 1
-    if (found := -(-own // rows)) >= pp:
+    if (num_passes := -(-rows_of_rank // rows)) >= pp:
         return
-    ways = f"set {held.axes_key}.pp={found}, or raise {mini_batch[0]}"
-    if own >= pp:
-        ways = f"set {at_once[0]}={-(-own // (pp - 1)) - 1} or less, or {held.axes_key}.pp={found}"
+    ways = f"set {held.axes_key}.pp={num_passes}, or raise {mini_batch[0]}"
+    if rows_of_rank >= pp:
+        at_most = -(-rows_of_rank // (pp - 1)) - 1
+        ways = f"set {at_once[0]}={at_most} or less, or {held.axes_key}.pp={num_passes}"
     cut = f", in passes of {at_once[0]}={rows}," if at_once[1] else ""
     raise ConfigError(
         f"role {role!r}: {held.axes_key}.pp={pp} needs {pp} passes of a mini-batch, or ranks have "
-        f"nothing to do. A rank's {own} of the {mini_batch[1]} rows of {mini_batch[0]}{cut} make "
-        f"{found}; {ways}."
+        f"nothing to do. A rank's {rows_of_rank} of the {mini_batch[1]} rows of {mini_batch[0]}"
+        f"{cut} make {num_passes}; {ways}."
     )
 
 

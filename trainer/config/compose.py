@@ -103,11 +103,11 @@ def checked_config(
     settings: Sequence[str], recipe: Recipe[C], defaults: Sequence[str] = ()
 ) -> tuple[C, list[str]]:
     """Compose, settle and check a configuration; return it with the notices to show."""
-    given = known_settings(settings, recipe)
-    tree = compose_tree([*known_settings(defaults, recipe), *given], recipe)
+    parsed = known_settings(settings, recipe)
+    tree = compose_tree([*known_settings(defaults, recipe), *parsed], recipe)
     composed = as_object(tree, recipe)
     check_fields(composed)
-    config, notices = settle(recipe, composed, keys_set(given))
+    config, notices = settle(recipe, composed, keys_set(parsed))
     check_run(config)
     for check in recipe.checks:
         check(config)
@@ -170,8 +170,8 @@ def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any]) -> None:
 
 def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfig:
     """Return the tree of known settings in the recipe's schema, not yet checked."""
-    chosen = [each for each in settings if _is_preset(each, recipe)]
-    lines = tuple(each.input_line or "" for each in chosen)
+    chosen = [setting for setting in settings if _is_preset(setting, recipe)]
+    lines = tuple(setting.input_line or "" for setting in chosen)
     tree = copy.deepcopy(_tree_of_files(recipe, lines))
     for setting in settings:
         if setting not in chosen:
@@ -223,8 +223,8 @@ def _refuse(unknown: Sequence[str], recipe: Recipe[Any]) -> None:
 def _named_by(key: str, recipe: Recipe[Any]) -> str:
     """Return the start of an error: the user's files that contain the last word of the key."""
     word = re.compile(rf"^[^#]*\b{re.escape(key.rpartition('.')[2])}['\"]?\s*:", re.MULTILINE)
-    found = [name for name, file in _own_files(recipe).items() if word.search(file.read_text())]
-    return f"In {' or '.join(map(repr, found))}: " if found else ""
+    files = [name for name, file in _own_files(recipe).items() if word.search(file.read_text())]
+    return f"In {' or '.join(map(repr, files))}: " if files else ""
 
 
 def _own_files(recipe: Recipe[Any]) -> dict[str, Path]:

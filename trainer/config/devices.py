@@ -97,13 +97,13 @@ def with_simulated(config: C, keys: Collection[str]) -> C:
 
 def _parsed(simulate: str) -> tuple[int, str]:
     """Return (number, name) of a text such as 8xH100."""
-    found = re.fullmatch(r"(\d+) ?x ?(.+)", simulate.strip())
-    if found is None or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+) ?x ?(.+)", simulate.strip())
+    if match is None or int(match[1]) == 0:
         raise ConfigError(
             f"trainer.simulate={simulate}: give the GPUs of a machine as 8xH100, or by their "
             "memory as 8x80GiB."
         )
-    return int(found[1]), found[2].strip()
+    return int(match[1]), match[2].strip()
 
 
 def _gib_of(simulate: str, card: str) -> float:

@@ -40,8 +40,8 @@ def refuse_many_aliases(file: Path) -> None:
         if id(node) not in sizes:
             sizes[id(node)] = math.inf  # for a node that contains itself
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-            pairs = (each if isinstance(each, tuple) else (each,) for each in inner)
-            sizes[id(node)] = 1 + sum(size(each) for pair in pairs for each in pair)
+            pairs = (child if isinstance(child, tuple) else (child,) for child in inner)
+            sizes[id(node)] = 1 + sum(size(child) for pair in pairs for child in pair)
         return sizes[id(node)]
 
     try:

@@ -100,15 +100,15 @@ class Key:
     @property
     def rules_in_words(self) -> str:
         """The key's rules on one line: values, when it is read, if it may change, verl's name."""
-        said = [self.allowed]
+        words = [self.allowed]
         if self.rules.read_when:
             conditions = " and ".join(condition.says for condition in self.rules.read_when)
-            said.append(f"read when {conditions}")
+            words.append(f"read when {conditions}")
         if self.rules.may_change_on_resume:
-            said.append("may change on resume")
+            words.append("may change on resume")
         if self.rules.verl:
-            said.append(f"in verl: {self.rules.verl}")
-        return "; ".join(part for part in said if part)
+            words.append(f"in verl: {self.rules.verl}")
+        return "; ".join(part for part in words if part)
 
 
 def config_keys(schema: type) -> tuple[Key, ...]:
@@ -135,10 +135,10 @@ def _keys_below(schema: type, prefix: str) -> Iterator[Key]:
         rules = rules_of(field)
         if rules.may_change_on_resume is None:
             rules = replace(rules, may_change_on_resume=may_change)
-        found = Key(prefix + field.name, kinds[field.name], rules)
-        yield found
-        if found.is_section:
-            yield from _keys_below(found.kind, f"{found.name}.")
+        below = Key(prefix + field.name, kinds[field.name], rules)
+        yield below
+        if below.is_section:
+            yield from _keys_below(below.kind, f"{below.name}.")
 
 
 def _never_read(key: Key, reason: str) -> Key:
@@ -188,7 +188,7 @@ def path_to(schema: type, name: str) -> list[Key]:
     """
     known, words = keys_by_name(schema), name.split(".")
     around = (".".join(words[:number]) for number in range(1, len(words) + 1))
-    return [known[each] for each in around if each in known]
+    return [known[dotted] for dotted in around if dotted in known]
 
 
 def items_of(key: Key, value: Any) -> list[tuple[str, Any]]:

@@ -28,11 +28,11 @@ BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
 
 def roles_of(recipe: Recipe[Any]) -> list[str]:
     """Return all roles that a recipe's presets place, with aliases expanded."""
-    found: dict[str, str] = {}
+    pool_of_role: dict[str, str] = {}
     for pools in recipe.placements.values():
         for pool, roles in pools.items():
-            found |= expand_roles(dict.fromkeys(roles, pool))
-    return list(found)
+            pool_of_role |= expand_roles(dict.fromkeys(roles, pool))
+    return list(pool_of_role)
 
 
 def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
@@ -40,10 +40,10 @@ def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> 
 
     The user's `rollout` reduces a preset's `actor_rollout` to `actor`.
     """
-    own = {role for name in named if name in role_mapping for role in roles_named(name)}
+    users = {role for name in named if name in role_mapping for role in roles_named(name)}
     settled: dict[str, str] = {}
     for name, pool in role_mapping.items():
-        left = [role for role in roles_named(name) if role not in own]
+        left = [role for role in roles_named(name) if role not in users]
         if name in named or len(left) == len(roles_named(name)):
             settled[name] = pool
         else:
@@ -103,11 +103,11 @@ def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, li
     are shared.
     """
     spec, used = config.resource_pool_spec, set(config.role_mapping.values())
-    own = {pool: sizes for pool, sizes in spec.items() if sizes}
+    sized = {pool: sizes for pool, sizes in spec.items() if sizes}
     shared = [pool for pool, sizes in spec.items() if not sizes and pool in used]
     if not shared:
         return {}
-    used_own = {pool: sizes for pool, sizes in own.items() if pool in used}
+    used_own = {pool: sizes for pool, sizes in sized.items() if pool in used}
     free = [devices for devices in _left_on_nodes(config, used_own) if devices > 0]
     wide = [devices for devices in free if devices >= len(shared)]
     if len(free) < len(shared) and not wide:
@@ -128,14 +128,14 @@ def _weight_bytes(config: RunConfig) -> dict[str, int]:
     A user's class counts as a trained model.
     """
     pools = [pool for pool, sizes in config.resource_pool_spec.items() if not sizes]
-    found = dict.fromkeys(pools, BYTES_OF_A_WEIGHT["frozen"])
+    bytes_of_pool = dict.fromkeys(pools, BYTES_OF_A_WEIGHT["frozen"])
     for role, pool in expand_roles(config.role_mapping).items():
         path = config.role_workers.get(role) or ""
-        if len(found) > 1 and pool in found:
+        if len(bytes_of_pool) > 1 and pool in bytes_of_pool:
             ours = path.startswith("workers.") and load_object(path, f"role_workers.{role}")
             if not getattr(ours, "is_frozen", False):
-                found[pool] = BYTES_OF_A_WEIGHT["trained"]
-    return found
+                bytes_of_pool[pool] = BYTES_OF_A_WEIGHT["trained"]
+    return bytes_of_pool
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
@@ -186,12 +186,14 @@ def _too_few(
             )
     taken = sum(max(_devices_of(config, pool, n) for n in own[pool]) for pool in own)
     left = max(num_devices - taken, 0)
-    given = "".join(f" resource_pool_spec.{pool}={list(own[pool])} comes first." for pool in own)
+    first_words = "".join(
+        f" resource_pool_spec.{pool}={list(own[pool])} comes first." for pool in own
+    )
     instead = ", or placement=colocate, where roles share processes" if left else ""
     return ConfigError(
         f"The placement needs {len(pools)} pools ({', '.join(pools)}), but "
         f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device for "
-        f"{pools[min(left, len(pools) - 1)]!r}.{given} Set "
+        f"{pools[min(left, len(pools) - 1)]!r}.{first_words} Set "
         f"trainer.n_gpus_per_node={taken + len(pools)} or more (on a CPU machine devices are "
         f"process slots){instead}."
     )

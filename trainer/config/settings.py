@@ -43,21 +43,21 @@ def parse(setting: str) -> Override:
 
 def keys_of(settings: Iterable[Override]) -> list[str]:
     """Return the dotted keys that are set, added or deleted, also inside `section={key: value}`."""
-    found = []
+    keys = []
     for setting in settings:
-        found += keys_in(setting.key_or_group, setting.value())
-    return found
+        keys += keys_in(setting.key_or_group, setting.value())
+    return keys
 
 
 def keys_set(settings: Iterable[Override]) -> list[str]:
     """Return the dotted keys that these settings set; a `~key` undoes earlier ones."""
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
     for setting in settings:
         if setting.is_delete():
-            found = {key: None for key in found if key != setting.key_or_group}
+            keys = {key: None for key in keys if key != setting.key_or_group}
         else:
-            found |= dict.fromkeys(keys_of([setting]))
-    return list(found)
+            keys |= dict.fromkeys(keys_of([setting]))
+    return list(keys)
 
 
 def keys_in(key: str, value: Any) -> list[str]:
@@ -65,10 +65,10 @@ def keys_in(key: str, value: Any) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [key]
 
-    found = []
+    keys = []
     for name, inner in value.items():
-        found += keys_in(f"{key}.{name}" if key else str(name), inner)
-    return found
+        keys += keys_in(f"{key}.{name}" if key else str(name), inner)
+    return keys
 
 
 def jobs_of(settings: Sequence[str]) -> list[list[str]]:

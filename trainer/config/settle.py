@@ -36,13 +36,13 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
     left = set(keys)
     while True:
         config, notices = _settled(recipe, composed, keys)
-        found = unused_among(config, [key for key in keys if key in left])
-        if not found:
+        new_unused = unused_among(config, [key for key in keys if key in left])
+        if not new_unused:
             notices += [notice_of(names, reason) for reason, names in unused.items()]
             return freeze(config), [*notices, *unused_in_items(config, keys)]
-        for reason, names in found.items():
+        for reason, names in new_unused.items():
             unused.setdefault(reason, []).extend(names)
-        unread = {name for names in found.values() for name in names}
+        unread = {name for names in new_unused.values() for name in names}
         left -= unread
         composed = _without(composed, unread)
 

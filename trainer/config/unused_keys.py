@@ -42,9 +42,9 @@ def notice_of(names: Collection[str], reason: str) -> str:
 
 def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
     """Yield notices of keys such as `rewards[0].retries` in the lists that the user set."""
-    own = {name.partition(".")[0] for name in keys}
+    sections = {name.partition(".")[0] for name in keys}
     for key in leaf_keys(type(config)):
-        if key.name.partition(".")[0] not in own:
+        if key.name.partition(".")[0] not in sections:
             continue
         for name, item in items_of(key, read(config, key.name)):
             unset = type(item)()
@@ -102,16 +102,16 @@ def without_keys(
 
     `prefix` is the place of `tree` in the whole tree: "", or a section's name and a dot.
     """
-    kept = {}
+    result = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in left_out:
             continue
-        if not any(each.startswith(f"{key}.") for each in left_out):
-            kept[name] = value
+        if not any(dotted.startswith(f"{key}.") for dotted in left_out):
+            result[name] = value
         elif below := without_keys(value, left_out, f"{key}."):
-            kept[name] = below
-    return kept
+            result[name] = below
+    return result
 
 
 def _missing_for(config: RunConfig, key: Key) -> str | None:

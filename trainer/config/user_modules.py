@@ -57,13 +57,13 @@ def imported_files(file: Path) -> list[Path]:
 
     They are found by parsing, including imports inside functions; nothing is executed.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     ahead = [file.resolve()]
     while ahead:
-        new = set(_imported_by(ahead.pop())) - found - {file.resolve()}
-        found |= new
+        new = set(_imported_by(ahead.pop())) - files - {file.resolve()}
+        files |= new
         ahead += new
-    return sorted(found)
+    return sorted(files)
 
 
 def _imported_by(file: Path) -> Iterator[Path]:

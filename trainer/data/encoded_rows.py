@@ -139,16 +139,16 @@ def cut_rows(
 
     A row that then has nothing to learn from is dropped; `lost` names what it lacks.
     """
-    kept: list[EncodedRow] = []
+    good: list[EncodedRow] = []
     num_cut = 0
     for row in rows:
         if max(len(side.ids) for side in row.sides) > max_length:
             num_cut += 1
             row = row._replace(sides=[side.cut(max_length) for side in row.sides])
         if teaches(row.sides):
-            kept.append(row)
-    dropped = f"and of these {len(rows) - len(kept)} dropped, since nothing was left of {lost}"
-    return kept, f"{story}; {num_cut} were cut to {max_length} tokens, {dropped}"
+            good.append(row)
+    dropped = f"and of these {len(rows) - len(good)} dropped, since nothing was left of {lost}"
+    return good, f"{story}; {num_cut} were cut to {max_length} tokens, {dropped}"
 
 
 def how_many(key: str, kind: str, num_rows: int, num_bad: int) -> str:

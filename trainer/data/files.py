@@ -73,7 +73,7 @@ def good_rows(
                 raise row
             if not isinstance(row, dict):
                 raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
-            made: T | None = make(where, row)
+            result: T | None = make(where, row)
         except ConfigError:  # it is about all rows, not about this one
             raise
         except ValueError as problem:
@@ -84,8 +84,8 @@ def good_rows(
             if not has_warned:
                 story = "%s: %s; it and others like it are skipped (data.on_bad_row=skip)"
                 logger.warning(story, where, problem)
-            has_warned, made = True, None
-        yield made
+            has_warned, result = True, None
+        yield result
 
 
 def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
@@ -235,15 +235,19 @@ def _custom_rows(
     make = load_from(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
     call = Call(by_name=("data_files", "tokenizer", "config"))
     check_call(make, f"data.custom_cls.name={custom.name}", call)
-    made = make(data_files=files, tokenizer=tokenizer, config=config)
-    if not hasattr(made, "__iter__") and not (
-        hasattr(made, "__len__") and hasattr(made, "__getitem__")
+    dataset = make(data_files=files, tokenizer=tokenizer, config=config)
+    if not hasattr(dataset, "__iter__") and not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
         raise ConfigError(
-            f"data.custom_cls: {custom.name} gave a {type(made).__name__}, which has no rows to "
+            f"data.custom_cls: {custom.name} gave a {type(dataset).__name__}, which has no rows to "
             "read."
         )
-    rows = made if hasattr(made, "__iter__") else (made[index] for index in range(len(made)))
+    rows = (
+        dataset
+        if hasattr(dataset, "__iter__")
+        else (dataset[index] for index in range(len(dataset)))
+    )
     for index, row in enumerate(rows):
         yield f"{custom.path}:{custom.name}, row {index}", row
 

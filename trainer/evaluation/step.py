@@ -46,26 +46,26 @@ class Evaluation(SamplingOnlyTrainer):
 
 def played(metrics: Metrics) -> list[str]:
     """Describe trajectories in a line, if samples are trajectories."""
-    found = {n.removeprefix(AGENTS): value for n, value in metrics.items() if n.startswith(AGENTS)}
-    if not found:
+    values = {n.removeprefix(AGENTS): value for n, value in metrics.items() if n.startswith(AGENTS)}
+    if not values:
         return []
-    ended = {n.removeprefix("ended/"): share for n, share in found.items() if "ended/" in n}
+    ended = {n.removeprefix("ended/"): share for n, share in values.items() if "ended/" in n}
     ends = ", ".join(f"{name} {share:.0%}" for name, share in ended.items() if share)
-    calls, errors = found["num_calls/mean"], found["num_call_errors/mean"]
+    calls, errors = values["num_calls/mean"], values["num_call_errors/mean"]
     tools = f"; {calls:.3g} tool calls each, {errors:.3g} of them errors" if calls else ""
-    turns = f"{found['num_turns/mean']:.3g} turns each"
-    return [f"trajectories: success {found['success']:.1%}, {turns}; ended: {ends}{tools}"]
+    turns = f"{values['num_turns/mean']:.3g} turns each"
+    return [f"trajectories: success {values['success']:.1%}, {turns}; ended: {ends}{tools}"]
 
 
 def core_table(metrics: Metrics, width: int | None = None) -> list[str]:
     """Return a row per data source: mean, best and majority of its prompts' samples."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    cells_of: dict[tuple[str, str], dict[str, float]] = {}
     for name, value in metrics.items():
         if parts := CORE_METRIC.fullmatch(name):
-            found.setdefault((parts["source"], parts["variable"]), {})[parts["metric"]] = value
-    columns = list(dict.fromkeys(metric for values in found.values() for metric in values))
+            cells_of.setdefault((parts["source"], parts["variable"]), {})[parts["metric"]] = value
+    columns = list(dict.fromkeys(metric for values in cells_of.values() for metric in values))
     rows = [["data source", "variable", *columns]]
-    for (source, variable), values in found.items():
+    for (source, variable), values in cells_of.items():
         cells = [f"{values[metric]:.4g}" if metric in values else "-" for metric in columns]
         rows.append([source, variable, *cells])
     return draw_table(rows, width, num_titles=2, flush_right=True)

@@ -24,9 +24,9 @@ def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
     """Return what a process of every pool takes, by `pool_resources` or the run's keys."""
     needs = {}
     for pool in config.resource_pool_spec:
-        own = config.pool_resources.get(pool, PoolResources())
-        device = config.trainer.device if own.device == "auto" else own.device
-        needs[pool] = ProcessNeeds(device, own.cpus, own.gpus, own.resources)
+        section = config.pool_resources.get(pool, PoolResources())
+        device = config.trainer.device if section.device == "auto" else section.device
+        needs[pool] = ProcessNeeds(device, section.cpus, section.gpus, section.resources)
     return needs
 
 
@@ -172,7 +172,9 @@ def _devices_here(config: RunConfig) -> str:
 
 def _no_gpu(config: RunConfig, why: str) -> PlacementError:
     """Return the error for `device=cuda` without GPUs, which names the key."""
-    pools = [pool for pool, own in config.pool_resources.items() if own.device == "cuda"]
+    pools = [
+        pool for pool, resources in config.pool_resources.items() if resources.device == "cuda"
+    ]
     in_all = config.trainer.device == "cuda"
     asks = "trainer.device" if in_all else f"pool_resources.{pools[0]}.device"
     return PlacementError(

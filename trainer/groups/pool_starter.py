@@ -48,8 +48,8 @@ class PoolStarter:
     def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
         """Start a pool and return the group of its roles, in the order of `classes`."""
         trainer = self.config.trainer
-        made = {r: ClassWithInitArgs(c, self.config.of_role(r)) for r, c in classes.items()}
-        recipe = create_colocated_worker_cls(made)
+        recipes = {r: ClassWithInitArgs(c, self.config.of_role(r)) for r, c in classes.items()}
+        recipe = create_colocated_worker_cls(recipes)
         options: dict[str, Any] = {"seed": trainer.seed, "deadlines": self.limits}
         options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
         if trainer.backend == "ray":

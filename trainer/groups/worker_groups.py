@@ -173,10 +173,10 @@ class WorkerGroups:
 
     def pools_by_processes(self) -> list[list[str]]:
         """Return the pools, grouped by the processes that they share."""
-        found: dict[int, list[str]] = {}
+        by_key: dict[int, list[str]] = {}
         for pool, group in self._fused.items():
-            found.setdefault(group.transport.process_key, []).append(pool)
-        return list(found.values())
+            by_key.setdefault(group.transport.process_key, []).append(pool)
+        return list(by_key.values())
 
     def lost_pools(self, seconds: float) -> dict[str, str]:
         """Return pools with a process that is gone, or does not answer in its turn in time -> why.
@@ -185,13 +185,13 @@ class WorkerGroups:
         """
         for group in self._fused.values():
             group.transport.companions = []  # every pool is checked by its own call
-        until, lost, asked = time.monotonic() + seconds, {}, {}
+        until, lost, answers = time.monotonic() + seconds, {}, {}
         for pool in self._fused:
             try:
-                asked[pool] = self[self._roles(pool)[0]].answer_in_turn.remote()
+                answers[pool] = self[self._roles(pool)[0]].answer_in_turn.remote()
             except WorkerError as error:
                 lost[pool] = str(error)
-        for pool, answer in asked.items():
+        for pool, answer in answers.items():
             try:
                 answer.get(max(until - time.monotonic(), 1.0))
             except WorkerError as error:
@@ -209,7 +209,9 @@ class WorkerGroups:
             if name not in self.config.child_pools:
                 needed[group.transport.process_key] = group.transport
         for key, transport in needed.items():
-            transport.companions = [other for each, other in needed.items() if each != key]
+            transport.companions = [
+                other for other_key, other in needed.items() if other_key != key
+            ]
         self._needed = list(needed.values())
 
     def check_idle(self, what: str) -> None:

@@ -105,8 +105,8 @@ def as_flags(words: Sequence[str]) -> Flags:
 def num_processes(launcher: Sequence[str]) -> str:
     """Return the number of processes that `torchrun` or `accelerate launch` starts, or ""."""
     names = ("num_processes", "nproc_per_node", "num_gpus")
-    given = {name.replace("-", "_"): values for name, values in as_flags(launcher).items()}
-    return next((given[name][0] for name in names if given.get(name)), "")
+    flags = {name.replace("-", "_"): values for name, values in as_flags(launcher).items()}
+    return next((flags[name][0] for name in names if flags.get(name)), "")
 
 
 class Text(str):
@@ -311,13 +311,13 @@ class GivenFlags:
 
     def _filled(self, template: str, name: str = "", ours: str = "") -> str:
         def fill(match: re.Match[str]) -> str:
-            what = match[1]
-            if what.isdigit():
-                return self.values(name)[int(what)]
-            if not what or (self.has(what) and what not in self._figures):
-                return self.value(what) if what else ours
-            found = self.computed(what)
-            return str(round(found, 10)) if isinstance(found, float) else as_text(found)
+            expression = match[1]
+            if expression.isdigit():
+                return self.values(name)[int(expression)]
+            if not expression or (self.has(expression) and expression not in self._figures):
+                return self.value(expression) if expression else ours
+            result = self.computed(expression)
+            return str(round(result, 10)) if isinstance(result, float) else as_text(result)
 
         return IN_BRACES.sub(fill, template)
 

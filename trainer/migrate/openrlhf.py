@@ -32,10 +32,10 @@ OTHERS = ("train_kto", "train_kd", "train_prm", "train_ppo")
 def translate(command: Command) -> Translation | None:
     """Return our settings, and a line on every flag; None if this trains nothing."""
     names = ("train_ppo_ray", *ON_ROWS, *OTHERS)
-    found = find_program(command.words, lambda name: last_name(name) in names, "train_ppo_ray")
-    if found is None:
+    parts = find_program(command.words, lambda name: last_name(name) in names, "train_ppo_ray")
+    if parts is None:
         return None
-    launcher, program, words = found
+    launcher, program, words = parts
     name = last_name(program)
     if name in OTHERS:
         raise ConfigError(f"{program} is not translated: {', '.join(names[: -len(OTHERS)])} are.")
@@ -96,8 +96,8 @@ def _reward_list(places: str, column: str) -> str:
 def _correction(flags: GivenFlags) -> None:
     """Translate importance weights: older flags have one threshold, newer ones two."""
     is_newer = "." in flags.spelled("enable_vllm_is_correction")
-    one = flags.value("vllm_is_truncated_threshold") or ("5.0" if is_newer else "2")
-    low, high = flags.values("algo.advantage.is_correction_threshold") or ("0.5", one)
+    threshold = flags.value("vllm_is_truncated_threshold") or ("5.0" if is_newer else "2")
+    low, high = flags.values("algo.advantage.is_correction_threshold") or ("0.5", threshold)
     kind = flags.value("algo.advantage.is_correction_type")
     bounds = f"{low}_{high}"
     settings = {"rollout_is": "token", "rollout_is_threshold": bounds if kind == "icepop" else high}

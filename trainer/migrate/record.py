@@ -95,13 +95,13 @@ def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[s
     Keys and tokens stay variables although they are set.
     """
     code = re.sub(r"(?m)^\s*#.*", "", script)
-    kept, others = list[str](), list[str]()
+    references, others = list[str](), list[str]()
     for name in sorted({match[1] for match in REFERENCE.finditer(code)} - OF_BASH):
         is_set = rf"\b{name}\+?=|\b(for|local|declare|getopts \S+|read|mapfile)\b[^\n;]*\b{name}\b"
         has_default = rf"\$\{{{name}:?[-+=?]"
         is_asked = rf"-[nvz] +\W*{name}\b|\(\([^)\n]*\b{name}\b"
         if name in environment:
-            kept += [name] if SECRET.search(name) else []
+            references += [name] if SECRET.search(name) else []
         elif not re.search(f"{is_set}|{has_default}", code):
-            (others if re.search(is_asked, code) else kept).append(name)
-    return kept, others
+            (others if re.search(is_asked, code) else references).append(name)
+    return references, others

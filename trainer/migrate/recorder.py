@@ -146,12 +146,12 @@ def run(script: Script) -> Recording:
         child = fork_confined(scratch, LIMITS, {0: null, 1: theirs, 2: theirs}, act)
         os.close(theirs)
         ending = watch(child, scratch, LIMITS, {ours: keep}, time.monotonic() + DEADLINE_S)
-        said = _with_places(printed.decode("utf-8", "replace"), places)
-        if no_sandbox in said:
-            raise ConfigError(said.partition(no_sandbox)[2])
+        output = _with_places(printed.decode("utf-8", "replace"), places)
+        if no_sandbox in output:
+            raise ConfigError(output.partition(no_sandbox)[2])
         names = sorted(os.listdir(commands))[:MOST_COMMANDS]
         read = [_read(_text_of(name, commands), places, environment) for name in names]
-        return Recording([command for command in read if command], str(ending), said)
+        return Recording([command for command in read if command], str(ending), output)
     finally:
         os.close(ours)
         os.close(null)
@@ -186,8 +186,8 @@ def _equip(recorder: Path) -> None:
     for folder in ("tools", "programs", "commands"):
         (recorder / folder).mkdir(parents=True)
     for name in TOOLS:
-        if found := shutil.which(name):
-            (recorder / "tools" / name).symlink_to(found)
+        if path := shutil.which(name):
+            (recorder / "tools" / name).symlink_to(path)
     stand_ins = dict.fromkeys(PROGRAMS, 'record "${0##*/}" "$@"')
     stand_ins |= dict.fromkeys(LAUNCHERS, 'run_inner "${0##*/}" "$@"')
     for name, line in stand_ins.items():
@@ -211,11 +211,11 @@ def _read(text: str, places: Mapping[str, str], given: Mapping[str, str]) -> Com
     if not count.isdigit() or len(parts) <= int(count):
         return None
     variables = dict(each.partition("=")[::2] for each in parts[int(count) :])
-    own = {name for name, value in variables.items() if given.get(name) == value}
-    own |= {name for name in variables if not name.isidentifier()}
-    own |= {"_", "HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR"}
-    kept = {name: value for name, value in variables.items() if name not in own}
-    return Command(parts[: int(count)], folder, kept)
+    bashs = {name for name, value in variables.items() if given.get(name) == value}
+    bashs |= {name for name in variables if not name.isidentifier()}
+    bashs |= {"_", "HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR"}
+    environment = {name: value for name, value in variables.items() if name not in bashs}
+    return Command(parts[: int(count)], folder, environment)
 
 
 def _text_of(name: str, folder: int) -> str:

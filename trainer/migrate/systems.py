@@ -74,7 +74,7 @@ def migrate(
             return [_finished(done)]
         recording = record(source, arguments)
 
-    found: dict[str, Translation] = {}
+    translations: dict[str, Translation] = {}
     rejections = list[str]()
     is_alone = len(recording.commands) == 1
     for command in recording.commands:
@@ -83,16 +83,16 @@ def migrate(
         try:
             if done := SYSTEMS[system].translate(command):
                 _tell_of_script(done, command, recording)
-                found.setdefault(_finished(done).command(), done)
+                translations.setdefault(_finished(done).command(), done)
         except ConfigError as err:
             rejections.append(f"{shlex.join(command.words)[:80]} ...: {err}")
     unset = f"\n\nThe script reads variables that nobody sets: {', '.join(recording.unset)}."
     unset = unset if recording.unset else ""
     if rejections:
         raise ConfigError("\n\n".join(dict.fromkeys(rejections)) + unset)
-    if not found:
+    if not translations:
         raise ConfigError(_nothing_trains(SYSTEMS[system].trains, recording) + unset)
-    return list(found.values())
+    return list(translations.values())
 
 
 def _tell_of_script(done: Translation, command: Command, recording: Recording) -> None:
@@ -105,9 +105,9 @@ def _tell_of_script(done: Translation, command: Command, recording: Recording) -
     if recording.ending != ENDED_WELL:
         done.notices.append(f"the script {recording.ending}: it may train more than this")
     done.notices += [
-        f"the script runs {each.words[0]} ... as a command of its own: no backslash before it"
-        for each in recording.commands
-        if _is_a_rest(each) and each is not command
+        f"the script runs {other.words[0]} ... as a command of its own: no backslash before it"
+        for other in recording.commands
+        if _is_a_rest(other) and other is not command
     ]
 
 
@@ -122,8 +122,8 @@ def _nothing_trains(programs: str, recording: Recording) -> str:
     words = f"no command runs {programs}: it runs {'; '.join(ran[-5:]) or 'nothing'}."
     if recording.ending != ENDED_WELL:
         words += f" The script {recording.ending}."
-    if said := [line for line in recording.printed.splitlines() if line.strip()]:
-        words += " It said: " + " / ".join(said[-5:])
+    if output := [line for line in recording.printed.splitlines() if line.strip()]:
+        words += " It said: " + " / ".join(output[-5:])
     return f"{words} Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
 
 

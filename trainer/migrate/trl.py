@@ -103,8 +103,8 @@ def _is_program(name: str, words: Sequence[str]) -> bool:
 
 def _processes(launcher: Sequence[str], command: Command) -> str:
     """Return the launcher's processes, by its flags, accelerate's YAML or the visible GPUs."""
-    if given := num_processes(launcher):
-        return given
+    if number := num_processes(launcher):
+        return number
     path = "".join(as_flags(launcher).get("config_file", [])[:1])
     if path and (file := Path(command.folder, path)).is_file():
         return "".join(_of_yaml(file.read_text(encoding="utf-8")).get("num_processes", []))

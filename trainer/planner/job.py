@@ -132,7 +132,7 @@ class Job(ABC):
     @functools.cached_property
     def costs(self) -> dict[str, ModelCost]:
         """The properties of every role's model that determine its times."""
-        return {role: ModelCost.of(held) for role, held in self.models.items()}
+        return {role: ModelCost.of(model) for role, model in self.models.items()}
 
     def best(self, num_gpus: int) -> list[PlannedPlacement]:
         """Return the placements on a number of GPUs, fastest first.
@@ -146,15 +146,15 @@ class Job(ABC):
                 allocate(groups, sizes, num_gpus, self.lay_out, self.least)
                 for groups in partitions(self.roles)
             )
-            found = [placement for placement in tried if placement is not None]
+            placements = [placement for placement in tried if placement is not None]
         else:
-            found = [
+            placements = [
                 PlannedPlacement((PoolPlan(size, (layout,)),))
                 for size in sizes
                 for layout in self.layouts(self.roles[0], size)
                 if self.fits(layout)
             ]
-        return sorted(found, key=PlannedPlacement.by_speed)
+        return sorted(placements, key=PlannedPlacement.by_speed)
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def lay_out(self, roles: tuple[str, ...], num_gpus: int) -> PoolPlan | None:
@@ -212,8 +212,8 @@ class Job(ABC):
         placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACING]
         if placing:
             raise ConfigError(f"{placing[0]}: the plan chooses where roles run; leave the key out.")
-        for role, held in self.models.items():
-            axes = held.sharding
+        for role, model in self.models.items():
+            axes = model.sharding
             self._check_axes(role, ParallelDims(tp=axes.tp, sp=axes.sp, pp=axes.pp))
 
     # ------------------------------------------------------------------ layouts of a role
@@ -222,7 +222,7 @@ class Job(ABC):
     def worthwhile(self, role: str, num_gpus: int) -> list[Layout]:
         """Return the layouts that no other layout beats in both speed and memory."""
         layouts = self.layouts(role, num_gpus)
-        return [each for each in layouts if not any(other.beats(each) for other in layouts)]
+        return [layout for layout in layouts if not any(other.beats(layout) for other in layouts)]
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
@@ -230,11 +230,13 @@ class Job(ABC):
 
         Pipeline stages wait for each other, so `pp` is tried only if nothing else fits.
         """
-        found = list(self._layouts(role, num_gpus, self._axes(role, num_gpus)))
+        candidates = list(self._layouts(role, num_gpus, self._axes(role, num_gpus)))
         may_have_stages = self.models[role].trains and self.axes_are_tried(role)
-        if may_have_stages and not any(map(self.fits, found)):
-            found += self._layouts(role, num_gpus, [("pp", size) for size in SIZES], only_axes=True)
-        return found
+        if may_have_stages and not any(map(self.fits, candidates)):
+            candidates += self._layouts(
+                role, num_gpus, [("pp", size) for size in SIZES], only_axes=True
+            )
+        return candidates
 
     def _layouts(
         self, role: str, num_gpus: int, axes: Sequence[tuple[str, int]], only_axes: bool = False
@@ -282,8 +284,8 @@ class Job(ABC):
 
     def axes_are_tried(self, role: str) -> bool:
         """Return whether the role's axes are searched."""
-        held = self.models[role]
-        return held.parallel is not None and not held.quantization
+        model = self.models[role]
+        return model.parallel is not None and not model.quantization
 
     def _axes(self, role: str, num_gpus: int) -> list[tuple[str, int]]:
         """Return sizes of axes to try, one axis at a time."""

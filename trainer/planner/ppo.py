@@ -49,9 +49,10 @@ class PPOJob(Job):
     def rows_in_words(self) -> str:
         """Prompts, samples and lengths in words."""
         data, rows = self.config.data, self.rows("actor")
-        each = rows.samples // rows.prompts
+        per_prompt = rows.samples // rows.prompts
         return (
-            f"{data.train_batch_size:,} prompts per step, {each} sample{'s' * (each > 1)} each, "
+            f"{data.train_batch_size:,} prompts per step, "
+            f"{per_prompt} sample{'s' * (per_prompt > 1)} each, "
             f"{rows.prompt:g} + {rows.mean_response:g} tokens "
             f"(at most {data.max_prompt_length:,} + {data.max_response_length:,}), "
             f"updates of {self.config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
@@ -136,12 +137,12 @@ class PPOJob(Job):
         if self.config.kind_of(role) == "rollout":
             gpus = Gpus(self.device, num_gpus, self.per_node)
             return list(self.engines(role, gpus, self.rows(role)))
-        found = super().layouts(role, num_gpus)
+        candidates = super().layouts(role, num_gpus)
         if role in model_rewards(self.config) and may_rest(self.config, "cuda"):
             # an engine on its GPUs is awake while it computes, and asleep during other roles' calls
-            awake = [replace(layout.memory, beside_engine=True) for layout in found]
-            return [replace(each, memory=m) for each, m in zip(found, awake, strict=True)]
-        return found
+            awake = [replace(layout.memory, beside_engine=True) for layout in candidates]
+            return [replace(layout, memory=m) for layout, m in zip(candidates, awake, strict=True)]
+        return candidates
 
     def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
         """Return the seconds that a weight sync saves if the engine shares the actor's GPUs."""

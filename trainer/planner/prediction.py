@@ -56,11 +56,11 @@ def _phases_of(line: Mapping[str, float]) -> tuple[float, float, float, float]:
 
 def _shared_pools(data: RunData) -> set[str]:
     """Return the pools that both generated and trained."""
-    made, trained = (
+    generated, trained = (
         {call.pool for call in data.calls if call.method in methods}
         for methods in (("generate_sequences", "take"), ("update_actor",))
     )
-    return made & trained
+    return generated & trained
 
 
 def setup_of(config: AsyncConfig) -> Setup:
@@ -89,7 +89,9 @@ def generators_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
 def prediction_line(config: AsyncConfig, phases: Phases) -> str:
     """Describe the seconds per step, the busy shares, and the limit, if phases take as long."""
     setup = setup_of(config)
-    found = simulate(phases, setup)
-    shares = {role: f"{states['busy']:.0%}" for role, states in sorted(found.shares.items())}
+    prediction = simulate(phases, setup)
+    shares = {role: f"{states['busy']:.0%}" for role, states in sorted(prediction.shares.items())}
     busy = ", ".join(f"{role} {share}" for role, share in shares.items())
-    return f"{found.seconds:.3g} s a step; busy: {busy}; limited by: {what_limits(phases, setup)}"
+    return (
+        f"{prediction.seconds:.3g} s a step; busy: {busy}; limited by: {what_limits(phases, setup)}"
+    )

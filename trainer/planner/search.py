@@ -38,7 +38,9 @@ class Layout:
 
     def beats(self, other: Layout) -> bool:
         """Return whether it is at least as good in time and memory, and better in one."""
-        mine, others = ((each.total, each.memory.kept, each.memory.call) for each in (self, other))
+        mine, others = (
+            (layout.total, layout.memory.kept, layout.memory.call) for layout in (self, other)
+        )
         return all(a <= b for a, b in zip(mine, others, strict=True)) and mine != others
 
 
@@ -59,7 +61,9 @@ class PoolPlan:
     @cached_property
     def seconds(self) -> Seconds:
         """Seconds of every stage: the roles take turns."""
-        total = (sum(stage) for stage in zip(*(each.seconds for each in self.layouts), strict=True))
+        total = (
+            sum(stage) for stage in zip(*(layout.seconds for layout in self.layouts), strict=True)
+        )
         saved = self.saved or (0.0,) * len(self.layouts[0].seconds)
         return tuple(float(a - b) for a, b in zip(total, saved, strict=True))
 
@@ -141,10 +145,12 @@ def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[L
 
     if not all(layouts):
         return None
-    chosen = [min(each, key=lambda layout: layout.total) for each in layouts]
+    chosen = [min(choices, key=lambda layout: layout.total) for choices in layouts]
     while bytes_missing := missing(chosen):
         best, best_rate = None, 0.0
-        for number, layout in ((n, layout) for n, each in enumerate(layouts) for layout in each):
+        for number, layout in (
+            (n, layout) for n, choices in enumerate(layouts) for layout in choices
+        ):
             changed = [*chosen[:number], layout, *chosen[number + 1 :]]
             seconds = max(layout.total - chosen[number].total, 1e-6)
             rate = (bytes_missing - missing(changed)) / seconds

@@ -23,14 +23,16 @@ ASSUMED = (
 
 def plan_text(job: Job, max_columns: int | None = None) -> str:
     """Search, and return the plan."""
-    found = job.best(job.num_gpus)
-    if not found:
+    placements = job.best(job.num_gpus)
+    if not placements:
         raise fits_nowhere(job)
-    best, rejected = sifted(job, found)
+    best, rejected = sifted(job, placements)
     if not best:
         raise ConfigError(f"No placement is valid. The fastest by numbers: {rejected[0]}")
     first, is_single = best[0], len(job.roles) == 1
-    losers = [*(_other_layouts(job, best) if is_single else _other_partitions(job, found, best))]
+    losers = [
+        *(_other_layouts(job, best) if is_single else _other_partitions(job, placements, best))
+    ]
     roles, devices = job.memory(first)
     parts = [
         f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.rows_in_words}\n"
@@ -76,8 +78,8 @@ def fits_nowhere(job: Job) -> ConfigError:
         if number <= MOST_GPUS
         else f"{MOST_GPUS:,} of these GPUs are not enough either: take larger ones"
     )
-    held = next(held for held in job.models.values() if held.trains)
-    model = held.key.removesuffix(".path")
+    held_model = next(held_model for held_model in job.models.values() if held_model.trains)
+    model = held_model.key.removesuffix(".path")
     return ConfigError(
         f"No placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
         f"GiB on each at least, without other roles: {', '.join(needs)}. {way_out}; or take "
@@ -104,7 +106,7 @@ def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
 
 def _speed(job: Job, placement: PlannedPlacement) -> str:
     """Describe the samples per second of a placement, and the hours of the whole run."""
-    trained = next(role for role, held in job.models.items() if held.trains)
+    trained = next(role for role, model in job.models.items() if model.trains)
     samples = job.rows(trained).samples
     steps = job.config.trainer.total_training_steps
     if steps is None:

@@ -141,11 +141,11 @@ def _of_passes(config: PPOConfig) -> Iterator[str]:
     longest, budget = data.max_prompt_length + data.max_response_length, tokens_per_pass(config)
     models = models_of(config, without_users=True)
     sizes: dict[str, str] = {}
-    for role, held in models.items():
-        name = "critic" if held.tokens is not None else ACTOR
-        size = f"{name}.ppo_max_token_len_per_gpu={held.tokens or budget} tokens"
-        num_ranks = held.sharding.sp
-        if num_ranks * (held.tokens or budget) < longest:
+    for role, model in models.items():
+        name = "critic" if model.tokens is not None else ACTOR
+        size = f"{name}.ppo_max_token_len_per_gpu={model.tokens or budget} tokens"
+        num_ranks = model.sharding.sp
+        if num_ranks * (model.tokens or budget) < longest:
             sizes.setdefault(size, f" on {num_ranks} ranks of {role}" * (num_ranks > 1))
     for size, ranks in sizes.items():
         yield (

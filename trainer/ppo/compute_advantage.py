@@ -69,8 +69,8 @@ def check_columns(config: PPOConfig) -> None:
     A user's workers may write any column.
     """
     name = config.algorithm.adv_estimator
-    own = any(not path.startswith("workers.") for path in config.role_workers.values())
-    if own or teacher_is_alone(config):  # and then no advantages are estimated
+    has_user_workers = any(not path.startswith("workers.") for path in config.role_workers.values())
+    if has_user_workers or teacher_is_alone(config):  # and then no advantages are estimated
         return
     roles = expand_roles(config.role_mapping)
     models = [rm_column(role) for role in model_rewards(config)]
@@ -82,7 +82,11 @@ def check_columns(config: PPOConfig) -> None:
                 f"{known.role!r} writes, and this run has no such role."
             )
         if known is None and column not in models:
-            columns = [each.name for each in COLUMNS.values() if each.dtype != "object"]
+            columns = [
+                known_column.name
+                for known_column in COLUMNS.values()
+                if known_column.dtype != "object"
+            ]
             raise ConfigError(
                 f"nothing fills the parameter {column!r} of algorithm.adv_estimator={name}: it is "
                 f"neither index nor a setting ({', '.join(SETTINGS)}) nor a column of the batch, "

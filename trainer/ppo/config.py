@@ -161,8 +161,8 @@ class PPOFaultsConfig(FaultsConfig):
     @property
     def has_faults(self) -> bool:
         """True if any fault is configured."""
-        own = self.drop_weight_bucket, self.kill_environment, self.delay_environment
-        return max(own) > 0 or super().has_faults
+        chances = self.drop_weight_bucket, self.kill_environment, self.delay_environment
+        return max(chances) > 0 or super().has_faults
 
 
 @dataclass(kw_only=True)

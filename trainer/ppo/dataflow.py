@@ -70,12 +70,12 @@ class Node:
 def own_stages(trainer_cls: type) -> list[str]:
     """Return `Class.method` for every part of the step that a user's class overrides."""
     base = next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
-    found = []
+    overridden = []
     for name in sorted(STAGES):
         method = getattr(trainer_cls, name)
         if method is not getattr(base, name):
-            found.append(method.__qualname__)
-    return found
+            overridden.append(method.__qualname__)
+    return overridden
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Graph:
     def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
         """Add a call on the workers of a role, or of roles of its kind, if the run has any."""
         mapping = expand_roles(self.config.role_mapping)
-        pools = [pool for each, pool in mapping.items() if self.config.kind_of(each) == role]
+        pools = [pool for name, pool in mapping.items() if self.config.kind_of(name) == role]
         if pools:
             reads = reads_of(declaring_class(self.config, role), method) or ("responses",)
             sizes = {pool: sum(self.config.resource_pool_spec[pool]) for pool in pools}
@@ -123,8 +123,8 @@ def step_nodes(config: PPOConfig) -> list[Node]:
     graph = Graph(config)
     algorithm = config.algorithm
     graph.on_driver("gen", "prompts", (), "input_ids", "uid")
-    made = "input_ids", "responses", "response_mask", "rollout_log_probs"
-    graph.on_role("gen", "rollout", "generate_sequences", *made)
+    columns = "input_ids", "responses", "response_mask", "rollout_log_probs"
+    graph.on_role("gen", "rollout", "generate_sequences", *columns)
     if compares_with_greedy(algorithm.adv_estimator):
         graph.on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
     graph.add_readings("gen")
@@ -173,9 +173,9 @@ def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tup
 
 def _by_stage(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
     """Return the nodes of these pairs, grouped by stage."""
-    found = {node for pair in pairs for node in pair}
-    stages = dict.fromkeys(node.stage for node in nodes if node in found)
-    return [[node for node in nodes if node in found and node.stage == of] for of in stages]
+    members = {node for pair in pairs for node in pair}
+    stages = dict.fromkeys(node.stage for node in nodes if node in members)
+    return [[node for node in nodes if node in members and node.stage == of] for of in stages]
 
 
 def _in_words(group: Sequence[Node], between: str) -> str:
@@ -203,10 +203,10 @@ def _pairs_in_words(nodes: Sequence[Node], after: dict[str, list[str]]) -> dict[
 def overlaps(config: PPOConfig) -> str:
     """Describe the calls of a step that run at the same time, and the stages that run inline."""
     nodes = step_nodes(config)
-    found = _pairs_in_words(nodes, edges(nodes))
-    lines = [f"{AT_ONCE}:{line.removeprefix(' ')}" for line in found[AT_ONCE]]
-    if found[INLINE]:
-        stages = ", ".join(line.split(":")[0].strip() for line in found[INLINE])
+    pairs = _pairs_in_words(nodes, edges(nodes))
+    lines = [f"{AT_ONCE}:{line.removeprefix(' ')}" for line in pairs[AT_ONCE]]
+    if pairs[INLINE]:
+        stages = ", ".join(line.split(":")[0].strip() for line in pairs[INLINE])
         lines.append(f"{INLINE}: {stages}")
     return "\n".join(lines or [f"{AT_ONCE}: nothing"])
 

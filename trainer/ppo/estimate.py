@@ -58,8 +58,8 @@ class Estimation:
         """Add advantages and returns to the batch."""
         metrics: Metrics = {}
         for part in self.parts():
-            batch, found = part.run(batch)
-            metrics |= found
+            batch, part_metrics = part.run(batch)
+            metrics |= part_metrics
         return batch, metrics
 
     def parts(self) -> list[Part]:
@@ -83,14 +83,14 @@ class Estimation:
         metrics: Metrics = {}
         if algorithm.score_clip is not None:
             batch, metrics = clamp_scores(batch, algorithm.score_clip)
-        scores, found = self.running_norm.scores(batch)
-        metrics |= found
+        scores, new_metrics = self.running_norm.scores(batch)
+        metrics |= new_metrics
         if not algorithm.use_kl_in_reward:
             return write_columns(batch, token_level_rewards=scores), metrics
-        batch, found = apply_kl_penalty(
+        batch, new_metrics = apply_kl_penalty(
             batch, self.kl_ctrl, algorithm.kl_penalty, scores, algorithm.kl_penalty_per
         )
-        return batch, metrics | found
+        return batch, metrics | new_metrics
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Estimate advantages, and normalise them if configured."""

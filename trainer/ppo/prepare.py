@@ -113,7 +113,11 @@ def preflight(config: PPOConfig) -> None:
 
 def _check_int8(config: PPOConfig) -> None:
     """Reject models that cannot have the int8 weights that a role asks for."""
-    models = [(held.model, held.head) for held in models_of(config).values() if held.quantization]
+    models = [
+        (held_model.model, held_model.head)
+        for held_model in models_of(config).values()
+        if held_model.quantization
+    ]
     policy = config.actor_rollout_ref
     if policy.rollout.quantization == "int8":
         models.append((policy.model, "token"))

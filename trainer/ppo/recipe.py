@@ -165,11 +165,11 @@ ROWS_OF_A_PASS = {
 def rows_where_asked(config: P, keys: Collection[str]) -> tuple[P, list[str]]:
     """Use fixed micro-batches if the user set a number of rows and not `use_dynamic_bsz`."""
     inactive = inactive_roles(config)
-    asked = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
-    if not asked or BY_TOKENS in keys:
+    set_keys = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
+    if not set_keys or BY_TOKENS in keys:
         return config, []
     return changed(config, {BY_TOKENS: False}), [
-        f"notice: {asked[0]} counts samples, so all passes are cut by samples "
+        f"notice: {set_keys[0]} counts samples, so all passes are cut by samples "
         f"({BY_TOKENS}=false); without it they are cut by tokens, which is mostly faster"
     ]
 

@@ -91,15 +91,17 @@ def scorings_of(config: Any) -> list[Scoring]:
     written during generation is not written again by another role.
     """
     roles = expand_roles(config.role_mapping)
-    found = []
+    scorings = []
     for role in config.role_workers:
         if role not in roles or config.kind_of(role) != role:
             continue
         cls = declaring_class(config, role)
         for method, _, _ in registered_methods(cls):
-            said = columns_of(cls, method)
-            if said is not None and said.scores_as:
+            columns = columns_of(cls, method)
+            if columns is not None and columns.scores_as:
                 stage = config.reads_in(role)
-                found.append(Scoring(role, method, said.writes, said.scores_as, stage))
-    made = {each.column for each in found if each.stage == "gen"}
-    return [each for each in found if each.stage == "gen" or each.column not in made]
+                scorings.append(Scoring(role, method, columns.writes, columns.scores_as, stage))
+    written = {scoring.column for scoring in scorings if scoring.stage == "gen"}
+    return [
+        scoring for scoring in scorings if scoring.stage == "gen" or scoring.column not in written
+    ]

@@ -44,7 +44,7 @@ def collect_groups(
     `max_num_gen_batches` draws, groups of equal scores fill the remaining places, the earliest
     first. The batch keeps its size, and a metric counts these groups.
     """
-    kept: list[DataProto] = []
+    differing: list[DataProto] = []
     spare: list[DataProto] = []
     drawn: list[dict[str, float]] = []
     num_kept = num_drawn = 0
@@ -55,12 +55,12 @@ def collect_groups(
         groups = groups_of(samples)
         differs = groups_that_differ(read_named_reward(samples, config.metric, METRIC_KEY), groups)
         rows = differs[groups.of_row]
-        kept.append(samples[rows])
+        differing.append(samples[rows])
         spare.append(samples[~rows])
         num_kept += int(differs.sum())
         num_drawn += len(differs)
 
-    batch = first_groups(concat_rows(kept), num_prompts)
+    batch = first_groups(concat_rows(differing), num_prompts)
     missing = max(num_prompts - num_kept, 0)
     if missing:
         logger.warning(

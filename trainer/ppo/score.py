@@ -25,7 +25,7 @@ def readings(scorings: Sequence[Scoring], config: PPOConfig, update_finds: bool)
     update computes them.
     """
     if config.algorithm.rollout_correction.bypass_mode or update_finds:
-        return [each for each in scorings if each.column != "old_log_probs"]
+        return [scoring for scoring in scorings if scoring.column != "old_log_probs"]
     return list(scorings)
 
 

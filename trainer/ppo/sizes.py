@@ -60,25 +60,27 @@ def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
     of_critic = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
     parts = [reads("generate", "rollout", num_sequences("rollout"))]
     for role, reward in model_rewards(config).items():
-        own = reward.micro_batch_size_per_gpu
-        parts.append(reads("reward", role, *(of_actor if own is None else (own, 0))))
+        micro_batch = reward.micro_batch_size_per_gpu
+        parts.append(
+            reads("reward", role, *(of_actor if micro_batch is None else (micro_batch, 0)))
+        )
     models = models_of(config)
-    for each in scorings_of(config):
-        held = models[each.role]
-        parts.append(reads(each.part, each.role, *cut(held.rows, held.tokens)))
+    for scoring in scorings_of(config):
+        held = models[scoring.role]
+        parts.append(reads(scoring.part, scoring.role, *cut(held.rows, held.tokens)))
     parts += [
         Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *of_critic, True),
         Row("actor mini-batch", "actor", mini, *of_actor, True),
     ]
 
     roles = list(expand_roles(config.role_mapping))
-    found = [row for row in parts if row.role in roles]
+    parts_of_run = [row for row in parts if row.role in roles]
     for row, role in product(parts, roles):
         if role != row.role and config.kind_of(role) == row.role:  # with settings of its own
             samples = num_sequences(role) if row.role == "rollout" else row.micro_samples
             part = f"{row.part}, {role}"
-            found.append(replace(row, part=part, role=role, micro_samples=samples))
-    return found
+            parts_of_run.append(replace(row, part=part, role=role, micro_samples=samples))
+    return parts_of_run
 
 
 def batch_line(config: PPOConfig) -> str:

@@ -66,21 +66,21 @@ def filters(
     config: PPOConfig, step: int, balance: Callable[[DataProto], WithMetrics]
 ) -> list[Filter]:
     """Return the filters of this run, in their order; `balance` orders rows for the ranks."""
-    algorithm, found = config.algorithm, []
+    algorithm, chosen = config.algorithm, []
     if algorithm.mask_truncated:
-        found.append(Filter("algorithm.mask_truncated", without_truncated))
-    found.append(Filter("on_failure=skip", lambda batch: (without_skipped(batch), {})))
+        chosen.append(Filter("algorithm.mask_truncated", without_truncated))
+    chosen.append(Filter("on_failure=skip", lambda batch: (without_skipped(batch), {})))
     if columns_of_correction(algorithm.rollout_correction):
         correct = partial(correct_rollout, config=algorithm.rollout_correction)
-        found.append(Filter("algorithm.rollout_correction", correct))
+        chosen.append(Filter("algorithm.rollout_correction", correct))
     if algorithm.use_pf_ppo:
 
         def resample(batch: DataProto) -> WithMetrics:
             batch, metrics = resample_by_score(batch, algorithm.pf_ppo, config.trainer.seed, step)
             return balance(batch)[0], metrics
 
-        found.append(Filter("algorithm.use_pf_ppo", resample))
-    return found
+        chosen.append(Filter("algorithm.use_pf_ppo", resample))
+    return chosen
 
 
 def choose_tokens_of(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
@@ -175,9 +175,9 @@ def resample_by_score(
     weights = filtration_weights(scores, config.reweight_method, config.weight_pow)
     rows = draw_rows(weights, random.Random(f"pf_ppo {seed} {step}").random())
 
-    kept, counts = rows.unique(return_counts=True)
+    distinct, counts = rows.unique(return_counts=True)
     metrics = {
-        "pf_ppo/kept_ratio": len(kept) / max(len(rows), 1),
+        "pf_ppo/kept_ratio": len(distinct) / max(len(rows), 1),
         "pf_ppo/most_copies": float(counts.max()) if len(counts) else 0.0,
     }
     return batch[order[rows]], metrics

@@ -64,10 +64,10 @@ def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, flo
     variables = _variables(samples, rows)
     core = "acc" if "acc" in variables else "reward"
     uids = samples.non_tensor_batch["uid"][rows].tolist()
-    found = process_validation_metrics([source] * len(uids), uids, variables)
+    by_source = process_validation_metrics([source] * len(uids), uids, variables)
 
     metrics: dict[str, float] = {}
-    for variable, values in found[source].items():
+    for variable, values in by_source[source].items():
         largest = max(_num_samples(metric) for metric in values)
         for metric, value in values.items():
             is_over_all = metric.startswith(BEST_KNOWN) and _num_samples(metric) == largest
@@ -129,10 +129,10 @@ def process_validation_metrics(
             for metric, value in _prompt_metrics(values, votes, seed).items():
                 gathered[source, variable, metric].append(value)
 
-    found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    result: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for (source, variable, metric), of_prompts in gathered.items():
-        found[source][variable][metric] = float(np.mean(of_prompts))
-    return found
+        result[source][variable][metric] = float(np.mean(of_prompts))
+    return result
 
 
 def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, float]:

@@ -102,18 +102,20 @@ class Fate:
 
 def translate(settings: Iterable[Override]) -> list[Override]:
     """Return the settings in our keys; a notice lists those that were dropped or renamed."""
-    kept, notices, refused = [], [], []
+    translated, notices, refused = [], [], []
     settings = [part for setting in settings for part in _parts(setting)]
     sizes = ("trainer.n_gpus_per_node", "trainer.nnodes")
     given = {key: str(attrgetter(key)(PPOConfig())) for key in sizes}  # verl's defaults differ
     given |= {
-        each.key_or_group: each.get_value_string() for each in settings if not each.is_delete()
+        setting.key_or_group: setting.get_value_string()
+        for setting in settings
+        if not setting.is_delete()
     }
     for setting in settings:
         key, value = setting.key_or_group, given.get(setting.key_or_group, "")
         fate = None if setting.is_delete() else fate_of(key, value, given)
         if fate is None:
-            kept.append(setting)
+            translated.append(setting)
         elif fate.nothing:
             notices.append(f"{key}: {fate.nothing}")
         elif fate.refused and fate.lays_out:
@@ -121,20 +123,20 @@ def translate(settings: Iterable[Override]) -> list[Override]:
         elif fate.refused:
             refused.append(f"{key}={value}: {fate.refused}")
         else:
-            kept.append(parse(f"{fate.key}={fate.value}"))
+            translated.append(parse(f"{fate.key}={fate.value}"))
             if fate.value != value:
                 notices.append(f"{key}={value} is {fate.key}={fate.value} here")
             elif fate.key != key:
                 notices.append(f"{key} is {fate.key}")
 
-    notices += _warm_up_by_share(kept)
+    notices += _warm_up_by_share(translated)
     if refused:
         lines = "\n  ".join(refused)
         raise ConfigError(f"verl has these keys, and there is nothing like them here:\n  {lines}")
     if notices:
         lines = "\n  ".join(sorted(notices))
         logger.warning("notice: keys of verl's that change nothing, or are called:\n  %s", lines)
-    return kept
+    return translated
 
 
 def _parts(setting: Override) -> list[Override]:
@@ -150,11 +152,11 @@ def _parts(setting: Override) -> list[Override]:
 
 def _warm_up_by_share(settings: list[Override]) -> list[str]:
     """Add -1 warm-up steps where only a share is set: verl uses the share then, we need the -1."""
-    given = {setting.key_or_group for setting in settings}
+    keys = {setting.key_or_group for setting in settings}
     notices = []
     for section in WARM_UPS:
         share, steps = f"{section}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps"
-        if share in given and steps not in given:
+        if share in keys and steps not in keys:
             settings.append(parse(f"{steps}=-1"))
             notices.append(f"{share} comes with lr_warmup_steps=-1")
     return notices
@@ -261,24 +263,24 @@ def _keys_of(file: Path) -> dict[str, str]:
         tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as err:
         raise ConfigError(f"{file} cannot be read: {err}") from err
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for base in tree.pop("defaults", []):
         if base not in BASES:
             path = file.with_name(f"{base}.yaml")
             if not isinstance(base, str) or path == file or not path.is_file():
                 raise ConfigError(f"{file} is composed of {base}, which is not here.")
-            given |= _keys_of(path)
+            values |= _keys_of(path)
     tree.pop("hydra", None)
-    return given | _flat(tree)
+    return values | _flat(tree)
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in tree.items():
         is_section = isinstance(value, Mapping) and value
         key = older(f"{above}{name}")
-        given |= _flat(value, f"{above}{name}.") if is_section else {key: as_text(value, key)}
-    return given
+        values |= _flat(value, f"{above}{name}.") if is_section else {key: as_text(value, key)}
+    return values
 
 
 def older(key: str) -> str:

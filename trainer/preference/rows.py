@@ -29,7 +29,7 @@ def settle_ends(
     A log line reports it. `key` names their files.
     """
     stops = stop_tokens(tokenizer, config.model.path)
-    found: list[NumberedRow] = []
+    shortened: list[NumberedRow] = []
     num_longer = 0
     for number, row in rows:
         names = ("chosen", "rejected") if isinstance(row, PairRow) else ("response", "mismatched")
@@ -37,21 +37,21 @@ def settle_ends(
             name: without_blanks(getattr(row, name), stops, tokenizer) for name in names
         }
         num_longer += any(len(side.ids) < len(getattr(row, x).ids) for x, side in sides.items())
-        found.append((number, replace(row, **sides)))
+        shortened.append((number, replace(row, **sides)))
     is_cut = config.data.after_end == "cut"
     if num_longer:
-        what = "cut there" if is_cut else "kept in the loss; data.after_end=cut leaves it out"
-        logger.info("%s: blanks after the end token of %d rows are %s", key, num_longer, what)
-    return found if is_cut else list(rows)
+        outcome = "cut there" if is_cut else "kept in the loss; data.after_end=cut leaves it out"
+        logger.info("%s: blanks after the end token of %d rows are %s", key, num_longer, outcome)
+    return shortened if is_cut else list(rows)
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
     """Return the rows with the response to another prompt after theirs."""
-    found: list[NumberedRow] = []
+    result: list[NumberedRow] = []
     for number, row in rows:
         assert isinstance(row, LabelledRow), "pairs have no mismatched response"
-        found.append((number, replace(row, response=row.mismatched)))
-    return found
+        result.append((number, replace(row, response=row.mismatched)))
+    return result
 
 
 def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:

@@ -117,19 +117,19 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """Return [rows, 2] log-probs from the workers' method `score`."""
-        own = self.scored(rows, name, score)
+        matched = self.scored(rows, name, score)
         if not self.is_labelled:
-            return own
+            return matched
         mismatched = self.scored(with_mismatched(rows), name, score)
-        return torch.stack([own, mismatched], dim=1)
+        return torch.stack([matched, mismatched], dim=1)
 
     def scored(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """Return the results of the workers' method `score` for these rows, in order."""
-        found = []
+        log_probs = []
         for batch in self.in_order(rows, name):
             columns = read_columns(score(batch), "response_log_probs")
-            found.append(columns["response_log_probs"])
-        return torch.cat(found)
+            log_probs.append(columns["response_log_probs"])
+        return torch.cat(log_probs)
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -173,8 +173,8 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
             desirable = torch.tensor(labels)
             columns |= labelled_columns(log_probs[:, 1], reference[:, 1], desirable)
 
-        found = measures(columns, self.config)
-        return shown({f"val/{name}": float(each.mean()) for name, each in found.items()}, "val")
+        metrics = measures(columns, self.config)
+        return shown({f"val/{name}": float(each.mean()) for name, each in metrics.items()}, "val")
 
 
 def shown(metrics: Metrics, prefix: str) -> Metrics:

@@ -57,8 +57,8 @@ def replay(
     """Repeat the step, and compare it with the run's files."""
     refuse_runs_inside()
     saved = SavedRun.read(run_folder.resolve())
-    asked = Asked(saved.folder, step, stage, breaks)
-    trainer_cls = replaying(saved.trainer_cls, asked)
+    request = Asked(saved.folder, step, stage, breaks)
+    trainer_cls = replaying(saved.trainer_cls, request)
     was = saved.metrics_of(step)
     start = saved.start_of(step, from_start)
 
@@ -67,11 +67,11 @@ def replay(
         config = settings_of_replay(saved.config, start, folder, backend)
         print(announcement(saved, start, step, config), flush=True)
         make(config, trainer_cls)
-        now = {"step": step, **asked.metrics}
-        names = counted(asked.metrics if stage else was.keys() | now.keys())
+        now = {"step": step, **request.metrics}
+        names = counted(request.metrics if stage else was.keys() | now.keys())
         differences, compared = differing_metrics(was, now, names), []
         for name in STAGES:
-            kept, made = (batch_file(each, step, name) for each in (saved.folder, folder))
+            kept, made = (batch_file(source, step, name) for source in (saved.folder, folder))
             if kept.is_file() and made.is_file():
                 compared.append(name)
                 lines = differing_columns(kept, made)

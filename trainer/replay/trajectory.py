@@ -75,11 +75,11 @@ def replay_trajectory(
     wanted = recorded_samples(saved.folder, name)
     wanted.is_live = live
     start = saved.start_of(wanted.step, from_start)
-    asked = Asked(saved.folder, wanted.step, instead=lambda trainer: _play(trainer, wanted))
+    request = Asked(saved.folder, wanted.step, instead=lambda trainer: _play(trainer, wanted))
     with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
         config = settings_of_replay(saved.config, start, Path(scratch) / "run", backend)
         print(announcement(saved, start, wanted.step, config), flush=True)
-        make(config, replaying(saved.trainer_cls, asked))
+        make(config, replaying(saved.trainer_cls, request))
     return wanted.found
 
 
@@ -88,28 +88,29 @@ def recorded_samples(folder: Path, name: str) -> Wanted:
     uid, _, index = name.partition("/")
     if not uid or (index and not index.isdecimal()):
         raise ConfigError(f"--trajectory={name}: give UID, or UID/INDEX, as rollouts/ has them.")
-    kept: dict[str, int] = {}
+    step_of_uid: dict[str, int] = {}
     for step in sorted(map(int, _kept_steps(folder)), reverse=True):
         batch = DataProto.load_from_disk(batch_file(folder, step, STAGES[0]))
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
-        kept |= {str(each): step for each in uids}
+        step_of_uid |= {str(each): step for each in uids}
         pairs = enumerate(zip(uids, indices, strict=True))
         rows = [row for row, (u, i) in pairs if u == uid and str(i) == (index or str(i))]
         if rows:
             return Wanted(step, batch[rows], is_live=False)
-        if uid in kept:
+        if uid in step_of_uid:
             numbers = ", ".join(str(i) for u, i in zip(uids, indices, strict=True) if u == uid)
             raise ConfigError(f"--trajectory={name}: uid {uid} has the samples {numbers}.")
-    if not kept:
+    if not step_of_uid:
         raise ConfigError(
             f"--trajectory: {folder / BATCHES_FOLDER} has no batch: a run keeps tokens and "
             "observations of its newest N steps with trainer.max_batches_to_keep=N. Without them "
             "--step makes a whole step again."
         )
-    steps = sorted(set(kept.values()))
+    steps = sorted(set(step_of_uid.values()))
     raise ConfigError(
         f"--trajectory={name}: no such uid in the kept batches of the steps {steps[0]} to "
-        f"{steps[-1]}, which have {', '.join(list(kept)[:NAMED])}, ...{nearest(uid, kept)}"
+        f"{steps[-1]}, which have {', '.join(list(step_of_uid)[:NAMED])}, ..."
+        f"{nearest(uid, step_of_uid)}"
     )
 
 
@@ -207,7 +208,7 @@ def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
 
 def _first_place(was: Sequence[int], now: Sequence[int]) -> int | None:
     pairs = enumerate(zip(was, now, strict=False))
-    place = next((n for n, (one, other) in pairs if one != other), None)
+    place = next((n for n, (first, other) in pairs if first != other), None)
     if place is None and len(was) != len(now):
         return min(len(was), len(now))
     return place

@@ -49,15 +49,15 @@ def read_async(folder: Path, metrics: Metrics, notes: list[str]) -> AsyncRun | N
 
 def seconds_by_role(metrics: Metrics) -> dict[str, dict[str, float]]:
     """Return the sums of `async/<role>/<state>_s`."""
-    found: dict[str, dict[str, float]] = {}
+    by_role: dict[str, dict[str, float]] = {}
     for line in metrics:
         for name, value in line.items():
             role, _, state = name.removeprefix(PREFIX).partition("/")
             state = state.removesuffix("_s")
             if name.startswith(PREFIX) and state in STATES:
-                seconds = found.setdefault(role.replace("_", " "), dict.fromkeys(STATES, 0.0))
+                seconds = by_role.setdefault(role.replace("_", " "), dict.fromkeys(STATES, 0.0))
                 seconds[state] += value
-    return found
+    return by_role
 
 
 def ledger_table(generators: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -55,11 +55,13 @@ def restarts_in_words(folder: Path) -> list[str]:
         if "state_from" in line:
             lost = lost_in_words(line["finished_steps_made_again"])
             sources += f"; in step {line['step']} with the state of {line['state_from']}, {lost}"
-    kept = sum(line["samples_kept"] for line in lines if "samples_kept" in line)
+    num_kept = sum(line["samples_kept"] for line in lines if "samples_kept" in line)
     again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
     samples = ""
-    if kept + again:
-        samples = f"; of the samples that lost groups were making {kept} kept, {again} made again"
+    if num_kept + again:
+        samples = (
+            f"; of the samples that lost groups were making {num_kept} kept, {again} made again"
+        )
     return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]
 
 

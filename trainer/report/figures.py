@@ -79,9 +79,9 @@ def panels_of(metrics: Metrics) -> list[Panel]:
         return [panel for panel in known_panels() if panel in always or _has_any(known, panel)]
 
     validated = [name for name in known if name.startswith("val-core/")]
-    own = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
+    panels = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
     overlap = next(panel for panel in known_panels() if panel.title == "Overlap")
-    return [*own, overlap] if _has_any(known, overlap) else own
+    return [*panels, overlap] if _has_any(known, overlap) else panels
 
 
 def _has_any(names: Iterable[str], panel: Panel) -> bool:

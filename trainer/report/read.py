@@ -105,8 +105,8 @@ def read_run(folder: str | Path) -> RunData:
             if near
             else " A run folder is trainer.default_local_dir."
         )
-        what = "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is no folder"
-        raise ConfigError(f"{folder} {what}, so there is nothing to report.{hint}")
+        reason = "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"{folder} {reason}, so there is nothing to report.{hint}")
 
     notes: list[str] = []
     failure = folder / FAILURE_FILE
@@ -154,12 +154,12 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         notes.append(f"{path.name} is not there.")
         return []
-    found, broken = json_objects(path)
+    rows, broken = json_objects(path)
     if broken:
         notes.append(
-            f"{path.name}: {broken} of {broken + len(found)} lines are half written and left out."
+            f"{path.name}: {broken} of {broken + len(rows)} lines are half written and left out."
         )
-    return found
+    return rows
 
 
 def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:

@@ -30,8 +30,8 @@ def sparklines(metrics: Metrics, width: int | None) -> list[str]:
     """Return at most four lines, no wider than `width` columns; None means no terminal."""
     drawn = []
     for name, wanted in WATCHED.items():
-        found = filter(None, (series(metrics, metric)[1] for metric in wanted))
-        values = next(filter(any, found) if name == "KL" else found, [])
+        candidates = filter(None, (series(metrics, metric)[1] for metric in wanted))
+        values = next(filter(any, candidates) if name == "KL" else candidates, [])
         if len(values) > 1:
             drawn.append((name, f"{values[0]:.3g}", values, f"{values[-1]:.3g}"))
     if not drawn:

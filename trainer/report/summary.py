@@ -32,7 +32,7 @@ def summary(data: RunData) -> list[str]:
 
 def what_to_look_at(data: RunData) -> list[str]:
     """Return the metrics beyond their limits at the run's end, each with advice."""
-    found = [
+    lines = [
         _answers_cut(data),
         _entropy_gone(data),
         _nothing_learned(data),
@@ -40,7 +40,7 @@ def what_to_look_at(data: RunData) -> list[str]:
         _updates_too_large(data),
         _calls_fail(data),
     ]
-    return [f"look at: {line}" for line in found if line]
+    return [f"look at: {line}" for line in lines if line]
 
 
 def _time(data: RunData) -> str:

@@ -43,14 +43,14 @@ class Trajectory:
 
 def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
     """Return the turns of a sample's line, which may have none."""
-    found = _turns(row)
-    said = _said(found)
-    turns = [_shown(turn) for turn in found[:MOST_TURNS]]
-    if len(found) > MOST_TURNS:
-        turns.append(ShownTurn("", f"… {len(found) - MOST_TURNS} more", is_drawn=False))
-    seconds = [sum(_seconds(turn)) for turn in said]
-    drawn, observed = (sum(_number(t, n) for t in said) for n in ("tokens", "observed_tokens"))
-    counts = f"{_counted(len(said), 'turn')}, {_counted(drawn, 'token')} drawn"
+    rows = _turns(row)
+    sampled = _said(rows)
+    turns = [_shown(turn) for turn in rows[:MOST_TURNS]]
+    if len(rows) > MOST_TURNS:
+        turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_drawn=False))
+    seconds = [sum(_seconds(turn)) for turn in sampled]
+    drawn, observed = (sum(_number(t, n) for t in sampled) for n in ("tokens", "observed_tokens"))
+    counts = f"{_counted(len(sampled), 'turn')}, {_counted(drawn, 'token')} drawn"
     return Trajectory(
         turns,
         ended=str(row.get("ended") or ""),
@@ -90,8 +90,8 @@ def _seconds(turn: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(_number(turn, f"{name}_s") for name in SECONDS)
 
 
-def _counted(number: float, what: str) -> str:
-    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
+def _counted(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}{'' if number == 1 else 's'}"
 
 
 def _number(turn: Mapping[str, Any], name: str) -> float:
@@ -106,18 +106,20 @@ def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     """
     counts: dict[int, Counter[str]] = {}
     for row in rows:
-        if said := _said(_turns(row)):
+        if sampled := _said(_turns(row)):
             outcome = SUCCESS if _number(row, "score") > 0 else NO_SUCCESS
-            counts.setdefault(len(said), Counter())[FAILED if row.get("problem") else outcome] += 1
+            counts.setdefault(len(sampled), Counter())[
+                FAILED if row.get("problem") else outcome
+            ] += 1
     numbers = sorted(counts)
-    found = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
+    result = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
     if rest := numbers[MOST_ROWS:]:
-        found[f"{rest[0]} or more"] = dict(sum((counts[number] for number in rest), Counter()))
-    return found
+        result[f"{rest[0]} or more"] = dict(sum((counts[number] for number in rest), Counter()))
+    return result
 
 
 def shorten(text: Any, longest: int) -> str:
     """Return the text, or its beginning and the number of further characters."""
     text = str(text)
-    more = len(text) - longest
-    return text if more <= 0 else f"{text[:longest]} … ({more} more characters)"
+    num_cut = len(text) - longest
+    return text if num_cut <= 0 else f"{text[:longest]} … ({num_cut} more characters)"

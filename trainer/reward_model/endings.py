@@ -25,11 +25,11 @@ def end_as_samples_do(
     `key` names the files, `path` the model; a side of `max_length` tokens may have been cut.
     """
     stops = stop_tokens(tokenizer, path)
-    found, num_open = [], 0
+    pairs, num_open = [], 0
     for row in rows:
         chosen = without_blanks(row.chosen, stops, tokenizer)
         rejected = without_blanks(row.rejected, stops, tokenizer)
-        found.append(replace(row, chosen=chosen, rejected=rejected))
+        pairs.append(replace(row, chosen=chosen, rejected=rejected))
         for side in (chosen, rejected):
             num_open += len(side.ids) < max_length and int(side.ids[-1]) not in stops
 
@@ -44,4 +44,4 @@ def end_as_samples_do(
             2 * len(rows),
             ", ".join(tokenizer.convert_ids_to_tokens(sorted(set(stops)))),
         )
-    return found
+    return pairs

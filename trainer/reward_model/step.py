@@ -55,12 +55,12 @@ class RewardModelTrainer(RowTrainer[PairRow]):
 
     def validation_metrics(self) -> Metrics:
         """Return means over all validation pairs; equal scores count as half right."""
-        found, given = [], []
+        scores_of_batches, margins_of_batches = [], []
         for batch in self.validation_batches():
             scored = self.groups[self.role].compute_scores(batch)
-            found.append(read_columns(scored, "scores")["scores"].double())
-            given.append(read_columns(batch, "margin")["margin"].double())
-        scores, margins = torch.cat(found), torch.cat(given)
+            scores_of_batches.append(read_columns(scored, "scores")["scores"].double())
+            margins_of_batches.append(read_columns(batch, "margin")["margin"].double())
+        scores, margins = torch.cat(scores_of_batches), torch.cat(margins_of_batches)
 
         loss = get_pairwise_loss(self.config.loss)
         losses = compute_reward_loss(loss, scores, margins, self.config.center_coef)

@@ -58,13 +58,13 @@ class Alarms:
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
         """Log the alarms of this step that were not logged recently, and return them."""
-        said = []
+        texts = []
         for rule in self.rules:
             for kind, text in rule(metrics, self._first):
                 if self._is_due(kind, step):
-                    said.append(f"alarm in step {step}: {text}")
-                    logger.warning("%s", said[-1])
-        return said
+                    texts.append(f"alarm in step {step}: {text}")
+                    logger.warning("%s", texts[-1])
+        return texts
 
     def _is_due(self, kind: str, step: int) -> bool:
         at, wait = self._next.get(kind, (step, SAID_AGAIN))
@@ -82,8 +82,8 @@ def skipped_updates(
     `causes` names possible causes in the recipe, before the learning rate.
     """
     for name, skipped in metrics.items():
-        role, _, what = name.rpartition("/")
-        if what == "skipped_steps" and skipped > 0:
+        role, _, metric = name.rpartition("/")
+        if metric == "skipped_steps" and skipped > 0:
             yield (
                 name,
                 f"{skipped:g} updates of the {role} were skipped, their gradient was not finite. "

@@ -157,15 +157,15 @@ class SampleLog:
         """Count the samples of later accounts (steps) as dropped."""
         for number in [number for number in self.accounts if number > account]:
             late = self.accounts[number]
-            self.drop([s for s, one in self._open.items() if one.account == number], reason)
+            self.drop([s for s, entry in self._open.items() if entry.account == number], reason)
             late.trained, late.dropped = 0, Counter({reason: late.made})
 
     def open(self, state: str = TAKEN, account: int | None = None) -> list[SampleKey]:
         """Return the open samples in that state, of one account or of any."""
         return [
             sample
-            for sample, one in self._open.items()
-            if one.state == state and account in (None, one.account)
+            for sample, entry in self._open.items()
+            if entry.state == state and account in (None, entry.account)
         ]
 
     def tokens(self, samples: Iterable[SampleKey]) -> dict[SampleKey, int]:
@@ -197,13 +197,13 @@ class SampleLog:
         return {
             "drawn": self.drawn_tokens,
             "trained": self.trained_tokens,
-            "queued": sum(one.tokens for one in self._open.values()),
+            "queued": sum(entry.tokens for entry in self._open.values()),
             "left_out": dict(self.left_out),
         }
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Return account -> its samples by state; taken samples count as queued."""
-        places = Counter((one.account, one.state) for one in self._open.values())
+        places = Counter((entry.account, entry.state) for entry in self._open.values())
         return {
             str(number): {
                 "made": account.made,
@@ -218,17 +218,17 @@ class SampleLog:
     def totals(self) -> dict[str, Any]:
         """Return samples made, trained and dropped, of all accounts; {} if none was made."""
         accounts = self.accounts.values()
-        made = sum(account.made for account in accounts)
-        if not made:
+        num_made = sum(account.made for account in accounts)
+        if not num_made:
             return {}
         dropped = sum((account.dropped for account in accounts), Counter[str]())
         trained = sum(account.trained for account in accounts)
-        if made != trained + dropped.total() + len(self._open):
+        if num_made != trained + dropped.total() + len(self._open):
             raise LedgerError(
-                f"the samples do not add up: {made} were made, {trained} trained on, "
+                f"the samples do not add up: {num_made} were made, {trained} trained on, "
                 f"{dict(dropped)} dropped, {len(self._open)} are open."
             )
-        return {"made": made, "trained": trained, "dropped": dict(dropped)}
+        return {"made": num_made, "trained": trained, "dropped": dict(dropped)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole log as JSON."""
@@ -399,10 +399,10 @@ def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
 
 def tokens_given_up(batch: DataProto | None) -> Counter[str]:
     """Return tokens that trajectories had sampled before they restarted, by reason."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for facts in () if batch is None else batch.non_tensor_batch.get("episode", ()):
-        found.update(facts.get("given_up_tokens", {}))  # a pad row has none
-    return found
+        counts.update(facts.get("given_up_tokens", {}))  # a pad row has none
+    return counts
 
 
 def _name(sample: SampleKey) -> str:

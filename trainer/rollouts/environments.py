@@ -29,19 +29,19 @@ def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> d
     """
     if not plays(config):
         return {}
-    own = with_full_paths(config).environment
-    if own.path and own.paths:
+    section = with_full_paths(config).environment
+    if section.path and section.paths:
         raise ConfigError("environment.path and environment.paths: set one of the two.")
-    if own.history == "as_template":
+    if section.history == "as_template":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)
-    with closing(EnvironmentHost(spec_of(own, tokenizer), own.step_timeout_s)) as host:
+    with closing(EnvironmentHost(spec_of(section, tokenizer), section.step_timeout_s)) as host:
         if refuses_tools and host.tools:
             names = ", ".join(tool["function"]["name"] for tool in host.tools)
             raise ConfigError(
-                f"environment={own.path}: its methods {names} are tools. {refuses_tools} Put an "
-                "underscore before methods that are none, or use a class without such methods."
+                f"environment={section.path}: its methods {names} are tools. {refuses_tools} Put "
+                "an underscore before methods that are none, or use a class without such methods."
             )
         for kind in host.kinds.values():
             TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])
@@ -64,12 +64,12 @@ def with_full_paths(config: Any) -> Any:
     """
     if not plays(config):
         return config
-    own = config.environment
+    section = config.environment
     paths = {
-        "environment.path": in_full(own.path) if own.path else "",
-        "environment.paths": {name: in_full(path) for name, path in own.paths.items()},
-        "environment.tools": [in_full(path) for path in own.tools],
-        "environment.call_parser": own.call_parser and in_full(own.call_parser),
+        "environment.path": in_full(section.path) if section.path else "",
+        "environment.paths": {name: in_full(path) for name, path in section.paths.items()},
+        "environment.tools": [in_full(path) for path in section.tools],
+        "environment.call_parser": section.call_parser and in_full(section.call_parser),
     }
     return changed(config, paths)
 

@@ -52,20 +52,20 @@ class Rollouts:
 
     def generate(self, batch: DataProto, **settings: Any) -> DataProto:
         """Return the rows of prompts with a response each; `settings` override the batch's."""
-        asked = self.prompt_columns(batch, "rollout")
-        asked.meta_info = asked.meta_info | settings
-        samples = self._ask(asked)
+        prompts = self.prompt_columns(batch, "rollout")
+        prompts.meta_info = prompts.meta_info | settings
+        samples = self._ask(prompts)
         self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")
         return with_responses(batch, samples)
 
-    def _ask_group(self, asked: DataProto) -> DataProto:
+    def _ask_group(self, prompts: DataProto) -> DataProto:
         """Return the rollout's samples of these rows.
 
         If the rollout loses a process meanwhile and can be replaced, the unfinished samples of that
         process are generated again from their prompts.
         """
         replace = self._replace if self.run.can_replace("rollout") else None
-        return RolloutClient(self.run.groups["rollout"]).generate(asked, replace)
+        return RolloutClient(self.run.groups["rollout"]).generate(prompts, replace)
 
     def _replace(self, error: LostSamplesError, submission: Submission) -> Any:
         """Return the group that replaces a lost one, with the current weights."""
@@ -77,11 +77,11 @@ class Rollouts:
 
     def prompt_columns(self, batch: DataProto, role: str) -> DataProto:
         """Return the columns that a rollout reads, and for environments those of the data's row."""
-        found = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
+        columns = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
         if plays(self.config):
             rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
-            found = found.select().union(batch.select([], rows))
-        return found
+            columns = columns.select().union(batch.select([], rows))
+        return columns
 
     def note_environments(self, samples: DataProto, role: str, stage: str) -> None:
         """Add the time in which trajectories waited for environments to the timeline."""
@@ -147,24 +147,26 @@ def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
 
     A subclass must declare it again, because it may have more state.
     """
-    found = set()
+    replaceable = set()
     for role in groups:
         cls = groups[role].roles[role]
         if cls is RolloutWorker or vars(cls).get("is_frozen", False):
-            found.add(role)
-    if "ref" in found and config.actor_rollout_ref.ref.update_every is not None:
-        found.discard("ref")  # it follows the actor with delay, so no other role has its weights
-    return frozenset(found)
+            replaceable.add(role)
+    if "ref" in replaceable and config.actor_rollout_ref.ref.update_every is not None:
+        replaceable.discard(
+            "ref"
+        )  # it follows the actor with delay, so no other role has its weights
+    return frozenset(replaceable)
 
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
     """Return the rows of prompts with the rollout's samples."""
     of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}
-    kept = batch.select(
+    others = batch.select(
         [name for name in batch.columns if name not in of_others],
         [name for name in batch.non_tensor_batch if name not in of_others],
     )
-    return kept.union(samples.select(meta_info_keys=()))
+    return others.union(samples.select(meta_info_keys=()))
 
 
 def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:

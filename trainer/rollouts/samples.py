@@ -145,13 +145,13 @@ def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
         return
     lines = path.read_bytes().splitlines(keepends=True)
     by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
-    kept: list[int] = []
+    chosen: list[int] = []
     room = limit
     for row in _extremes_first(by_score):
-        if not kept or len(lines[row]) <= room:
-            kept.append(row)
+        if not chosen or len(lines[row]) <= room:
+            chosen.append(row)
             room -= len(lines[row])
-    write_whole(path, b"".join(lines[row] for row in sorted(kept)), to_disk=False)
+    write_whole(path, b"".join(lines[row] for row in sorted(chosen)), to_disk=False)
 
 
 def thin_old_samples(folder: Path, last: int) -> None:

@@ -36,17 +36,19 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     if facts is None:
         return {}
     drawn: list[list[int]] = []
-    found: list[list[Turn]] = []
+    turns_of_rows: list[list[Turn]] = []
     rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), facts, strict=True)
     for tokens, mask, numbers, of_row in rows:
-        said = _said(tokens, mask != 0, numbers, drawn)
-        found.append([turn for one in said for turn in _with_answer(one, of_row)])
+        policy_turns = _said(tokens, mask != 0, numbers, drawn)
+        turns_of_rows.append(
+            [turn for sampled in policy_turns for turn in _with_answer(sampled, of_row)]
+        )
 
     texts = decode_rows(tokenizer, drawn)
-    for turn in (turn for turns in found for turn in turns if "tokens" in turn):
+    for turn in (turn for turns in turns_of_rows for turn in turns if "tokens" in turn):
         turn["text"] = texts[turn["text"]]
     return {
-        "turns": found,
+        "turns": turns_of_rows,
         "ended": [of_row.get("ended") for of_row in facts],
         "problem": [of_row.get("problem") or None for of_row in facts],
     }
@@ -65,13 +67,13 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
     rows = zip(columns["raw_prompt"], columns[EPISODE], fields["turns"], strict=True)
     for prompt, facts, turns in rows:
         requests = [answer.get("request", {"extends": True}) for answer in facts["answers"]]
-        place = max((n for n, one in enumerate(requests) if not one["extends"]), default=0)
+        place = max((n for n, request in enumerate(requests) if not request["extends"]), default=0)
         first = facts["answers"][place] if facts["answers"] else {}
         begin = first.get("messages") or with_observation(prompt, first.get("text"))
         drawn = [n for n, turn in enumerate(turns) if "tokens" in turn]
         rest = turns[drawn[place] :] if place < len(drawn) else []
-        said = [{"role": turn["role"], "content": turn["text"]} for turn in rest]
-        chats.append([*map(dict, begin), *said])
+        messages = [{"role": turn["role"], "content": turn["text"]} for turn in rest]
+        chats.append([*map(dict, begin), *messages])
     return chats
 
 
@@ -84,11 +86,11 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
     if facts is None:
         return {}
     scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(-1).tolist()
-    good = [score > 0 and not one["problem"] for score, one in zip(scores, facts, strict=True)]
+    good = [score > 0 and not fact["problem"] for score, fact in zip(scores, facts, strict=True)]
     names = ("agents/num_turns", "agents/num_call", "agents/ended")
     every = trajectory_metrics(facts.tolist())
-    found = {name: value for name, value in every.items() if name.startswith(names)}
-    return {"agents/success": sum(good) / max(len(good), 1), **found}
+    metrics = {name: value for name, value in every.items() if name.startswith(names)}
+    return {"agents/success": sum(good) / max(len(good), 1), **metrics}
 
 
 def _said(
@@ -112,15 +114,15 @@ def _with_answer(turn: Turn, facts: Mapping[str, Any]) -> list[Turn]:
     """Return a turn with reward and seconds, and its observations; answer 0 is `reset`'s."""
     place = turn.pop("turn") + 1
     times, answers = facts["times"][place : place + 1], facts["answers"][place : place + 1]
-    for each in times:
+    for seconds in times:
         names = ("engine", "environment", "waiting")
-        turn |= {f"{name}_s": round(each[name], DIGITS) for name in names}
+        turn |= {f"{name}_s": round(seconds[name], DIGITS) for name in names}
     observed: list[Turn] = []
     for answer in answers:
         turn["reward"] = answer.get("reward")
         turn |= {name: answer[name] for name in ("calls", "errors") if name in answer}
-        for one in answer.get("messages", ()):
-            observed.append({"role": one["role"], "text": one["content"], "reward": None})
+        for message in answer.get("messages", ()):
+            observed.append({"role": message["role"], "text": message["content"], "reward": None})
     return [turn, *observed]
 
 
@@ -131,10 +133,10 @@ def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
     of the environments' processes. Pauses shorter than a hundredth of the whole are not separated.
     """
     waits = sorted(
-        (each["asked"], each["heard"], each["environment"])
+        (wait["asked"], wait["heard"], wait["environment"])
         for facts in batch.non_tensor_batch[EPISODE]
-        for each in facts.get("times", ())
-        if each["heard"]
+        for wait in facts.get("times", ())
+        if wait["heard"]
     )
     if not waits:
         return []

@@ -32,25 +32,25 @@ def preflight(config: RowConfig, num_sides: int) -> None:
     """
     check_offload(config.trainer, {"model": (config.model.strategy, config.model.fsdp_config)})
     longest = longest_row(config)
-    for role, own in held_models(config).items():
-        path = own.model.path
-        check_ranks(config, role, own.sharding)
+    for role, held in held_models(config).items():
+        path = held.model.path
+        check_ranks(config, role, held.sharding)
         if config.trainer.simulate is None:
-            check_weights(own.key, path, own.model.random_init_seed)
-        limit = num_positions(read_model_config(own.key, path))
+            check_weights(held.key, path, held.model.random_init_seed)
+        limit = num_positions(read_model_config(held.key, path))
         if limit is not None and longest > limit:
             raise ConfigError(
-                f"data.max_length={longest} tokens, but {own.key}={path} has {limit} positions. "
+                f"data.max_length={longest} tokens, but {held.key}={path} has {limit} positions. "
                 f"Lower it by {longest - limit}."
             )
-        check_axes_of(config, role, own)
-        if own.trains:
-            check_checkpoint_of(config, role, own)
+        check_axes_of(config, role, held)
+        if held.trains:
+            check_checkpoint_of(config, role, held)
             data = config.data
             at_once = None if data.use_dynamic_bsz else data.micro_batch_size_per_gpu
             rows = "data.train_batch_size", data.train_batch_size
-            check_passes(config, role, own, rows, ("data.micro_batch_size_per_gpu", at_once))
-        check_adapter(own.model, own.head)
+            check_passes(config, role, held, rows, ("data.micro_batch_size_per_gpu", at_once))
+        check_adapter(held.model, held.head)
 
     devices = devices_of(config.trainer)
     if devices.bytes is not None:
@@ -60,19 +60,19 @@ def preflight(config: RowConfig, num_sides: int) -> None:
 
 def held_models(config: RowConfig) -> dict[str, HeldModel]:
     """Return the models of the roles."""
-    found = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
-    return {role: held for role, held in found.items() if held is not None}
+    models = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
+    return {role: held for role, held in models.items() if held is not None}
 
 
 def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[RoleMemory]:
     """Return the memory of every role; an item of the data has `num_sides` rows."""
-    found = []
+    memories = []
     for role, held in held_models(config).items():
         ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
         dims = dims_of(ranks, held.sharding)
         largest = largest_pass(config, held, num_sides, dims)
-        found.append(held_memory(config, role, held, device_type, largest))
-    return found
+        memories.append(held_memory(config, role, held, device_type, largest))
+    return memories
 
 
 def largest_pass(

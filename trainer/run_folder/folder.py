@@ -141,13 +141,13 @@ def note_start(folder: Path) -> None:
 @cache
 def installed_versions() -> dict[str, str]:
     """Return the versions of the installed `PACKAGES`."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def saved_tree(folder: Path) -> Any:
@@ -198,9 +198,9 @@ def _refuse_other_run(folder: Path, config: RunConfig) -> None:
     before, now = saved_config(folder), flat_config(config)
     differs = keys_that_differ(type(config), before, now)
     if differs:
-        more = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
+        rest = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
         raise ConfigError(
             f"trainer.default_local_dir={folder} holds the metrics of a run of another "
-            f"configuration: {'; '.join(differs[:5])}{more}. Choose another folder, or write over "
+            f"configuration: {'; '.join(differs[:5])}{rest}. Choose another folder, or write over "
             "them with trainer.resume_mode=disable."
         )

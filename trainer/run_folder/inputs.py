@@ -32,7 +32,7 @@ def digests_of_inputs(schema: type, config: Mapping[str, Any]) -> dict[str, str]
 
     `config` maps dotted keys to values. Names of models and data sets on a hub have no digest.
     """
-    found = {}
+    digests = {}
     for key, value in config.items():
         if may_change_on_resume(schema, key):
             continue
@@ -40,11 +40,11 @@ def digests_of_inputs(schema: type, config: Mapping[str, Any]) -> dict[str, str]
             path = _path_of(name)
             if path is None:
                 continue
-            found[f"{where}: {name}"] = digest(path)
+            digests[f"{where}: {name}"] = digest(path)
             for file in imported_files(path) if path.suffix == ".py" else []:
                 imported = os.path.relpath(file, path.resolve().parent)
-                found[f"{where}: {imported}, which {name} imports,"] = digest(file)
-    return found
+                digests[f"{where}: {imported}, which {name} imports,"] = digest(file)
+    return digests
 
 
 def _file_names(key: str, value: Any) -> Iterator[tuple[str, str]]:

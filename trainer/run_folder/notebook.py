@@ -88,11 +88,11 @@ class NotebookConsole:
 
     def _left(self) -> str:
         """Return the estimated time to the end, from the steps so far."""
-        made = self._step - (self._first_step or 0)
-        if not made or self._step >= self._total:
+        num_steps = self._step - (self._first_step or 0)
+        if not num_steps or self._step >= self._total:
             return ""
-        each = (self._shown_at - self._began) / (made + 1)
-        return f", {timedelta(seconds=round(each * (self._total - self._step)))} left"
+        seconds = (self._shown_at - self._began) / (num_steps + 1)
+        return f", {timedelta(seconds=round(seconds * (self._total - self._step)))} left"
 
 
 def _curve(values: Sequence[float]) -> str:

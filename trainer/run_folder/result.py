@@ -157,11 +157,11 @@ class Curves:
 def _read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the lines of steps; incomplete and other lines are left out with a warning."""
     objects, num_broken = json_objects(path)
-    found = [row for row in objects if "step" in row]
+    steps = [row for row in objects if "step" in row]
     num_lines = len(objects) + num_broken
-    if len(found) < num_lines:
+    if len(steps) < num_lines:
         logger.warning(
             "%s: %d of %d lines are no step's, and left out.",
-            path, num_lines - len(found), num_lines,
+            path, num_lines - len(steps), num_lines,
         )  # fmt: skip
-    return found
+    return steps

@@ -120,13 +120,13 @@ def find_checkpoint(path: Path) -> tuple[Path, str]:
         return path.parent, path.name
     steps = committed(path)
     if not steps:
-        what = "holds no completed checkpoint" if path.is_dir() else "is no folder"
-        runs = {found.parent.parent for found in path.glob(f"*/global_step_*/{MARKER}")}
+        reason = "holds no completed checkpoint" if path.is_dir() else "is no folder"
+        runs = {marker.parent.parent for marker in path.glob(f"*/global_step_*/{MARKER}")}
         near = sorted(map(str, runs))
         hint = f" Runs in it: {', '.join(near[:5])}." if near else ""
         raise CheckpointError(
-            f"{path} {what}; give a run folder, a global_step_N in it, or a role's folder in that."
-            f"{hint}"
+            f"{path} {reason}; give a run folder, a global_step_N in it, or a role's folder in "
+            f"that.{hint}"
         )
     return path / f"global_step_{steps[-1]}", ""
 
@@ -151,15 +151,19 @@ def _usual_role(checkpoint: Path, roles: list[str]) -> str:
 def _model_config(config: Mapping[str, Any], role: str, base: str) -> ModelConfig:
     """Return the configuration that the role's model was built from."""
     sections = [section.format(role=role) for section in SECTIONS]
-    found = next((section for section in sections if f"{section}.path" in config), None)
-    if found is None:
+    section_of_role = next((section for section in sections if f"{section}.path" in config), None)
+    if section_of_role is None:
         if not base:
             raise CheckpointError(
                 f"the configuration of the run does not say what {role!r} was trained from; name "
                 "its folder with --model."
             )
         return ModelConfig(path=base)
-    keys = {name: config[f"{found}.{name}"] for name in COPIED if f"{found}.{name}" in config}
+    keys = {
+        name: config[f"{section_of_role}.{name}"]
+        for name in COPIED
+        if f"{section_of_role}.{name}" in config
+    }
     if base:
         keys["path"] = base
     return ModelConfig(**keys)

@@ -52,15 +52,15 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            caught = [each for each in SIGNALS if each != signal.SIGHUP or not _under_nohup()]
-            self._before = {each: signal.signal(each, self._take) for each in caught}
+            caught = [number for number in SIGNALS if number != signal.SIGHUP or not _under_nohup()]
+            self._before = {number: signal.signal(number, self._take) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
         before, self._before = self._before, {}
-        for each, handler in before.items():
-            if signal.getsignal(each) == self._take:
-                signal.signal(each, handler)
+        for number, handler in before.items():
+            if signal.getsignal(number) == self._take:
+                signal.signal(number, handler)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -108,8 +108,8 @@ class Console:
         if self._first_step is None:
             self._first_step, left = step, ""
         else:
-            each = (time.monotonic() - self._began) / (step - self._first_step + 1)
-            left = f"  {timedelta(seconds=round(each * (self._total - step)))} left"
+            seconds = (time.monotonic() - self._began) / (step - self._first_step + 1)
+            left = f"  {timedelta(seconds=round(seconds * (self._total - step)))} left"
         self._waiting = [f"step {step}/{self._total}  {text or 'validation'}{left}"]
         self._waiting += [f"    {score}" for score in scores]
         is_due = time.monotonic() - self._printed >= EVERY_S
@@ -145,8 +145,8 @@ class Console:
 
 def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:
     """Return the numbers of a step that people watch, in words."""
-    own = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
-    return headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in own]
+    names = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
+    return headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in names]
 
 
 def scores_of(metrics: Mapping[str, float]) -> list[str]:

@@ -50,8 +50,8 @@ class SFTTrainer(RowTrainer[LMRow]):
         """Return the mean loss over all tokens of the validation rows that are in the loss."""
         total = num_tokens = 0.0
         for batch in self.validation_batches():
-            found = self.groups[self.role].compute_log_prob(batch)
-            log_probs = read_columns(found, "log_probs")["log_probs"]
+            output = self.groups[self.role].compute_log_prob(batch)
+            log_probs = read_columns(output, "log_probs")["log_probs"]
             total -= float(log_probs.double().sum())
             num_tokens += num_tokens_in_loss(batch)
         return {"val/loss": total / num_tokens}

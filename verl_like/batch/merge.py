@@ -176,10 +176,10 @@ def concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _metrics_of(meta: dict[str, Any], part: int) -> list[dict[str, Any]]:
     """Return the dicts of metrics in the meta of one part."""
-    found = meta.get("metrics")
-    if found is None:
+    metrics = meta.get("metrics")
+    if metrics is None:
         return []
-    entries = found if isinstance(found, list) else [found]
+    entries = metrics if isinstance(metrics, list) else [metrics]
     for entry in entries:
         if not isinstance(entry, dict):
             raise BatchError(

@@ -345,9 +345,9 @@ class DataProto:
         parts = []
         for number, start in enumerate(range(0, len(self), size)):
             rows = slice(start, min(start + size, len(self)))
-            own = {name: columns[number] for name, columns in tensors.items()}
+            of_part = {name: columns[number] for name, columns in tensors.items()}
             arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
-            parts.append(self._made(own, rows.stop - start, arrays, self.meta_info))
+            parts.append(self._made(of_part, rows.stop - start, arrays, self.meta_info))
         return parts
 
     def to(self, device: torch.device | str) -> Self:

@@ -67,9 +67,9 @@ class Ragged:
         cls, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
     ) -> Ragged:
         """Return a column without checking its spans again, such as one that was pickled."""
-        made = cls.__new__(cls)
-        made._set(values, lengths, width, starts, fill)
-        return made
+        ragged = cls.__new__(cls)
+        ragged._set(values, lengths, width, starts, fill)
+        return ragged
 
     @classmethod
     def of_rows(

@@ -65,15 +65,15 @@ def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:
             if isinstance(column, Ragged):
                 widths[name] = max(widths.get(name, 0), column.width)
 
-    made = []
+    parts = []
     for chunk in chunks:
-        kept = chunk.select(meta_info_keys=None if chunk is chunks[0] else ())
+        selected = chunk.select(meta_info_keys=None if chunk is chunks[0] else ())
         wide = {}
-        for name, column in kept.columns.items():
+        for name, column in selected.columns.items():
             if isinstance(column, Ragged):
                 wide[name] = Ragged(column.values, column.lengths, widths[name], column.starts)
-        made.append(kept.set_columns(wide))
-    return made
+        parts.append(selected.set_columns(wide))
+    return parts
 
 
 def rows_of(value: Any) -> Any:

@@ -369,8 +369,8 @@ def late_in_words(what: str, cause: str, stacks: Mapping[int, str], transport: P
         first, *others = ranks
         same = f", and of {ranks_in_words(others)} the same" if others else ""
         lines.append(f"--- stack of {transport.describe(first)}{same}\n{shown[first]}")
-    if more := alike[SHOWN_STACKS:]:
-        lines.append(f"--- {len(more)} other stacks, of {ranks_in_words(chain(*more))}")
+    if rest := alike[SHOWN_STACKS:]:
+        lines.append(f"--- {len(rest)} other stacks, of {ranks_in_words(chain(*rest))}")
     return "\n".join(lines)
 
 
@@ -407,7 +407,8 @@ class HangWatch:
         if cause := who_waits(self._stacks, ranks):
             self._explained = self._stacks
             names = [self._transport.describe(rank) for rank in ranks]
-            what = f"{', '.join(late)}: {few(names)} stood still for {LOOK_EVERY_S:g} s."
+            summary = f"{', '.join(late)}: {few(names)} stood still for {LOOK_EVERY_S:g} s."
             logger.warning(
-                "%s", late_in_words(what, f"Likely cause: {cause}", self._stacks, self._transport)
+                "%s",
+                late_in_words(summary, f"Likely cause: {cause}", self._stacks, self._transport),
             )

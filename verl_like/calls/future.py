@@ -188,8 +188,8 @@ def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Head
     name = transport.facts[0].name
     pending = [Pending(rank, answer, answer, name) for rank, answer in enumerate(references)]
     limit = transport.deadlines.start_s, "raise timeouts.start_s"
-    what = f"start of {name}"
-    future = WorkerFuture(what, transport, pending, lambda headers, _: headers, limit=limit)
+    subject = f"start of {name}"
+    future = WorkerFuture(subject, transport, pending, lambda headers, _: headers, limit=limit)
     headers: list[Header] = future.get()
     return headers
 
@@ -217,8 +217,8 @@ class _Wait:
         if future._limit is not None:  # its process cannot show a stack before it has started
             self.look_from_s = math.inf
         is_first_call = usual_s is None and future._limit is None and timeout is None
-        more = ", the first of its calls, which loads or compiles" if is_first_call else ""
-        self.clock = WaitClock(f"{name}{more}", limit_s, limits.warn_s, since)
+        suffix = ", the first of its calls, which loads or compiles" if is_first_call else ""
+        self.clock = WaitClock(f"{name}{suffix}", limit_s, limits.warn_s, since)
         self._failed_at_s: float | None = None
 
     @property
@@ -254,9 +254,9 @@ class _Wait:
         if self.future._failures or not self.clock.over():
             self.clock.warn_if_old(self.future.late)
             return None
-        what = f"{self.future.late()} did not finish within {self.clock.limit_s:.1f} s"
+        summary = f"{self.future.late()} did not finish within {self.clock.limit_s:.1f} s"
         explained = late_in_words(
-            f"{self.future.name}: {what}.",
+            f"{self.future.name}: {summary}.",
             likely_cause(stacks(), self.late),
             stacks(),
             self.future.transport,
@@ -415,8 +415,8 @@ def _with_others(failures: Sequence[BaseException]) -> BaseException:
 def _note_some(error: BaseException, notes: Sequence[str]) -> None:
     for note in notes[:NOTED]:
         error.add_note(note)
-    if more := notes[NOTED:]:
-        error.add_note(f"and {len(more)} more failures")
+    if rest := notes[NOTED:]:
+        error.add_note(f"and {len(rest)} more failures")
 
 
 # -------------------------------------------------------------------------------- several futures

@@ -183,9 +183,9 @@ def _needs_with_cpus(
     """Return every pool's needs with CPUs: its own, `cpus_per_process`, or an equal share."""
     if cpus_per_process is not None and cpus_per_process <= 0:
         raise PlacementError(f"cpus_per_process must be above 0, got {cpus_per_process}.")
-    found = {pool: needs.get(pool, ProcessNeeds()) for pool in counts}
+    result = {pool: needs.get(pool, ProcessNeeds()) for pool in counts}
     left, num_others = sum(node.cpus for node in nodes), 0
-    for pool, need in found.items():
+    for pool, need in result.items():
         left -= sum(counts[pool]) * (need.cpus or 0.0)
         num_others += sum(counts[pool]) if need.cpus is None else 0
 
@@ -198,7 +198,7 @@ def _needs_with_cpus(
                 f"{sum(node.cpus for node in nodes):g} for the {num_others} processes of the other "
                 "pools. Lower pool_resources.<pool>.cpus, or give every pool its own."
             )
-    return {pool: replace(need, cpus=need.cpus or cpus) for pool, need in found.items()}
+    return {pool: replace(need, cpus=need.cpus or cpus) for pool, need in result.items()}
 
 
 class _Room:

@@ -262,15 +262,15 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
 def _own_memory(pid: int) -> int:
     """Return the bytes of a process, with shared memory and without files; 0 if it is gone."""
     words = words_of(f"/proc/{pid}/status")[::-1]  # the first line, its name, may be any text
-    found = [words.index(word) for word in (b"RssAnon:", b"RssShmem:") if word in words]
-    return sum(1024 * int(words[place - 1]) for place in found)
+    total = [words.index(word) for word in (b"RssAnon:", b"RssShmem:") if word in words]
+    return sum(1024 * int(words[place - 1]) for place in total)
 
 
 def _memory_by_share(pid: int) -> int:
     """Return the memory like `_own_memory`, but divide shared memory among its processes."""
     words = words_of(f"/proc/{pid}/smaps_rollup")
-    found = [words.index(word) for word in (b"Pss_Anon:", b"Pss_Shmem:") if word in words]
-    return sum(1024 * int(words[place + 1]) for place in found) if found else _own_memory(pid)
+    total = [words.index(word) for word in (b"Pss_Anon:", b"Pss_Shmem:") if word in words]
+    return sum(1024 * int(words[place + 1]) for place in total) if total else _own_memory(pid)
 
 
 def _memory_of_descriptors(pids: Iterable[int]) -> int:

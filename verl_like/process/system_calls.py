@@ -136,9 +136,9 @@ def drop_capabilities() -> None:
             libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails where there is nothing to drop
     wanted = 1 << _CAP_DAC_READ_SEARCH
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
-    kept = _capabilities(libc) & wanted
+    capabilities = _capabilities(libc) & wanted
     # effective, permitted and inheritable rights, the lower 32 bits first
-    libc.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0))
+    libc.capset(header, struct.pack("6I", capabilities, capabilities, 0, 0, 0, 0))
 
 
 def _capabilities(libc: ctypes.CDLL) -> int:

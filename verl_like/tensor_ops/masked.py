@@ -47,8 +47,8 @@ class _ZeroOutside(torch.autograd.Function):
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Return the sum of the values inside the mask, over everything or along `axis`."""
-    kept = zero_outside(values, mask)
-    return kept.sum() if axis is None else kept.sum(dim=axis)
+    inside = zero_outside(values, mask)
+    return inside.sum() if axis is None else inside.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
