@@ -139,7 +139,7 @@ class Attempts:
         self._observers, self._callbacks, self._stop = observers, callbacks, stop
         self._restarts = Restarts(config, stop)
         self._step = 0
-        """The step that failed last; 0: the run had not begun."""
+        """The step that failed last; 0: the run failed before its first step."""
         self._groups: WorkerGroups | None = None
         self._trainer: Trainer | None = None
         self._failed_at = 0.0

@@ -40,7 +40,7 @@ STEP = "global_step"
 
 
 class EndOfSamples(Exception):
-    """There is no data for the step that has begun, so the run ends with the step before it."""
+    """There is no data for the current step, so the run ends with the step before it."""
 
 
 class ToldToStop(Exception):
@@ -51,7 +51,7 @@ class Trainer(Hooks, ABC):
     """A recipe: its preparation before a process starts, its step, and its state."""
 
     stages: ClassVar[Sequence[str]] = ()
-    """The stages of a step in their order, as `clock` names them; the report shows their shares."""
+    """The stages of each step in order, as `clock` names them; the report shows their shares."""
     concurrent_stages: ClassVar[Sequence[str]] = ()
     """Stages that launch several calls at once, whose overlap becomes a metric."""
     repeatable_stages: ClassVar[Sequence[str]] = ()
@@ -63,7 +63,7 @@ class Trainer(Hooks, ABC):
     alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
     """The rules that raise alarms on metrics."""
     learns_from_samples: ClassVar[bool] = False
-    """Whether a step trains on samples that it has generated, which the sample log follows."""
+    """True if each step trains on samples that it has generated, which the sample log follows."""
     origins: Any = None
     """Facts for the observers about samples that come from a queue
     (`trainer.async_training.origins`).

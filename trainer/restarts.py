@@ -39,7 +39,7 @@ from verl_like.masking import mask_text
 LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
 """A process that is gone or hangs, and weights that did not arrive: another attempt may succeed."""
 POISON = 3
-"""A step that fails this many times is taken to kill its workers."""
+"""A step that fails this many times counts as the cause of the failures."""
 FIRST_WAIT_S = 2.0
 """The pause before a restart, which doubles with every restart that makes no progress."""
 FIRST_WORD_S, LOOK_AGAIN_S = 1.0, 1.0
@@ -82,7 +82,7 @@ class Restarts:
     def wait_for_next(self, error: VerlLikeError, step: int) -> None:
         """Pause before another attempt; raise the error if there is no other attempt.
 
-        `step` is the step that failed; 0: the run had not begun.
+        `step` is the step that failed; 0: the run failed before its first step.
         """
         self._failures[step] += 1
         self._failed_at = time.monotonic()

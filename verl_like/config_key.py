@@ -189,7 +189,7 @@ class KeyRules:
     read_when: tuple[When, ...] = ()
     """The key is read only if all of these hold."""
     may_change_on_resume: bool | None = None
-    """Whether a resumed run may have another value, because the key does not affect the results.
+    """True if a resumed run may have another value, because the key does not affect the results.
 
     If None, the attribute `may_change_on_resume` of the section's class decides.
     """

@@ -87,7 +87,7 @@ class Registry(Mapping[str, T]):
         return loaded
 
     def _refuse_unfit(self, entry: T, name: str) -> None:
-        is_built_in_elsewhere = entry == name  # another module has what the name stands for
+        is_built_in_elsewhere = entry == name  # another module defines the entry of this name
         if self._check is not None and not is_built_in_elsewhere:
             self._check(entry, f"{self.kind} {name!r}")
 

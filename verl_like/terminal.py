@@ -26,7 +26,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def end_with_the_reader() -> None:
-    """End this process silently once nobody reads its output (`| head`)."""
+    """End this process silently when the reader of its output is gone (`| head`)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -74,7 +74,7 @@ class _Console(io.FileIO):
 
 
 def print_or_end(text: str) -> None:
-    """Print the text at once, and end silently if nobody reads it.
+    """Print the text at once, and end silently if its reader is gone.
 
     Unlike `end_with_the_reader`, this suits a process with other pipes that may also break.
     """

@@ -57,7 +57,7 @@ def reward_list(
                 place = model_folder_of(function, folder / item["name"])
                 items.append({**item, "kind": "model", "path": place})
                 continue
-            if hasattr(function, "forward"):  # a module: its __call__ says nothing of parameters
+            if hasattr(function, "forward"):  # a module: its __call__ does not show the parameters
                 function = function.forward
             if columns is not None:
                 Call.of(function, dict(item.get("kwargs", {})), columns)

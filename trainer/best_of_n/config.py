@@ -66,7 +66,7 @@ class SelectionConfig(Section):
 
 @dataclass(kw_only=True)
 class SamplingOnlyConfig(RunConfig, ScoringSections):
-    """A run that samples and scores, and trains nothing."""
+    """A run that samples and scores without training."""
 
     data: DataConfig = key(factory=partial(DataConfig, train_batch_size=64))
     """Prompts: all of them once, in order, `train_batch_size` at a time."""

@@ -92,7 +92,7 @@ def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:
     """Reject a sharding that does not fit the ranks of the role's pool."""
     pool, ranks = _pool_of(config, role)
     if ranks == 0:
-        return  # the placement says what is wrong with such a pool
+        return  # the placement reports the error of such a pool
     try:
         dims_of(ranks, sharding)
     except ConfigError as error:

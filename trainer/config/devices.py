@@ -137,7 +137,7 @@ def check_offload(
     sections whose `fsdp_config` is in another section to that section.
     """
     if devices_of(trainer).type != "cpu" or trainer.nnodes > 1:
-        return  # the driver's machine says nothing about those of a cluster
+        return  # the driver's machine may differ from those of a cluster
     for section, (strategy, fsdp) in sections.items():
         name = elsewhere.get(section, section)
         keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]

@@ -23,7 +23,7 @@ from verl_like.registry import load_object
 
 C = TypeVar("C", bound=RunConfig)
 BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
-"""In float32 with gradient and two moments, and in bfloat16."""
+"""Trained: float32 with gradient and two moments. Frozen: bfloat16."""
 
 
 def roles_of(recipe: Recipe[Any]) -> list[str]:

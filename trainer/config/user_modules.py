@@ -55,7 +55,7 @@ def place_of(module: str) -> Path | None:
 def imported_files(file: Path) -> list[Path]:
     """Return the files of the user's modules that a Python file imports, also indirectly.
 
-    They are found by parsing, including imports inside functions; nothing is executed.
+    The file is parsed, including imports inside functions; nothing is executed.
     """
     files: set[Path] = set()
     ahead = [file.resolve()]

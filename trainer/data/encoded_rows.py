@@ -38,7 +38,7 @@ class EncodedRow(NamedTuple):
 
 
 Encode = Callable[[Row, Any], EncodedRow]
-"""(row, tokenizer) -> its tokens; a ValueError says what is wrong with the row."""
+"""(row, tokenizer) -> its tokens. A ValueError tells how the row is wrong."""
 
 
 def encode_rows(

@@ -205,7 +205,7 @@ def names_of(files: str | int | Sequence[str] | None) -> list[str]:
 def check_files(config: DataConfig) -> None:
     """Raise an error for a file that is not there, before anything is read."""
     if config.custom_cls.path:
-        return  # the class decides what its names mean
+        return  # the class defines the meaning of its names
     for setting in ("train_files", "val_files"):
         if is_num_games(getattr(config, setting)):
             continue

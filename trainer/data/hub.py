@@ -20,9 +20,9 @@ NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<folder>(/[\w.-]+)*)(:(?P<split>
 FILE_ENDINGS = (".parquet", ".csv", ".json", ".jsonl", ".gz")
 NOT_CONFIGURED = re.compile("BuilderConfig .* not found")
 NOT_CACHED = "Couldn't find cache"
-"""What the library says of a configuration that the data set, or its cache, does not have."""
+"""Beginning of the library's error if a data set, or its cache, lacks a configuration."""
 PARQUET_OF_THE_HUB = "refs/convert/parquet"
-"""The branch with the hub's own conversion of a data set whose code the library does not run."""
+"""Branch with the hub's own conversion to Parquet, for data sets that need their own code."""
 
 
 def is_hub_name(name: str) -> bool:

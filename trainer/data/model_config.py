@@ -35,7 +35,7 @@ def read_model_config(key: str, path: str) -> dict[str, Any]:
 
 
 def num_positions(described: dict[str, Any]) -> int | None:
-    """Return how many tokens a row may have by the model's `config.json`; None: no limit."""
+    """Return the maximum number of tokens per row in the model's `config.json`; None: no limit."""
     for name in ("max_position_embeddings", "n_positions"):
         if described.get(name) is not None:
             return int(described[name])

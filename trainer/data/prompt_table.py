@@ -35,7 +35,7 @@ from verl_like.files import write_whole
 
 logger = logging.getLogger(__name__)
 Encoded = tuple[Row, NDArray[np.int64]]
-"""A row, and the tokens of its prompt."""
+"""A row and the tokens of its prompt."""
 Read = Callable[[], Iterator[Encoded | None]]
 """Yields the rows of the files, None for a bad one."""
 CheckLength = Callable[[str, int], None]

@@ -25,7 +25,7 @@ MARKS = {"num_makers", "num_trainers", "experience_steps", "trainer_strategy"}
 
 
 def translate(command: Command) -> Translation | None:
-    """Return our settings, and a line on every flag; None if this trains nothing."""
+    """Return our settings and a line on every flag; None if the script does not train."""
     scripts = ("train_prompts", *ASYNC)
     found = find_program(command.words, lambda name: last_name(name) in scripts, "")
     if found is None:

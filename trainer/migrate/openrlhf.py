@@ -30,7 +30,7 @@ OTHERS = ("train_kto", "train_kd", "train_prm", "train_ppo")
 
 
 def translate(command: Command) -> Translation | None:
-    """Return our settings, and a line on every flag; None if this trains nothing."""
+    """Return our settings and a line on every flag; None if the script does not train."""
     names = ("train_ppo_ray", *ON_ROWS, *OTHERS)
     parts = find_program(command.words, lambda name: last_name(name) in names, "train_ppo_ray")
     if parts is None:

@@ -89,7 +89,7 @@ def source_text(source: str) -> str:
 
 
 def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return variables that nobody sets: those that can stay `$NAME`, and those that cannot.
+    """Return variables that are never set: names that can stay `$NAME`, and names that cannot.
 
     If a script tests whether a variable is set, or computes with it, it gets no `$NAME` for it.
     Keys and tokens stay variables although they are set.

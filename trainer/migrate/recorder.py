@@ -93,7 +93,7 @@ class Recording:
     variables: Sequence[str] = ()
     """Variables that stay variables."""
     unset: Sequence[str] = ()
-    """Other variables that the script reads and nobody sets."""
+    """Other variables that the script reads and does not set."""
 
 
 def main(pipe: Connection) -> None:

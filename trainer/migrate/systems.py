@@ -37,7 +37,7 @@ class System:
     trains: str
     """Programs that train, for messages."""
     translate: Callable[[Command], Translation | None]
-    """Returns None for a command that trains nothing."""
+    """Returns None for a command that does not train."""
     read_text: Callable[[str], Translation | None] = lambda _: None
     """Returns None for a text that is a shell script."""
 

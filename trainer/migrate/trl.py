@@ -52,7 +52,7 @@ MARKS = {
 
 
 def translate(command: Command) -> Translation | None:
-    """Return our settings, and a line on every field; None if this trains nothing."""
+    """Return our settings and a line on every field; None if the script does not train."""
     found = find_program(command.words, lambda name: _is_program(name, command.words), "")
     if found is None:
         return None

@@ -25,7 +25,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 SFT = ("*fsdp_sft_trainer", "*sft_trainer", "*sft_trainer_ray")
 ONE_STEP_OFF, FULLY_ASYNC = "*one_step_off_policy*main_ppo", "*fully_async_main"
 BY_KEYS = ("*main_ppo", "*main_ppo_split", "*main_dapo", "*main_entropy", ONE_STEP_OFF, FULLY_ASYNC)
-"""Drivers whose experiment is in their keys."""
+"""Drivers whose experiment is defined by their keys."""
 OTHERS = ("verl.*main_*", "recipe.*main_*")
 """Drivers with code of their own."""
 SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)

@@ -31,7 +31,7 @@ FLOPS_REACHED = 0.5
 BYTES_REACHED = 0.7
 """Share of the bytes of memory and links."""
 CALL_S = 0.2
-"""Seconds of a call besides its passes."""
+"""Overhead of each call in seconds, in addition to its passes."""
 DECODE_LAYER_S = 60e-6
 """Seconds per layer and decoding step besides memory traffic."""
 ALL_REDUCE_S = 15e-6
@@ -50,7 +50,7 @@ class ModelCost:
 
     weights: float
     active: float
-    """Weights that multiply a token."""
+    """Number of weights that each token is multiplied with."""
     num_layers: int
     hidden_size: int
     attention_width: int
@@ -58,9 +58,9 @@ class ModelCost:
     in_experts: float = 0.0
     """Weights of routed experts."""
     expert_share: float = 1.0
-    """Share of the routed experts that a token is sent to."""
+    """Share of the routed experts that each token is sent to."""
     choices: int = 0
-    """Number of experts per layer that a token is sent to."""
+    """Number of experts per layer that each token is sent to."""
 
     @classmethod
     def of(cls, held: HeldModel) -> ModelCost:

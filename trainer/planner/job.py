@@ -57,7 +57,7 @@ class Job(ABC):
 
     recipe: ClassVar[Recipe[Any]]
     stages: ClassVar[tuple[str, ...]]
-    """The stages of a step that use GPUs."""
+    """The stages of each step that use GPUs."""
     config: Any
     settings: Sequence[str]
     device: Device
@@ -228,7 +228,7 @@ class Job(ABC):
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
         """Return all layouts of a model on a number of GPUs, also those that do not fit.
 
-        Pipeline stages wait for each other, so `pp` is tried only if nothing else fits.
+        Pipeline stages wait for each other, so `pp` is tried only if no other layout fits.
         """
         candidates = list(self._layouts(role, num_gpus, self._axes(role, num_gpus)))
         may_have_stages = self.models[role].trains and self.axes_are_tried(role)

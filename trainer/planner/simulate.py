@@ -59,8 +59,7 @@ class Setup:
     limit: int = 0
     """Pieces that may be queued or in generation at once; 0: limited only by the staleness."""
     weights_at_once: bool = False
-    """Whether a generator takes new weights in the middle of a piece, and not only between pieces.
-    """
+    """True if a generator takes new weights during a call, False if only between calls."""
     fixed_share: float = 0.0
     """Share of generation that fewer rows do not shorten, because the longest response takes it."""
     generators_by_rank: tuple[tuple[int, ...], ...] = ()
@@ -85,7 +84,7 @@ class Prediction:
     """The result of a simulation."""
 
     seconds: float
-    """Wall time of a step."""
+    """Wall time per step."""
     shares: dict[str, dict[str, float]]
     """Share of the wall time in which each role is busy, waiting, syncing."""
     staleness: Counter[int]

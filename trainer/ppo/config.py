@@ -63,7 +63,7 @@ class FilterGroupsConfig(Section):
 
 @dataclass(kw_only=True)
 class PolicyFiltrationConfig(Section):
-    """PF-PPO: an update trains on the step's samples drawn anew, with replacement, by score."""
+    """PF-PPO: an update draws from the samples of the step by score, with replacement."""
 
     reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
     """Probability of a sample: pow, a power of its absolute score; max_min, only the highest and

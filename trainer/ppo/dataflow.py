@@ -46,7 +46,7 @@ INLINE = "in turns (one process)"
 """Pools in the driver's own thread (`RunConfig.is_inline`) run before all later calls."""
 
 STAGES = frozenset("step sample draw generate balance score estimate update sync call".split())
-"""The methods of a trainer that make the calls of a step."""
+"""The methods of a trainer that make the calls of each step."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Node:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     is_inline: bool = False
-    """Whether the driver runs it in its own thread, before it launches the next one."""
+    """True if the driver runs the call in its own thread, before it launches the next one."""
 
     @property
     def place(self) -> str:

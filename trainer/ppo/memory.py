@@ -181,7 +181,7 @@ def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
         device_bytes = _share_of_this_machine(config)
     pools = set(expand_roles(config.role_mapping).values())
     if device_bytes is None or not pools <= config.resource_pool_spec.keys():
-        return None  # the plan says more about a pool that is missing
+        return None  # the plan reports a missing pool in more detail
 
     fewest, default = fewest_tokens_per_pass(config), tokens_per_pass(config)
     tokens = default

@@ -35,7 +35,7 @@ class GapFacts:
     plain_gap: float
     """The same gap without top-k, top-p, min-p, bias and minimum length."""
     stale: bool
-    """Whether the rollout's weights differ from the actor's."""
+    """True if the rollout's weights differ from the actor's."""
     quantization: str | None
     """The engine's configured quantisation."""
     dtype: str

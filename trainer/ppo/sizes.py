@@ -76,7 +76,7 @@ def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
     roles = list(expand_roles(config.role_mapping))
     parts_of_run = [row for row in parts if row.role in roles]
     for row, role in product(parts, roles):
-        if role != row.role and config.kind_of(role) == row.role:  # with settings of its own
+        if role != row.role and config.kind_of(role) == row.role:  # with separate settings
             samples = num_sequences(role) if row.role == "rollout" else row.micro_samples
             part = f"{row.part}, {role}"
             parts_of_run.append(replace(row, part=part, role=role, micro_samples=samples))

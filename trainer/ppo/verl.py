@@ -66,7 +66,7 @@ class Tables:
     changes_nothing: Mapping[str, str]
     """Keys that have no effect, whatever their value -> how it is here."""
     changes_nothing_at: Mapping[str, Mapping[str, Any]]
-    """Keys that have no effect `at` some values -> the way out for others, `else`."""
+    """Keys that have no effect `at` some values -> the alternative for other values, `else`."""
     not_here: Mapping[str, str]
     """Keys that have no counterpart -> the way out."""
     newer: Mapping[str, str]
@@ -93,11 +93,11 @@ class Fate:
     value: str = ""
     """The value that our key gets."""
     nothing: str = ""
-    """How it is here, if the key has no effect."""
+    """The behaviour here if the key has no effect."""
     refused: str = ""
     """The way out, if the key has no counterpart."""
     lays_out: bool = False
-    """Whether the run is the same experiment without this rejected key."""
+    """True if the run is the same experiment without this rejected key."""
 
 
 def translate(settings: Iterable[Override]) -> list[Override]:

@@ -152,7 +152,7 @@ class Asked:
     stage: str = ""
     """Empty: the whole step."""
     breaks: bool = False
-    """Whether the debugger is entered right before."""
+    """True if the debugger is entered right before the step."""
     instead: Callable[[Any], Metrics] | None = None
     """A function that replaces the step."""
     metrics: Metrics = field(default_factory=dict)

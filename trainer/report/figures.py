@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     band: str = ""
     leaves_out_zero: bool = False
     only_if_there: bool = False
-    """Whether the report omits the panel without a remark if a run has none of its metrics."""
+    """True if the report omits the panel without a remark when a run has none of its metrics."""
 
 
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")

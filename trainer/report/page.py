@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def close_run(folder: str | Path, failure: BaseException | None) -> None:
-    """At a run's end, save its outcome and write the report.
+    """Save the outcome of a run that has ended, and write its report.
 
     An error here is only logged, because it must not hide `failure`.
     """

@@ -24,7 +24,7 @@ Metrics = Sequence[Mapping[str, float]]
 """A line for each step."""
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
-"""The beginning of the failure text of a run that was asked to stop."""
+"""Beginning of the failure text of a run that was stopped by a signal."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS = 5
 WRITTEN_FIELDS = (

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Found = Iterator[tuple[str, str]]
 """(kind of alarm, text): the texts of one kind are logged rarely while it persists."""
 AlarmRule = Callable[[Mapping[str, float], dict[str, float]], Found]
-"""Takes the metrics of a step, and the numbers that rules store from the run's first steps."""
+"""Takes the metrics of one step, and the numbers that rules store from the run's first steps."""
 
 
 class Alarms:

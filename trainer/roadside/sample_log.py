@@ -279,7 +279,7 @@ class SampleWatch:
     def __init__(self) -> None:
         self.log = SampleLog()
         self._generators_log: SampleLog | None = None
-        """The log of an asynchronous run, whose generators begin the samples."""
+        """The log of an asynchronous run, in which the generators enter new samples."""
         self._drawn = self._trained = 0
         """Tokens that came from the rollout in this step, and tokens of its update."""
         self._left_out: Counter[str] = Counter()

@@ -61,7 +61,7 @@ def _num_failed(metrics: dict[str, float]) -> float:
     of_all = counts.pop("reward/num_failed", 0.0)
     return max(
         *counts.values(), of_all - sum(counts.values()), 0.0
-    )  # the rule has no count of its own
+    )  # the rule itself does not count them
 
 
 def made_up_answers(prompts: PromptSet, tokenizer: Any, width: int) -> DataProto:

@@ -27,7 +27,7 @@ from workers.columns import count_ones
 
 R = TypeVar("R")
 MOST_NUMBERS = 3
-"""Metrics of a step, and of a validation, on the console."""
+"""Number of metrics on the console per step and per validation."""
 
 
 class RowTrainer(Trainer, Generic[R]):

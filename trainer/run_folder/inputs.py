@@ -1,4 +1,4 @@
-"""Digests of the files that a run computes from: those that its configuration names.
+"""Digests of a run's input files, which its configuration names.
 
 A checkpoint's marker has a digest of each: data, model folders, and code of rewards with the user's
 modules that it imports. A resumed run with other contents is rejected.

@@ -35,7 +35,7 @@ class RunResult:
     config_hash: str
     """The first line of the folder's `config.yaml`; equal for equal configurations."""
     metrics: list[dict[str, float]]
-    """The lines of `metrics.jsonl`: a step's metrics, with its number as `step`."""
+    """The lines of `metrics.jsonl`: the metrics of each step, with its number as `step`."""
     model_folder: Path | None
     """The final model for `from_pretrained`, or the newest export; None if there is neither."""
 

@@ -34,7 +34,7 @@ from verl_like.masking import masked
 
 logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
-"""Prefixes of metrics that do not show what a step learned."""
+"""Prefixes of metrics that do not show if the model learns."""
 MOST_NUMBERS = 3
 EVERY_S = 1.0
 """Seconds between two lines of the console, except for lines that must not be missed."""
@@ -43,7 +43,7 @@ MOST_SAMPLES = 16
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 """A short text, so that the first number is visible on a terminal of 40 columns."""
 Headline = Callable[[Mapping[str, float]], Sequence[str]]
-"""The few numbers of a step that people watch, in words; empty if the recipe has none."""
+"""The few numbers of each step for the console, in words; empty if the recipe has none."""
 
 
 class Tracker(Protocol):

@@ -124,8 +124,10 @@ class _LocalTransport(Transport):
 # -------------------------------------------------------------------------- in the caller's thread
 
 _one_call = threading.RLock()
-"""The thread whose call runs holds this lock, because inline groups share the process's random
-state and environment. A call within a call runs in the same thread."""
+"""Lock of the thread whose call runs; inline groups share the random state and environment.
+
+A call within a call runs in the same thread.
+"""
 
 
 class InlineTransport(_LocalTransport):

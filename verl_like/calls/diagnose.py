@@ -45,11 +45,11 @@ TIMES_KEPT = 25
 LOOK_EVERY_S = 5.0
 """Time between two looks at the stacks of a pool that is waited for."""
 LOOK_FROM = 2.0
-"""The watch looks at a call from this multiple of its method's median on."""
+"""The watch looks at calls that take longer than this multiple of their method's median."""
 STACKS_S = 5.0
 """Time that a process has to show its stack before it gets a signal."""
 SHOWN_STACKS = 8
-"""A message shows this many different stacks, those of the fewest ranks first."""
+"""Number of different stacks in a message, first those of the fewest ranks."""
 NAMED_SPANS = 16
 """Spans of ranks that a message names."""
 
@@ -67,7 +67,7 @@ class Deadlines:
     rendezvous_s: float = 300.0
     """Until all ranks have met to open a process group."""
     call_s: float = 7200.0
-    """A call on a group; on CPUs also a collective inside a call."""
+    """For each call on a group; on CPUs also for each collective inside a call."""
     collective_s: float = 1800.0
     """A collective of GPUs, from when the first rank enters it: then NCCL ends the process."""
     late_s: float = 60.0
@@ -76,7 +76,7 @@ class Deadlines:
     warn_s: float = 60.0
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0
-    """How long the other ranks may go on when one has failed."""
+    """Seconds in which the other ranks may still finish after one has failed."""
 
     @classmethod
     def settings(cls) -> dict[str, float]:

@@ -32,7 +32,7 @@ from verl_like.errors import BatchError, DispatchError, nearest
 F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "_verl_like_register"
 MeshFacts = list[tuple[int, bool]]
-"""By rank: its data-parallel rank on a mesh, and whether its result is collected."""
+"""For each rank: its data-parallel rank on a mesh, and True if its result is collected."""
 
 
 class CallTarget:
@@ -231,7 +231,7 @@ def dispatch_one_to_all(target: CallTarget, value: Any, key: int | str) -> list[
 
 @_per_argument
 def dispatch_all_to_all(target: CallTarget, value: Any, key: int | str) -> list[Any]:
-    """Every worker gets its element of a `Scatter`, and the same of anything else."""
+    """Every worker gets its element of a `Scatter`; other arguments go to all workers."""
     if isinstance(value, Scatter):
         return _checked_list(target, value, key)
     return [value] * target.world_size

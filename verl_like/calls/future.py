@@ -40,7 +40,10 @@ logger = logging.getLogger(__name__)
 SOON_S = 1.0
 """Answers that come within this time are read by one request, before the wait looks at ranks."""
 AFTER_DEATH_S = 1.0
-"""How long the other ranks may go on after one has died: its death explains their failures."""
+"""Seconds in which the other ranks may still finish after one has died.
+
+The death explains their failures.
+"""
 NOTED = 8
 """The notes of a raised failure name this many others."""
 Outcome = tuple[Any, Exception | None]
@@ -153,7 +156,7 @@ class WorkerFuture:
             try:
                 payloads = [self._payloads.pop(call.rank) for call in self.pending]
                 self._outcome = self._collect(headers, payloads), None
-            except Exception as error:  # noqa: BLE001 - kept, and raised at every `get`
+            except Exception as error:  # noqa: BLE001 - stored, and raised at every `get`
                 failure = error
         if self._outcome is None:
             failures = [self._failures[rank] for rank in sorted(self._failures)]
@@ -161,7 +164,7 @@ class WorkerFuture:
         self._keeps = ()
 
     def __del__(self) -> None:
-        """Let the transport report the failure of a call that nobody waited for."""
+        """Let the transport report the failure of a call if its future was never read."""
         if getattr(self, "_outcome", True) is None:
             self.transport.abandoned.append((self.name, [p.header for p in self.pending]))
 

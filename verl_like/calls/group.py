@@ -216,7 +216,7 @@ class BoundMethod:
                 rows.shard = payload.shard
                 payload = rows
             outputs.append(payload)
-        if not self.call.returns_batch:  # each output in memory of its own
+        if not self.call.returns_batch:  # each output in separate memory
             values = [
                 value_of(output.slice(0, len(output)) if isinstance(output, DataProto) else output)
                 for output in outputs
@@ -244,10 +244,10 @@ class GroupState:
     def __init__(self, name: str, world_size: int) -> None:
         self.name, self.world_size, self.ended = name, world_size, threading.Event()
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
-        """By role and mesh: the place of every rank."""
+        """Role -> mesh -> the position of every rank."""
         self._mesh_known_at: dict[int, float] = {}
         self._layouts: dict[tuple[str, str], MeshFacts] = {}
-        """By mesh and role: the layouts that were checked since a worker last registered a mesh."""
+        """(mesh, role) -> its layout, checked since a worker last registered a mesh."""
 
     def learn(self, headers: Sequence[Header]) -> None:
         """Note the meshes that workers registered.

@@ -23,7 +23,7 @@ from verl_like.process.facts import ProcessFacts
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FINISHED_KEPT = 100_000
-"""Headers of finished calls that are kept until they are taken."""
+"""Maximum number of finished calls whose headers wait to be taken."""
 
 
 class Transport(ABC):
@@ -35,24 +35,24 @@ class Transport(ABC):
     kind: str
     """Transports of one kind can wait for, fetch and pass on each other's references."""
     can_kill: ClassVar[bool] = False
-    """Whether the ranks have their own processes, apart from the driver's."""
+    """True if the ranks have their own processes, separate from the driver's."""
     started: list[Header]
     """The header of every rank's construction of its roles."""
 
     def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
         self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
         self.process_key = id(self)
-        """Equal for groups whose workers are in the same processes."""
+        """Equal for groups whose workers share processes."""
         self.started = []
         self.finished: deque[Header] = deque(maxlen=FINISHED_KEPT)
         """Headers of the last finished calls, oldest first, for `take_finished`."""
         self.abandoned: deque[tuple[str, list[Any]]] = deque()
-        """Name and header references of every call whose future was dropped before it was read."""
+        """Name and header references of each call whose future was dropped before it was read."""
         self.call_times = CallTimes()
         self.companions: Sequence[Transport] = ()
         """The transports of other pools without which a run cannot go on."""
         self.is_replaceable = False
-        """Whether other pools may finish their work when a rank of this one is lost."""
+        """True if other pools may finish the work when a rank of this one is lost."""
         self._is_said_lost = False
 
     @abstractmethod

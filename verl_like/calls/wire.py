@@ -203,9 +203,9 @@ class Packer:
         """`share` is the method of the transport."""
         self._share = share
         self._shared: dict[int, tuple[Any, Any]] = {}
-        """By `id`: a large value, which is held so that the id stays valid, and its part."""
+        """`id` -> (large value, its part). The reference to the value keeps the id valid."""
         self.keeps: list[Any] = []
-        """Shared parts, which must be held until the call has ended."""
+        """Shared parts that must stay alive until the call has ended."""
 
     def pack(self, value: Any, parts: list[Any]) -> Any:
         """Return the value as it travels in a call, after its parts were added to `parts`."""

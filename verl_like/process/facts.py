@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def new_secret() -> str:
-    """Return a secret that nobody can guess."""
+    """Return a random secret of 128 bits."""
     return secrets.token_hex(16)
 
 
@@ -24,22 +24,23 @@ class ProcessFacts:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """The process's number among those of the group on its node."""
+    """The process's rank among the processes of the group on its node."""
     local_world_size: int = 1
     """Processes of the group on its node."""
     device_kind: str = "cpu"
     device_index: int | None = None
-    """The process's GPU among those that it sees; filled in inside the process, None on CPUs."""
+    """Index of the process's GPU among the GPUs that it sees; set inside the process, None on
+    CPUs."""
     seed: int = 0
     log_dir: str | None = None
     rendezvous_s: float = 300.0
     call_s: float = 7200.0
     collective_s: float = 1800.0
     one_node: bool = True
-    """Whether all processes that this process may talk to, other pools included, are on its
+    """True if all processes that this process may talk to, other pools included, are on its
     node."""
     secret: str = field(default="", repr=False)
-    """Shared by the ranks of a group, which sign with it what they write into the group's store."""
+    """Secret of the group's ranks, which sign with it their values in the group's store."""
     role: str = "worker"
     """The role that an instance plays in this process."""
     master: tuple[str, int] | None = None

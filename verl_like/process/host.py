@@ -378,7 +378,7 @@ class RoleState:
     """One role of a process. Inside `with state:` all output goes to the role's log, too."""
 
     def __init__(self, role: str, facts: ProcessFacts):
-        """The random state starts from (seed, role, rank), whoever shares the process."""
+        """Seed the random state with (seed, role, rank), also if roles share the process."""
         self.worker: Any = None
         self.log: RotatingLog | None = None
         self._teed: tuple[TextIO, TextIO] | None = None

@@ -161,7 +161,7 @@ class Worker(VerlWorker):
         limit = timedelta(seconds=self._facts.call_s)
         if self.device.type == "cuda":
             limit = timedelta(seconds=self._facts.collective_s)
-            # what torch gives to groups that are made later, those of a mesh among them
+            # torch's default for later groups, for example of a mesh
             distributed_c10d.default_pg_timeout = limit
         if self.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)

@@ -24,7 +24,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", chec
 
 
 def needs_groups(estimator: Estimator) -> bool:
-    """Return whether it compares the samples of a prompt with each other, so it needs several."""
+    """Return True if the estimator compares the samples of a prompt, so that it needs several."""
     return "index" in inspect.signature(estimator).parameters
 
 

@@ -1,4 +1,4 @@
-"""RLOO for process rewards: a step's score to go against the same step of other samples."""
+"""RLOO for process rewards: compare the return from each step on with that of other samples."""
 
 from __future__ import annotations
 

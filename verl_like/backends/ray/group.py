@@ -30,7 +30,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class and its arguments, with options for its Ray actor."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        # a class that `ray.remote(Worker)` made holds the worker
+        # a class from `ray.remote(Worker)` contains the worker class
         metadata = getattr(cls, "__ray_metadata__", None)
         worker = metadata.modified_class.__ray_actor_class__ if metadata else cls
         super().__init__(worker, *args, **kwargs)

@@ -45,8 +45,10 @@ from verl_like.process.facts import ProcessFacts
 MOST_APART = 64
 """A task gets up to this many references to headers one by one."""
 ONLY_FOR_RAY = (b"__main__", b"\x03ray", b"ray.")
-"""Ray itself pickles a value whose pickle holds one of these: other processes cannot import the
-first module, and Ray has to count its own objects. (`\\x03` is the length of the name after it.)
+r"""Marks in a pickle that only Ray may unpickle.
+
+Other processes cannot import `__main__`, and Ray has to count its own objects. (`\x03` is the
+length of the name after it.)
 """
 
 
