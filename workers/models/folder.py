@@ -59,7 +59,7 @@ def check_small_files(folder: Path) -> None:
             if file.name in PARSED:
                 read_json_object(file)
         except ValueError as error:
-            raise ConfigError(f"{file} is damaged: {error}. Mend or remove it.") from error
+            raise ConfigError(f"{file} is damaged: {error}. Fix or remove it.") from error
 
 
 def generation_eos(path: str) -> tuple[int, ...]:

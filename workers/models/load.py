@@ -129,8 +129,8 @@ def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) ->
     others = [name for name in source.files if name.startswith("score.") and name != SCORE]
     if has_head and others:
         raise ConfigError(
-            f"model.path={config.path!r}: its head has {', '.join(others)} beside {SCORE}, and a "
-            "score is computed by that alone; save it without."
+            f"model.path={config.path!r}: its head has {', '.join(others)}, but a score "
+            f"is computed only from {SCORE}; save it without them."
         )
     if module.config.num_labels == 1 and not (has_head or is_bare_config(config.path)):
         raise ConfigError(

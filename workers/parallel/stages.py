@@ -53,9 +53,7 @@ class StageParts:
         [*tables] = (name for name, child in children.items() if child is embeddings)
         [*lists] = (name for name, child in children.items() if _is_list_of_layers(child))
         if len(tables) != 1 or len(lists) != 1:
-            raise NoStages(
-                "its class keeps embeddings and layers otherwise than as a table and list"
-            )
+            raise NoStages("its class does not have one embedding table and one list of layers")
         weighty = [name for name, child in children.items() if _has_weights(child)]
         end = weighty.index(lists[0])
         others = [name for name in weighty[:end] if name != tables[0]]

@@ -87,7 +87,7 @@ def test_of_joined_pieces_the_first_has_the_entries() -> None:
 
 
 def test_a_tensor_needs_rows() -> None:
-    with pytest.raises(BatchError, match=r"without a batch dim holds NonTensorData alone.*'x'"):
+    with pytest.raises(BatchError, match=r"without a batch dim holds only NonTensorData.*'x'"):
         TensorDictRows.of(TensorDict({"x": torch.ones(2)}, batch_size=[]))
 
 

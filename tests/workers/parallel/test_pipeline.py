@@ -177,13 +177,13 @@ def test_models_that_have_no_stages_are_refused(tmp_path: Path) -> None:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "GPT2Config": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "it has wpe beside"),
-    "OPTConfig": ({"ffn_dim": 32, "word_embed_proj_dim": 32}, "embeddings and layers otherwise"),
-    "BloomConfig": ({"n_layer": 2, "n_head": 4}, "it has word_embeddings_layernorm beside"),
+    "GPT2Config": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "it has wpe outside"),
+    "OPTConfig": ({"ffn_dim": 32, "word_embed_proj_dim": 32}, "not have one embedding table"),
+    "BloomConfig": ({"n_layer": 2, "n_head": 4}, "it has word_embeddings_layernorm outside"),
     "Gemma3nTextConfig": (
         {"num_kv_shared_layers": 0, "laurel_rank": 4, "intermediate_size": [32, 32]}
         | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
-        "embeddings and layers otherwise",
+        "not have one embedding table",
     ),
     "GraniteConfig": ({"embedding_multiplier": 3.0}, "cut after every layer, is off by"),
 }

@@ -228,7 +228,7 @@ def test_the_adapter_and_the_head_load_by_peft(one_layer_dir: Path, tmp_path: Pa
     [
         ({"model.norm.weight": None}, "lacks 1 weights: model.norm.weight"),
         ({"model.extra.weight": torch.ones(2)}, "nothing in the model takes: model.extra.weight"),
-        ({"score.bias": torch.ones(1)}, "its head has score.bias beside score.weight"),
+        ({"score.bias": torch.ones(1)}, "its head has score.bias, but a score is computed only"),
         ({"score.weight": None}, "one label by its config.json, .* hold no score.weight of"),
     ],
 )
