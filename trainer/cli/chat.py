@@ -34,6 +34,7 @@ from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer, with_observation
 from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
+from workers.models.folder import is_on_hub, model_folder
 
 Answer = dict[str, Any]
 STEP_S = 30.0
@@ -134,7 +135,9 @@ def main(arguments: Sequence[str]) -> None:
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="verl-like-chat-") as scratch:
         folder = Path(options.model)
-        if not (folder / "config.json").is_file():
+        if is_on_hub(options.model):
+            folder = model_folder(options.model)
+        elif not (folder / "config.json").is_file():
             folder = find_saved_model(folder).loadable(Path(scratch) / "model")
         chat = Chat(
             folder,

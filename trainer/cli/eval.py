@@ -24,6 +24,7 @@ from trainer.evaluation.recipe import EVAL, EvaluationConfig
 from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel, find_saved_model
 from verl_like.errors import ConfigError
+from workers.models.folder import is_on_hub, model_folder
 
 CARRIED = (
     "data.",
@@ -51,17 +52,18 @@ def main(arguments: Sequence[str]) -> None:
             "in one."
         )
     with tempfile.TemporaryDirectory(prefix="verl-like-eval-") as scratch:
-        model, settings = model_and_settings(Path(arguments[0]), Path(scratch))
+        model, settings = model_and_settings(arguments[0], Path(scratch))
         run_command(EVAL, arguments[1:], overrides_of({**settings, POLICY: str(model)}))
 
 
-def model_and_settings(path: Path, scratch: Path) -> tuple[Path, dict[str, Any]]:
+def model_and_settings(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
     """Return the folder to load, and the settings of its run's validations.
 
-    A checkpoint without an export is exported into `scratch`.
+    A checkpoint without an export is exported into `scratch`; a model of the hub is downloaded.
     """
-    if (path / "config.json").is_file():
-        return path, {FOLDER: f"runs/eval/{path.resolve().name}"}
+    path = Path(name)
+    if is_on_hub(name) or (path / "config.json").is_file():
+        return model_folder(name), {FOLDER: f"runs/eval/{path.resolve().name}"}
     saved = find_saved_model(path)
     folder = {FOLDER: str(saved.run / "eval" / f"global_step_{saved.step}")}
     return saved.loadable(scratch / "model"), settings_of_run(saved) | folder

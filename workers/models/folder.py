@@ -20,14 +20,19 @@ LARGEST = 64 * 2**20
 """Largest size of a small file in bytes; the largest tokenizers have 30 MB."""
 
 
+def is_on_hub(path: str) -> bool:
+    """Return whether a path that does not exist here is `organisation/model`, a hub name."""
+    return bool(HUB_NAME.fullmatch(path)) and not Path(path).parent.exists()
+
+
 @functools.cache
 def model_folder(path: str, weights: bool = True) -> Path:
     """Return the folder of this path; if it does not exist, `organisation/model` is a hub name.
 
     Without `weights` only the small files are guaranteed to be there.
     """
-    folder = Path(path).expanduser()
-    if not HUB_NAME.fullmatch(path) or folder.parent.exists():
+    if not is_on_hub(path):
+        folder = Path(path).expanduser()
         check_small_files(folder)
         return folder
     from huggingface_hub import snapshot_download

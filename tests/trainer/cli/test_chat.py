@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainer.cli import chat as command
 from trainer.cli.chat import Chat, talk
+from trainer.cli.eval import model_and_settings
 from verl_like.errors import ConfigError, VerlLikeError
 
 ROUNDS = "{% for i in range(90000) %}"
@@ -78,6 +80,23 @@ def test_a_pipe_is_one_message_and_gets_the_answer_alone(
     command.main([f"{tiny_dir}/model", "--max-tokens", "6"])
     answer = greedy(tiny_dir / "model", [user("say a")], 6)
     assert capsys.readouterr().out.rstrip("\n") == answer.rstrip("\n")
+
+
+def test_a_model_of_the_hub_is_downloaded(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def snapshot_download(name: str, **_: Any) -> str:
+        assert name == "someone/tiny-chat"
+        return f"{tiny_dir}/model"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("sys.stdin", io.StringIO("say a\n"))
+    command.main(["someone/tiny-chat", "--max-tokens", "6"])
+    answer = greedy(tiny_dir / "model", [user("say a")], 6)
+    assert capsys.readouterr().out.rstrip("\n") == answer.rstrip("\n")
+    model, settings = model_and_settings("someone/tiny-chat", tiny_dir)
+    assert model == tiny_dir / "model"
+    assert settings["trainer.default_local_dir"] == "runs/eval/tiny-chat"
 
 
 def test_sampling_is_repeated_by_its_seed(

@@ -49,7 +49,7 @@ def test_commands_take_the_run_folder(
     export.main([str(ended), str(tmp_path / "out")])
     assert "commit.json" not in {path.name for path in (tmp_path / "out").iterdir()}
     assert weights(tmp_path / "out").keys() == weights(ended / "model").keys()
-    model, settings = model_and_settings(ended, tmp_path)
+    model, settings = model_and_settings(str(ended), tmp_path)
     assert model == ended / "model"
     assert settings["trainer.default_local_dir"] == str(ended / "eval" / "global_step_2")
     assert settings["data.max_prompt_length"] == 16
