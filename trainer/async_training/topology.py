@@ -35,7 +35,7 @@ PRESETS = ("1m1t", "2m1t", "1m2t", "2m2t")
 
 
 def role_on(role: str, generator: int) -> str:
-    """What a role of generators is called at this one: `ref`, `ref_1`, ..."""
+    """Return the name of a role at this generator: `ref`, `ref_1`, ..."""
     return f"{role}_{generator}" if generator else role
 
 
