@@ -33,6 +33,8 @@ from workers.rollout.client import RolloutClient, Submission
 
 FAIR_S = 2.0
 """How long requests of another kind wait at most before no more may join those that run."""
+GATHER_S, LONGEST_GATHER_S = 0.01, 0.2
+"""How long a batch waits for more requests after the last arrived, and in all."""
 SHORTEST = 16
 """Responses are cut at a power of two of tokens from here, so that requests can run together."""
 
@@ -156,6 +158,9 @@ class SamplingLoop:
 
     def pump(self, seconds: float) -> None:
         """Start what may start, and let the rollout work for so long, or until it is done."""
+        if self._is_gathering():
+            time.sleep(GATHER_S / 4)
+            return
         batch = self._next_batch()
         try:
             if batch:
@@ -166,6 +171,14 @@ class SamplingLoop:
             return
         for submission in finished:
             self._finish(self._running.pop(submission), submission.samples())
+
+    def _is_gathering(self) -> bool:
+        """Whether requests that come close together are still arriving."""
+        with self._lock:
+            if self._running or not self._waiting:
+                return False
+            now, oldest, newest = time.monotonic(), self._waiting[0].since, self._waiting[-1].since
+        return now - newest < GATHER_S and now - oldest < LONGEST_GATHER_S
 
     def _next_batch(self) -> list[SampleRequest]:
         """Take the waiting requests that may run now."""
