@@ -6,15 +6,15 @@
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     save a model's best responses for sft or dpo
-  check [RECIPE] [key=value..]  check a run and say what it will do, without starting it
+  check [RECIPE] [key=value..]  check a run and print its plan, without a start
   plan [key=value ...]          choose GPUs for every role before you rent any
   bench overlap|job [...]       predict the gain of `async`; a job's speed
   check-environment FILE:CLASS  play an environment without a model
-  check-loss FILE.py:NAME       check that a loss is right on any split of a batch
+  check-loss FILE.py:NAME       check a loss on every split of a batch
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
   serve MODEL, serve-reward     serve a model to tinker scripts; serve a reward
-  migrate SYSTEM FILE           translate a script of verl, TRL, ... into our keys
+  migrate SYSTEM FILE           translate a script of verl, TRL, ... to our keys
   report RUN_DIR                write RUN_DIR/report.html again
   compare RUN RUN ...           compare runs: settings, curves, times
   replay RUN --step K           repeat a step of a run, to compare or debug
