@@ -139,7 +139,7 @@ def has_ended(beat: Path) -> bool:
 
 
 def test_what_a_late_part_has_started_ends_with_it(hour: ModuleType, tmp_path: Path) -> None:
-    hour.run_part(part_that(hour, STARTS, 2), tmp_path / "it", None)
+    hour.run_part(part_that(hour, STARTS, 8), tmp_path / "it", None)
     assert has_ended(tmp_path / "it" / "beat")
 
 

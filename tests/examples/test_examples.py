@@ -15,6 +15,8 @@ COVERED = {
     "notebook": "tests/examples/test_notebook.py",
     "agents": "tests/examples/test_agents.py",
     "cluster": "tests/examples/test_cluster.py",
+    "gsm8k": "tests/examples/test_gsm8k.py",
+    "serve": "tests/trainer/serve/test_sdk.py",
     "custom_role": "tests/workers/roles/test_custom_role.py",
 }
 

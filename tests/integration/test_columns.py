@@ -20,6 +20,7 @@ from trainer.ppo.stages import PPOTrainer
 from trainer.ppo.update import choose_tokens_of
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
+from workers.agents import End, Environment
 from workers.columns import COLUMNS
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -84,6 +85,18 @@ class Recorder:
         return batch
 
 
+class Pair(Environment):
+    """Two players who speak once, at the same time."""
+
+    players = ("a", "b")
+
+    def reset(self, row: dict[str, Any], rng: np.random.Generator) -> dict[str, str]:
+        return {"a": "", "b": ""}
+
+    def step(self, text: str, player: str) -> dict[str, End]:
+        return {player: End(1.0)}
+
+
 @pytest.fixture(scope="module")
 def recorders(
     tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
@@ -121,6 +134,8 @@ def recorders(
     ]
     runs = {"all": every_role, "own": own_columns, "remax": remax, "turns": turns}
     runs["experts"] = experts
+    duel = ["environment=tests.integration.test_columns:Pair", "actor_rollout_ref.rollout.n=4"]
+    runs["players"] = [*turns[:2], *duel, turns[3]]
     made = []
     for name, changes in runs.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -147,7 +162,8 @@ def as_table_row(values: torch.Tensor | np.ndarray) -> tuple[str, str]:
 def test_a_step_s_columns_have_the_table_s_shapes_and_dtypes(recorders: list[Recorder]) -> None:
     found = {}
     for recorder in recorders:
-        for columns in (recorder.given["update_actor"], *recorder.written.values()):
+        given = recorder.given["generate"], recorder.given["update_actor"]
+        for columns in (*given, *recorder.written.values()):
             found |= {name: as_table_row(values) for name, values in columns.items()}
     of_the_user = [name for name in found if name.startswith(EXTRA)]
     names = ("rule_score", "model_score", "environment_score", "skipped")
@@ -173,6 +189,6 @@ def test_a_worker_s_columns_name_the_method_that_writes_them(recorders: list[Rec
 def test_the_data_loader_s_columns_say_so(recorders: list[Recorder]) -> None:
     loaded = recorders[0].given["generate"]
     named = {name for name, column in COLUMNS.items() if column.is_loaded}
-    assert named == set(loaded)
+    assert named == set().union(*(recorder.given["generate"] for recorder in recorders))
     for name in ("input_ids", "attention_mask", "position_ids"):
         assert as_table_row(loaded[name]) == ("[rows, P]", COLUMNS[name].dtype)

@@ -145,7 +145,7 @@ BAD_OF_PPO = [
         "algorithm.filter_groups.metric=acc: choose seq_reward, or .*; here: seq_reward, accuracy",
     ),
     ("actor_rollout_ref.rollout.name=vllm", "needs the package vllm.* is not installed"),
-    ("trainer.nnodes=2", "trainer.nnodes=2 with trainer.backend=local, .* this machine alone"),
+    ("trainer.nnodes=2", "trainer.nnodes=2 with trainer.backend=local, .* only on this machine"),
     ("trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
     ("reward_model.enable=true reward_model.model.path={tmp}/judge", "reward_model.model.path=.*j"),
     ("trainer.default_local_dir={tmp}/my.py/run", "trainer.default_local_dir=.* cannot be written"),

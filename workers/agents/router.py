@@ -2,7 +2,7 @@
 
     router = Router("0.0.0.0:8000")     # this port, or the next free one
     router.url                          # http://MACHINE:8000
-    router.folder = "/tmp/..."          # where the socket of each trajectory is named by its key
+    router.folder = "FOLDER"            # where the socket of each trajectory is named by its key
 
     agent --TCP--> Router --socket named KEY--> endpoint in the trajectory's process
 

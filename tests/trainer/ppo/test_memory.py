@@ -79,8 +79,8 @@ def test_roles_are_sharded_over_their_own_pool(model: Path) -> None:
     assert roles["actor"].gradients == num_weights * 4 / 4
     assert roles["actor"].moments == 2 * num_weights * 4 / 4
     assert roles["ref"].weights == roles["ref"].host == num_weights * 2 / 4
-    assert roles["rollout"].weights == num_weights * 2 / 4
-    assert roles["rollout"].kv_cache == pytest.approx(0.4 * CARD - num_weights * 2 / 4)
+    assert roles["rollout"].weights == num_weights * 2
+    assert roles["rollout"].kv_cache == pytest.approx(0.4 * CARD - num_weights * 2)
     assert roles["critic"].pool != roles["actor"].pool
 
 
