@@ -41,7 +41,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("files", "masking", "registry", "tensor_ops", "terminal"),
         ("config_key",),
         ("batch",),
-        ("process.facts",),
+        ("process.facts", "process.machine"),
         ("calls",),
         ("process",),
         ("placement",),

@@ -26,6 +26,7 @@ from verl_like.calls.dispatch import (
     register,
 )
 from verl_like.errors import DispatchError, nearest
+from verl_like.process.machine import address_toward
 
 if TYPE_CHECKING:
     from verl_like.calls.future import WorkerFuture
@@ -143,9 +144,7 @@ class VerlWorker:
             port = int(probe.getsockname()[1])
         if self._facts.master is None:
             return "127.0.0.1", port
-        with socket.socket(type=socket.SOCK_DGRAM) as towards:
-            towards.connect(self._facts.master)  # chooses the interface, and sends nothing
-            return str(towards.getsockname()[0]), port
+        return address_toward(self._facts.master[0]), port
 
     def get_cuda_visible_devices(self) -> str:
         """Return the devices that this process may see, as CUDA names them."""

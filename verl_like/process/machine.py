@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,19 @@ CONTAINER = Path("/sys/fs/cgroup")
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def address_toward(host: str) -> str:
+    """Return the address at which that host reaches this machine.
+
+    A host without a route, such as "", gets the address of this machine's name.
+    """
+    with contextlib.suppress(OSError):  # no name of that kind, or no route
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # nothing is sent: the system only chooses the route
+            return str(probe.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())
 
 
 def process_state(pid: int) -> str | None:

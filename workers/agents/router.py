@@ -19,6 +19,7 @@ import threading
 from contextlib import closing, suppress
 
 from verl_like.errors import ConfigError
+from verl_like.process.machine import address_toward
 
 KEY = re.compile(
     rb"^(?:authorization:[ \t]*bearer|x-api-key:)[ \t]*([0-9a-f]+)[ \t]*\r$", re.I | re.M
@@ -26,6 +27,8 @@ KEY = re.compile(
 MOST_PORTS = 64
 """Rollout processes of a machine that find a port."""
 LONGEST_HEAD = 2**16
+ELSEWHERE = "192.0.2.1"
+"""An address that no machine has, outside of this network."""
 HEAD_S = 30.0
 """Time in which a connection sends the head of its first request."""
 NO_KEY = b'{"type": "error", "error": {"type": "authentication_error", "message": "no such key"}}'
@@ -45,8 +48,8 @@ class Router:
             raise ConfigError(f"environment.endpoint={address}: give ADDRESS:PORT, as 0.0.0.0:8000")
         self.folder = ""
         self._server = _listen(host, int(port))
-        own = _own_address() if host in ("0.0.0.0", "::") else host
-        self.url = f"http://{own}:{self._server.getsockname()[1]}"
+        reachable = address_toward(ELSEWHERE) if host in ("0.0.0.0", "::") else host
+        self.url = f"http://{reachable}:{self._server.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -73,9 +76,9 @@ class Router:
                     return
                 head += chunk
             client.settimeout(None)
-            found = KEY.search(head.partition(b"\r\n\r\n")[0] + b"\r")
+            match = KEY.search(head.partition(b"\r\n\r\n")[0] + b"\r")
             try:
-                endpoint.connect(os.path.join(self.folder, found[1].decode() if found else ""))
+                endpoint.connect(os.path.join(self.folder, match[1].decode() if match else ""))
             except OSError:
                 client.sendall(NOT_ALLOWED)
                 return
@@ -103,11 +106,3 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             problem = error
     raise ConfigError(f"environment.endpoint={host}:{port}: it cannot listen there: {problem}")
-
-
-def _own_address() -> str:
-    """The address of this machine in its network."""
-    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent: the system chooses the route
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"

@@ -2,8 +2,7 @@
 
 Each rank of a sharded module reads its own slices, and buffers whole, from safetensors or mapped
 `.bin` files. Weights that a checkpoint stores in other pieces (`workers.models.checkpoint_format`)
-are assembled one at a time. If names remain that only transformers can convert, transformers reads
-the whole model on each rank. An entry that nothing takes and a weight that nothing fills are
+are assembled one at a time. An entry that nothing takes and a weight that nothing fills are
 rejected, because a model with a part at its default would silently compute other numbers.
 """
 
@@ -107,8 +106,13 @@ def load_weights(
                 pieces = {piece for group in groups for piece in group.stored}
             refuse_extra(module, config, source.unknown_to(whole, pieces))
             return
-        is_bare = is_bare_config(config.path)
-        values = random_weights(config) if is_bare else _by_transformers(module, config, missing)
+        if not is_bare_config(config.path):
+            extra = _in_words(module, source.unknown_to(whole, pieces))
+            raise ConfigError(
+                f"model.path={config.path!r} lacks {len(missing)} weights: "
+                f"{', '.join([*missing][:20])}{f'; and there are {extra}' if extra else ''}."
+            )
+        values = random_weights(config)
         for name, weight in missing.items():
             _copy(weight, values[name])
 
@@ -379,38 +383,3 @@ def _copy(weight: Tensor, stored: Any) -> None:
     local = own_part(weight)
     if local.numel():
         local.copy_(own_rows(weight, stored))
-
-
-def _by_transformers(module: Any, config: ModelConfig, missing: Iterable[str]) -> dict[str, Tensor]:
-    """Return the weights of a folder that only transformers can read, whole in host memory."""
-    from transformers import AutoModelForCausalLM
-
-    logger.warning(
-        "model.path=%s: the folder has no %s; transformers reads it, which takes the "
-        "whole model's memory on each rank while it loads.",
-        config.path,
-        ", ".join([*missing][:3]),
-    )
-    try:
-        whole, report = AutoModelForCausalLM.from_pretrained(
-            model_folder(config.path),
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (ValueError, OSError, UnpicklingError) as error:
-        raise ConfigError(
-            f"model.path={config.path!r} does not load as a causal LM: {error}"
-        ) from error
-
-    absent = sorted({*missing} & set(report["missing_keys"]))
-    if absent:
-        extra = _in_words(module, report["unexpected_keys"])
-        raise ConfigError(
-            f"model.path={config.path!r} lacks {len(absent)} weights: {', '.join(absent[:20])}"
-            f"{f'; and there are {extra}' if extra else ''}."
-        )
-    refuse_extra(module, config, report["unexpected_keys"])
-    values: dict[str, Tensor] = whole.state_dict()
-    return values

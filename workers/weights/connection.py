@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from verl_like.errors import WeightSyncError
 from verl_like.process.facts import new_secret
+from verl_like.process.machine import address_toward
 from verl_like.process.store import SignedStore, open_store
 
 LOOPBACK = "127.0.0.1"
@@ -71,20 +72,10 @@ def open_weight_store(toward: str = "") -> tuple[dist.TCPStore, str]:
     """
     host = LOOPBACK
     if toward or os.environ.get("GLOO_SOCKET_IFNAME") != "lo":
-        host = _own_host(toward or os.environ.get("MASTER_ADDR", ""))
+        host = address_toward(toward or os.environ.get("MASTER_ADDR", ""))
     store = open_store(host)
     store.set_timeout(JOIN_TIMEOUT)
     return store, f"{host}:{store.port}"
-
-
-def _own_host(toward: str) -> str:
-    """Return the address of this node for that host: a sender may be on another node."""
-    with suppress(OSError):  # no name of that kind, or no route
-        family, kind, _, _, place = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as connected:
-            connected.connect(place)  # nothing is sent: the system only chooses the route
-            return str(connected.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname())
 
 
 def join_weight_store(place: str) -> dist.TCPStore:
@@ -301,7 +292,7 @@ def _gloo_devices(host: str) -> list[Any]:
     gloo = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME") or "lo"
     if host == LOOPBACK or names == "lo":
-        return [gloo.create_device(hostname=_own_host(host))]
+        return [gloo.create_device(hostname=address_toward(host))]
     return [gloo.create_device(interface=name) for name in names.split(",")]
 
 

@@ -252,12 +252,12 @@ class WorkerExtension:
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of the weights, as in a checkpoint; the loader keeps the tensors.
 
-        vLLM looks for its parameters anew in each call, so tensors that an earlier load has placed
+        vLLM searches its parameters in each call, so tensors that an earlier load has placed
         one by one are loaded together.
         """
-        if len(tensors) > 1 and self._placed.issuperset(name for name, _ in tensors):
-            if self._why_not_placed(tensors) is None:
-                return
+        are_placed = len(tensors) > 1 and self._placed.issuperset(name for name, _ in tensors)
+        if are_placed and self._why_not_placed(tensors) is None:
+            return
         for name, tensor in tensors:
             why_not = self._why_not_placed([(name, tensor)])
             if why_not is None:

@@ -17,6 +17,7 @@ from tests.workers.rollout_engines import PROMPT, RESPONSE, load, make_model, se
 from tests.workers.samples import tiny_config
 from tests.workers.vllm_servers import StandIn, stand_in_server
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
+from verl_like.process.machine import address_toward
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits
 from workers.rollout.sample import Sample
@@ -24,7 +25,6 @@ from workers.rollout.vllm.engine import VllmEngine
 from workers.rollout.vllm.server import VllmServer
 from workers.rollout.vllm.setup import VllmSettings
 from workers.weights.checksum import checksum_of
-from workers.weights.connection import _own_host
 
 LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=4)
 
@@ -137,7 +137,7 @@ def test_weights_reach_a_server_on_another_machine_than_the_run(
     folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told an address of this machine that others can reach."""
-    host = _own_host("192.0.2.1")
+    host = address_toward("192.0.2.1")
     if host.startswith("127."):
         pytest.skip("this machine has no address but loopback")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the run's backends set it on one machine
