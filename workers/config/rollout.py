@@ -117,7 +117,7 @@ class RolloutConfig(Section):
     )
     """Size of the buckets in which weights travel; 512 by default on GPUs."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
-    """Send all weights, or only changed ones."""
+    """Send all weights, or only changed numbers; each side then keeps a copy in host memory."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",

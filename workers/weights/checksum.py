@@ -30,6 +30,12 @@ def byte_view(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def words_of(tensor: Tensor) -> Tensor:
+    """Return the bits of each number of a contiguous tensor as an integer, without a copy."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().reshape(-1).view(integers[tensor.dtype.itemsize])
+
+
 def hash_of(payload: Tensor) -> int:
     """Return 64 bits of a byte tensor: XXH3 in host memory, `hash_on_device` elsewhere.
 

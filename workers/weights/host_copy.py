@@ -1,6 +1,6 @@
 """A rollout's copy of the sent weights in host memory, in addition to its engine's.
 
-With it, unchanged tensors need not be sent again (`rollout.sync=changed`). A LoRA layer is stored
+With it, unchanged numbers need not be sent again (`rollout.sync=changed`). A LoRA layer is stored
 as base and factors, of which only the factors change. They are merged from the base at each
 version, so that no error accumulates.
 """
@@ -16,8 +16,10 @@ from torch import Tensor
 from verl_like.errors import WeightSyncError
 from workers.models.adapters import PARTS, merged_weight, misfit
 from workers.weights.channel import HOST, Channel, dtype_of
+from workers.weights.checksum import byte_view, hash_of
 from workers.weights.connection import Manifest
 from workers.weights.module_writer import describe_problems, refuse_problems
+from workers.weights.sparse import PREFIX, apply_changes
 
 
 class HostCopy:
@@ -51,9 +53,16 @@ class HostCopy:
 
         After an error everything is sent again.
         """
-        for name, tensor in channel.receive():
+        updated = []
+        for sent_name, tensor in channel.receive():
+            name = sent_name.removeprefix(PREFIX)
             self.manifest.pop(name, None)
             stored = self.tensors.get(name)
+            if sent_name != name:
+                if stored is not None and not channel.corrupt:
+                    apply_changes(stored, tensor.to(HOST))
+                    updated.append(name)
+                continue
             if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
                 self.tensors[name] = stored = torch.empty_like(tensor, device=HOST)
             stored.copy_(tensor)
@@ -65,6 +74,10 @@ class HostCopy:
             raise WeightSyncError(describe_problems("transfer", corrupt=channel.corrupt))
 
         self.manifest |= channel.manifest
+        for name in updated:
+            tensor = self.tensors[name]
+            value = hash_of(byte_view(tensor.to(channel.device)))
+            self.manifest[name] = [str(tensor.dtype), list(tensor.shape), value]
         whole: Manifest = channel.summary["manifest"]
         unsent = [name for name, fact in whole.items() if self.manifest.get(name) != fact]
         self.manifest = {name: whole[name] for name in whole if name not in unsent}

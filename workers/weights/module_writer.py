@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from verl_like.errors import WeightSyncError
+from workers.weights.checksum import words_of
 
 
 class ModuleWriter:
@@ -52,8 +52,7 @@ class ModuleWriter:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """True if two tensors of one dtype are equal bit for bit, NaN and signed zeros included."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
-    return left.view(words).equal(right.view(words))
+    return words_of(left).equal(words_of(right))
 
 
 def describe_problems(who: str, **problems: list[str]) -> str:

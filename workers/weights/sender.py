@@ -23,6 +23,10 @@ from workers.models.lora import adapter_facts
 from workers.weights.channel import HOST, Bucket, Channel, SyncReport, new_room, pack, sending
 from workers.weights.checksum import NamedTensors, Stopwatch, byte_view, hash_of
 from workers.weights.connection import Address, Connections, Manifest
+from workers.weights.sparse import PREFIX, encode_changes
+
+SentTensors = dict[str, tuple[list[Any], Tensor]]
+"""Tensors of an earlier version, each with its entry in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class WeightSender:
     """Mixed into the actor's worker: needs `rank`, `device` and `engine`.
 
     Weights are cast to `sent_dtype`, if set, before they are hashed: received weights are compared
-    bit by bit, and no unused bits travel. With `sends_changed`, tensors that every receiver has are
-    not sent, and adapters are sent separately from their base.
+    bit by bit, and no unused bits travel. With `sends_changed`, only changed numbers are sent, and
+    adapters are sent separately from their base.
     """
 
     rank: int
@@ -66,6 +70,11 @@ class WeightSender:
     def connections(self) -> Connections:
         """Connections to the receivers, reused in later syncs."""
         return Connections()
+
+    @cached_property
+    def sent(self) -> SentTensors:
+        """Host copies of the tensors that changed in a sync; frozen weights take no memory."""
+        return {}
 
     @cached_property
     def snapshots(self) -> Snapshots:
@@ -106,7 +115,7 @@ class WeightSender:
             if merging is None:
                 channel.send(pack(tensors, limit, channel.room, channel.watch), drops_first=drops)
             else:
-                send_changes(channel, tensors, limit, merging, drops)
+                send_changes(channel, tensors, limit, merging, self.sent, drops, stores=True)
 
         try:
             if self.rank != 0:
@@ -150,7 +159,7 @@ class WeightSender:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, address: str, num_receivers: int) -> SyncReport:
         """Send the version reserved for this address to the receivers that connect."""
-        snapshot = self.snapshots.held[address]
+        snapshot, previous = self.snapshots.held[address]
 
         def send(channel: Channel) -> None:
             drops = self._is_to_drop(snapshot.version)
@@ -158,7 +167,8 @@ class WeightSender:
                 channel.send(snapshot.buckets, drops_first=drops)
             else:
                 limit = max((len(bucket.payload) for bucket in snapshot.buckets), default=1)
-                send_changes(channel, snapshot.tensors(), limit, snapshot.merging, drops)
+                sent = previous.with_facts()
+                send_changes(channel, snapshot.tensors(), limit, snapshot.merging, sent, drops)
 
         try:
             return self._send_through(address, num_receivers, HOST, send)
@@ -215,9 +225,15 @@ def send_changes(
     tensors: NamedTensors,
     limit: int,
     merging: Mapping[str, Any],
+    sent: SentTensors,
     drops_first: bool = False,
+    stores: bool = False,
 ) -> None:
-    """Send what the receivers do not have, then the manifest of all weights."""
+    """Send the numbers that the receivers do not have, then the manifest of all weights.
+
+    If the receivers have the version of a tensor in `sent`, only its changes are sent. With
+    `stores`, changed tensors are copied into `sent`.
+    """
     whole: Manifest = {}
     received = channel.connection.held
 
@@ -227,8 +243,18 @@ def send_changes(
             with channel.watch.running():
                 value = hash_of(byte_view(tensor))
             whole[name] = [str(tensor.dtype), list(tensor.shape), value]
-            if received.get(name) != whole[name]:
+            if received.get(name) == whole[name]:
+                continue
+            fact, old = sent.get(name, ([], tensor))
+            changes = None
+            if fact and fact == received.get(name) and fact[:2] == whole[name][:2]:
+                changes = encode_changes(old.to(tensor.device), tensor)
+            if stores and (name in received or name in sent):
+                sent[name] = whole[name], tensor.to(HOST, copy=True)
+            if changes is None:
                 yield name, tensor
+            else:
+                yield PREFIX + name, changes
 
     def summary() -> dict[str, Any]:
         return {"manifest": whole, "merging": merging}
@@ -277,13 +303,18 @@ class Snapshot:
         for bucket in self.buckets:
             yield from bucket.tensors()
 
+    def with_facts(self) -> SentTensors:
+        """Return the tensors with their entries in the manifest."""
+        facts = {name: fact for bucket in self.buckets for name, *fact in bucket.facts}
+        return {name: (facts[name], tensor) for name, tensor in self.tensors()}
+
     def hashes(self) -> dict[str, int]:
         """Return the hash of every tensor, by name."""
         return {name: value for bucket in self.buckets for name, _, _, value in bucket.facts}
 
 
 class Snapshots:
-    """The newest version, and older ones that deliveries still read.
+    """The newest version, the one before, and older ones that deliveries still read.
 
     The memory of the version before the newest is reused for the next one, unless it is being read.
     So there are two snapshots, and one more for each older version in a slow delivery.
@@ -291,9 +322,9 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.newest: Snapshot | None = None
-        self.held: dict[str, Snapshot] = {}
-        """Snapshot of each delivery, by its address."""
-        self._spare = Snapshot()
+        self.held: dict[str, tuple[Snapshot, Snapshot]] = {}
+        """Snapshot of each delivery and the one before it, by the delivery's address."""
+        self._previous = Snapshot()
         self._lock = threading.Lock()
 
     def publish(
@@ -310,11 +341,12 @@ class Snapshots:
         """
         before = self.newest
         with self._lock:
-            is_free = all(self._spare is not read for read in list(self.held.values()))
-            snapshot = self._spare if is_free else Snapshot()
+            is_read = any(self._previous in pair for pair in self.held.values())
+            snapshot = Snapshot() if is_read else self._previous
+            self._previous = Snapshot()
         snapshot.fill(version, tensors, bucket_mb, merging)
         with self._lock:
-            self._spare, self.newest = before or Snapshot(), snapshot
+            self._previous, self.newest = before or Snapshot(), snapshot
         num_bytes = sum(bucket.num_bytes for bucket in snapshot.buckets)
         share = None
         if before is not None and before.version != version:
@@ -334,5 +366,6 @@ class Snapshots:
                     f"version {version} is not there to be delivered: {available}. "
                     "actor.publish_weights(version) makes one, which replaces the previous one."
                 )
-            self.held[address] = self.newest
+            sends_changes = self.newest.merging is not None
+            self.held[address] = self.newest, self._previous if sends_changes else Snapshot()
             return self.newest
