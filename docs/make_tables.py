@@ -56,9 +56,27 @@ from workers.training.schedules import LR_SCHEDULES
 DOCS = Path(__file__).resolve().parent
 LOSS_AGG_MODE = "actor_rollout_ref.actor.loss_agg_mode"
 
+KEY_PAGES = {
+    "keys_run.md": ("", "trainer", "ray"),
+    "keys_models.md": ("actor_rollout_ref", "critic", "parallel", "ptx", "distillation"),
+    "keys_rollout.md": ("actor_rollout_ref.rollout", "environment"),
+    "keys_rewards.md": ("custom_reward_function", "reward_model", "reward"),
+    "keys_algorithm.md": ("algorithm",),
+    "keys_data.md": ("data",),
+}
+"""Page -> the sections whose keys it has, with those below them unless another page names them."""
 
-def key_table() -> str:
-    """A list for every section; a section with the keys of an earlier one is named there."""
+
+def key_page(section: str) -> str:
+    """The page that has the keys of a section."""
+    pages = {name: page for page, names in KEY_PAGES.items() for name in names}
+    while section not in pages:
+        section = section.rpartition(".")[0]
+    return pages[section]
+
+
+def key_sections() -> dict[str, str]:
+    """A list for every section; keys that an earlier section has are named, with a link to it."""
     PPO.load_registries()
     keys = {key.name: key for key in config_keys(PPOConfig)}
     sections: dict[str, list[Key]] = {}
@@ -67,16 +85,16 @@ def key_table() -> str:
             sections.setdefault(key.name.rpartition(".")[0], []).append(key)
 
     docs = field_docs(PPOConfig)
-    tables: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for name, of_section in sections.items():
         rows = _rows_of_keys(PPOConfig, of_section, leaf_names=True)
-        tables.setdefault(rows, []).append(name)
+        alike.setdefault(rows, []).append(name)
 
-    parts, said = [], dict[str, str]()
-    for rows, (first, *others) in tables.items():
-        intro = _section_intro(keys[first], docs[first]) if first else "### Top level"
+    lists, first_with_row = dict[str, str](), dict[str, str]()
+    for rows, (first, *others) in alike.items():
+        intro = _section_intro(keys[first], docs[first]) if first else "## Top level"
         same = [f"The same keys: {_code(others)}."] if others else []
-        parts += [intro, _without_said(rows, first, said), *same]
+        lists[first] = "\n\n".join([intro, _without_repetition(rows, first, first_with_row), *same])
 
     own_sections = {key.kind for key in keys.values() if key.is_section}
     takers: dict[type, list[str]] = {}
@@ -86,26 +104,38 @@ def key_table() -> str:
     for options, names in takers.items():
         if names[0] in ON_ANOTHER_PAGE:
             continue
-        rows = _without_said(_rows_of_keys(options, leaf_keys(options)), names[0], said)
-        parts += [f"### Below {_code(names)}", rows]
-    return "\n\n".join(parts)
+        rows = _rows_of_keys(options, leaf_keys(options))
+        first, *others = names
+        same = [f"The same keys: {_code(others)}."] if others else []
+        rows = _without_repetition(rows, first, first_with_row)
+        lists[first] = "\n\n".join([f"## `{first}`", rows, *same])
+    return lists
+
+
+def key_table(page: str) -> str:
+    """The sections of a page."""
+    return "\n\n".join(text for name, text in key_sections().items() if key_page(name) == page)
 
 
 ON_ANOTHER_PAGE = ("faults",)
 """Keys whose page has a table of what is below them."""
 
 
-def _without_said(rows: str, section: str, said: dict[str, str]) -> str:
-    """The list without what an earlier section says word by word; that section is named."""
+def _without_repetition(rows: str, section: str, first_with_row: dict[str, str]) -> str:
+    """The list without rows that an earlier section has word by word; that section is linked."""
     own, as_in = [], dict[str, list[str]]()
     for row in rows.splitlines():
-        first = said.setdefault(row, section) if row.startswith("- ") else section
+        first = first_with_row.setdefault(row, section) if row.startswith("- ") else section
         if first == section:
             own.append(row)
         else:
             as_in.setdefault(first, []).append(re.findall("`(.+?)`", row)[0])
-    lists = [f"As in `{first}`: {_code(names)}." for first, names in as_in.items()]
+    lists = [f"As in {_link_to_keys(first)}: {_code(names)}." for first, names in as_in.items()]
     return "\n\n".join(filter(None, ["\n".join(own).strip(), *lists]))
+
+
+def _link_to_keys(section: str) -> str:
+    return f"[`{section}`]({key_page(section)}#{section.replace('.', '')})"
 
 
 def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> str:
@@ -132,7 +162,7 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
     parts = [_rows_of_keys(recipe.schema, [key for key in own if key not in same])]
     if same:
         names = _code(key.name for key in same)
-        parts.append(f"As for the policy of [PPO](configuration.md#all-keys): {names}.")
+        parts.append(f"As for the policy of [PPO](keys_models.md): {names}.")
     return "\n\n".join(parts)
 
 
@@ -175,7 +205,7 @@ def preference_key_table() -> str:
 def _section_intro(section: Key, doc: str) -> str:
     """Heading and docstring."""
     resume = "↻" if section.rules.may_change_on_resume else ""
-    return f"### `{section.name}`{resume}\n\n{doc}"
+    return f"## `{section.name}`{resume}\n\n{doc}"
 
 
 SIGNS = (
@@ -186,7 +216,6 @@ SIGNS = (
     (r" and below ([\d.]+)", r", <\1"),
 )
 """Words of a range -> the same in signs."""
-
 
 LOWER_BOUND = re.compile(r"[>≥][01]")
 """A range that goes without saying; the error of a number outside of it gives it."""
@@ -541,7 +570,7 @@ def tinker_method_table() -> str:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "flat-names": ("python.md", flat_name_table),
-    "keys": ("configuration.md", key_table),
+    **{page.removesuffix(".md"): (page, partial(key_table, page)) for page in KEY_PAGES},
     "rewards": ("rewards.md", reward_key_table),
     "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
     "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from tests import ROOT
+from tests.import_graph import PACKAGES
 
 DOCUMENTED = (
     "trainer.PPOConfig",
@@ -31,7 +32,7 @@ def find(path: str) -> object:
         return getattr(find(package), name)
 
 
-@pytest.mark.parametrize("package", ["verl_like", "workers", "trainer"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_are_sorted_and_exist(package: str) -> None:
     module = importlib.import_module(package)
     names = list(module.__all__)
@@ -54,16 +55,27 @@ def test_a_module_and_a_function_of_one_package_keep_their_kinds() -> None:
     assert callable(find("trainer.main_ppo").main)
 
 
-def test_every_path_on_the_page_of_the_interface_can_be_imported() -> None:
-    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    paths = re.findall(r"^::: (\S+)$", text, re.M)
+def interface() -> str:
+    """The pages of the Python API, one for each package."""
+    pages = [ROOT / "docs" / f"api_{package}.md" for package in PACKAGES]
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_page_of_the_interface_has_names_of_its_package_only(package: str) -> None:
+    text = (ROOT / "docs" / f"api_{package}.md").read_text(encoding="utf-8")
+    packages = {path.split(".")[0] for path in re.findall(r"^::: (\S+)$", text, re.M)}
+    assert packages == {package}
+
+
+def test_every_path_on_the_pages_of_the_interface_can_be_imported() -> None:
+    paths = re.findall(r"^::: (\S+)$", interface(), re.M)
     assert len(paths) >= 15
     assert [path for path in paths if find(path) is None] == []
 
 
-def test_every_name_that_a_page_imports_is_on_the_page_of_the_interface() -> None:
-    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^::: verl_like\.(\w+)$", reference, re.M))
+def test_every_name_that_a_page_imports_is_on_a_page_of_the_interface() -> None:
+    documented = set(re.findall(r"^::: verl_like\.(\w+)$", interface(), re.M))
     errors = set(vars(find("verl_like.errors")))  # the page shows the whole module
     imported = set[str]()
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
@@ -75,12 +87,11 @@ def test_every_name_that_a_page_imports_is_on_the_page_of_the_interface() -> Non
 
 
 def documented() -> set[str]:
-    """The names on the page of the interface."""
-    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    return {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", text, re.M)}
+    """The names on the pages of the interface."""
+    return {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", interface(), re.M)}
 
 
-def test_the_page_of_the_interface_has_every_name_that_the_docs_import() -> None:
+def test_the_pages_of_the_interface_have_every_name_that_the_docs_import() -> None:
     imported = set()
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
@@ -93,7 +104,7 @@ def test_the_page_of_the_interface_has_every_name_that_the_docs_import() -> None
     assert imported - documented() - errors - values == set()
 
 
-def test_the_page_of_the_interface_has_every_name_of_verl_like() -> None:
+def test_the_pages_of_the_interface_have_every_name_of_verl_like() -> None:
     names = set(find("verl_like").__all__)
     errors = {name for name in names if hasattr(find("verl_like.errors"), name)}
     assert names - documented() - errors == set()

@@ -155,8 +155,9 @@ def test_names_of_verl_are_no_keys_here() -> None:
 
 
 def test_the_docs_list_every_key_with_its_choices_and_whether_a_resume_may_change_it() -> None:
-    table = load_file("docs/make_tables.py").key_table()
-    sections = dict(re.findall(r"^### `?([\w .]+)`?↻?\n(.*?)(?=^### |\Z)", table, re.M | re.S))
+    tables = load_file("docs/make_tables.py")
+    table = "\n\n".join(map(tables.key_table, tables.KEY_PAGES))
+    sections = dict(re.findall(r"^## `?([\w .]+)`?↻?\n(.*?)(?=^## |\Z)", table, re.M | re.S))
     same = re.compile(r"^The same keys: (.+)\.$", re.M)
     for text in list(sections.values()):
         for others in same.findall(text):
@@ -165,7 +166,7 @@ def test_the_docs_list_every_key_with_its_choices_and_whether_a_resume_may_chang
     for name, key in KEYS.items():
         section, _, leaf = name.rpartition(".")
         text = sections[section or "Top level"]
-        elsewhere = re.findall(rf"^As in `(.+?)`:.* `{leaf}`[,.]", text, re.M)
+        elsewhere = re.findall(rf"^As in \[`(.+?)`\]\(.+?\):.* `{leaf}`[,.]", text, re.M)
         (row,) = re.findall(rf"^- `{leaf}`.*$", sections[elsewhere[0]] if elsewhere else text, re.M)
         expected = ["↻"] if key.rules.may_change_on_resume else []
         expected += [] if "](algorithms.md#" in row else key.rules.choices
