@@ -8,15 +8,15 @@ Serves a model to scripts that use the `tinker` SDK, unchanged:
 
 The script owns data, loss and loop, the server owns the weights. Keys are those of a run:
 
-  placement=colocate|split  resource_pool_spec.rollout_pool=[6]   where roles are
+  placement=colocate|split  resource_pool_spec.rollout_pool=[6]   the pools of the roles
   actor_rollout_ref.model.lora_rank=0     train all weights, for one client; 32: adapters
   data.max_prompt_length=1024  data.max_response_length=1024
-  trainer.default_local_dir=FOLDER        where checkpoints go, as run folders
+  trainer.default_local_dir=FOLDER        the folder of checkpoints
   trainer.backend=ray|local
 
-It listens on this machine alone (port 8000; 0 takes a free one). With --host it asks for --token,
-a key that begins with tml-; TLS is a proxy's work. --stable-reinforce=importance_sampling computes
-that loss where a script asks for stable_reinforce, which has no public formula.
+It listens only on this machine (port 8000; 0 takes a free one), unless you set --host and a key
+by --token, which begins with tml-. Put a proxy with TLS before it. The loss stable_reinforce has no
+public formula: with --stable-reinforce=importance_sampling the server computes that loss instead.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ import argparse
 import logging
 from collections.abc import Sequence
 
+from trainer.cli.serve_reward import ON_THIS_MACHINE
 from trainer.command_errors import ending_in_words
 from trainer.config.compose import load_config
 from trainer.recipe_command import is_setting
-from trainer.serve.desk import check_key
 from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.server import serve
+from verl_like.errors import ConfigError
 from workers.roles.served import client_loss
+
+KEY_PREFIX = "tml-"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -55,3 +58,14 @@ def main(arguments: Sequence[str]) -> None:
         config = load_config([f"actor_rollout_ref.model.path={options.model}", *settings], SERVE)
         prepare(config)
         serve(config, options.host, options.port, options.token, aliases)
+
+
+def check_key(host: str, token: str) -> None:
+    """Reject an open door without a key, and a key that the SDK would not send."""
+    if token and not token.startswith(KEY_PREFIX):
+        raise ConfigError(f"--token must begin with {KEY_PREFIX!r}: the SDK sends no other keys.")
+    if host not in ON_THIS_MACHINE and not token:
+        raise ConfigError(
+            f"--host={host} is open to other machines: give a key by --token={KEY_PREFIX}SECRET, "
+            "which clients set as TINKER_API_KEY. Put a proxy with TLS before the server."
+        )

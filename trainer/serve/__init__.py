@@ -1,1 +1,1 @@
-"""A server of the Tinker protocol: clients own data, loss and loop, worker groups the weights."""
+"""A server of the Tinker protocol: clients have data, loss and loop, the server has the weights."""

@@ -1,7 +1,7 @@
 """The door: HTTP routes of the Tinker protocol.
 
-Every POST is answered at once. What takes time gets a promise and goes to the `Desk`, which lets
-the main thread work on it; `retrieve_future` waits for the promise.
+Every POST is answered at once. Longer work is queued at the `Desk`, and the answer names a promise.
+`retrieve_future` waits for the promise.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from trainer.serve.promises import Promises, RequestError
 from trainer.serve.rows import read_datums, settings_of
 from trainer.serve.sampling import Sampler, SampleRequest
 from trainer.serve.verbs import ServedModel
-from trainer.serve.wire import PROTOBUF, digest, parse
+from trainer.serve.wire import PROTOBUF, parse
 from verl_like.errors import VerlLikeError
 from workers.training.optim import StepSettings
 from workers.training.states import BASE
 
 HOLD_S = 30.0
-"""How long a poll is held; the SDK gives up after 45 s and polls again at once otherwise."""
+"""A poll waits this long for a result. The SDK gives up after 45 s, and polls again at once."""
 GAP_S = 120.0
-"""How long a model's requests wait for one with a lower number that never came."""
+"""Requests of a model wait this long for a lower `seq_id` that has not arrived."""
 SILENT_S = 1800.0
-"""After how long without a word from its client a session ends; the SDK speaks every 10 s."""
+"""A session without requests for this long ends; the SDK sends a heartbeat every 10 s."""
 LARGEST_BODY = 64 * 2**20
 NO_CANCEL = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
 CONSTANT: list[tuple[str, str, Facts]] = [
     ("GET", "/healthz", {"status": "ok"}),
     ("POST", "/client/config", {}),  # all flags are the SDK's defaults
     ("POST", "/client/dynamic_config", NO_CANCEL | {"sample_cancel_max_batch_size": 1}),
-    ("POST", "/telemetry", {"status": "accepted"}),  # and forgotten: nothing of a client is kept
+    ("POST", "/telemetry", {"status": "accepted"}),  # telemetry of clients is dropped
 ]
 Handler = Callable[[Any], Facts]
 
@@ -102,30 +102,30 @@ class Door:
     # ------------------------------------------------------------------ around every request
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
-        """A route whose handler gets a body of the type that its annotation names."""
+        """Return a route whose handler gets a body of the type in its annotation."""
         kind = get_type_hints(handler)["body"]
 
         async def answer(request: Request) -> Response:
-            given = _json_object(await _body(request))
+            fields = _json_object(await _body(request))
             try:
-                body = kind.model_validate(given | {**request.query_params, **request.path_params})
+                body = kind.model_validate(fields | {**request.query_params, **request.path_params})
                 return JSONResponse(handler(body))
             except (ValidationError, RequestError, VerlLikeError):
-                self._skip_turn(given)
+                self._skip_turn(fields)
                 raise
 
         return Route(f"/api/v1{path}", self._guarded(answer), methods=[method])
 
-    def _skip_turn(self, given: Facts) -> None:
-        """Count a rejected request of a model as done: its client has moved on."""
-        seq_id = given.get("seq_id")
-        if type(seq_id) is int and given.get("model_id") is not None:
-            opened = self.sessions.find_model(given["model_id"])
+    def _skip_turn(self, fields: Facts) -> None:
+        """Count a rejected request as done, because the client goes on with the next number."""
+        seq_id = fields.get("seq_id")
+        if type(seq_id) is int and fields.get("model_id") is not None:
+            opened = self.sessions.find_model(fields["model_id"])
             if opened is not None:
                 opened.turns.skip(seq_id)
 
     def _guarded(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """Check the key; turn errors into answers to whoever asked."""
+        """Check the key, and turn errors into answers."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -149,13 +149,13 @@ class Door:
         return guarded
 
     async def janitor(self) -> None:
-        """End silent sessions, give up on requests that wait in vain, delete what has expired."""
+        """End silent sessions, fail requests after a gap, and delete expired checkpoints."""
         while True:
             await asyncio.sleep(5.0)
             for opened in self.sessions.all_models():
                 opened.turns.give_up(GAP_S)
-            silent = time.monotonic() - SILENT_S
-            for session in [s for s in self.sessions.open.values() if s.heard < silent]:
+            oldest = time.monotonic() - SILENT_S
+            for session in [s for s in self.sessions.open.values() if s.last_request < oldest]:
                 self._end(session)
             await asyncio.to_thread(self.checkpoints.delete_expired)
 
@@ -183,7 +183,7 @@ class Door:
     def _end(self, session: Session) -> None:
         del self.sessions.open[session.session_id]
         self.promises.end_session(session.session_id)
-        states = {*session.models, *(each.state for each in session.samplers.values())}
+        states = {*session.models, *(sampler.state for sampler in session.samplers.values())}
         self.desk.drop(states - self.sessions.sampled_states() - {BASE})
 
     def get_session(self, body: b.OfSession) -> Facts:
@@ -239,7 +239,7 @@ class Door:
             self.desk.work(promise, work)
             return {"request_id": promise.request_id}
 
-        return session.model_repeats.answer(body.model_seq_id, body.digest, answer)
+        return session.model_repeats.answer(body.model_seq_id, body.content, answer)
 
     def get_info(self, body: b.OfModel) -> Facts:
         model, name = self.sessions.model(body.model_id), self.desk.base_model
@@ -253,7 +253,7 @@ class Door:
         }
 
     async def forward_backward(self, request: Request) -> Response:
-        """The one request in protobuf; a forward pass is one, too."""
+        """The only request in protobuf, for forward passes, too."""
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise RequestError(f"forward_backward takes {PROTOBUF}.", 415)
         body = await _body(request)
@@ -272,12 +272,12 @@ class Door:
                 raise
             return run(model, datums, loss, settings)
 
-        return JSONResponse(self._in_turn(model, message.seq_id, digest(body), work))
+        return JSONResponse(self._in_turn(model, message.seq_id, body, work))
 
     def _in_turn(
-        self, model: ServedModel, seq_id: int, body: str, work: Callable[[], bytes | Facts]
+        self, model: ServedModel, seq_id: int, content: bytes, work: Callable[[], bytes | Facts]
     ) -> Facts:
-        """Let a model's request wait for its turn, and answer with its promise."""
+        """Queue a request of a model until its turn; the answer names its promise."""
 
         def answer() -> Facts:
             model.turns.check(seq_id)
@@ -285,7 +285,7 @@ class Door:
             model.turns.submit(seq_id, promise, lambda: self.desk.work(promise, work))
             return {"request_id": promise.request_id}
 
-        return model.repeats.answer(seq_id, body, answer)
+        return model.repeats.answer(seq_id, content, answer)
 
     def optim_step(self, body: b.OptimStep) -> Facts:
         model, adam = self.sessions.model(body.model_id), body.adam_params
@@ -298,7 +298,7 @@ class Door:
             ends_update=False,
         )
         work = lambda: self.verbs.optim_step(model, settings)  # noqa: E731
-        return self._in_turn(model, body.seq_id, body.digest, work)
+        return self._in_turn(model, body.seq_id, body.content, work)
 
     # -------------------------------------------------------------------------- checkpoints
 
@@ -318,7 +318,7 @@ class Door:
             self.verbs.snapshot(model, name, self.desk.most_snapshots)
             return {"sampling_session_id": name}
 
-        answer = self._in_turn(model, body.seq_id, body.digest, work)
+        answer = self._in_turn(model, body.seq_id, body.content, work)
         session.samplers.setdefault(name, Sampler(name, name, path))
         return answer
 
@@ -332,7 +332,7 @@ class Door:
                 raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
             return self.verbs.save(model, path, body.user_metadata, body.ttl_seconds)
 
-        return self._in_turn(model, body.seq_id, body.digest, work)
+        return self._in_turn(model, body.seq_id, body.content, work)
 
     def load_weights(self, body: b.Load) -> Facts:
         path = SavedPath.parse(body.path)
@@ -342,7 +342,7 @@ class Door:
             if body.seq_id != 1:
                 raise RequestError("load_weights must be a model's first request.")
             work = lambda: self.verbs.load(model, path, body.optimizer)  # noqa: E731
-            return self._in_turn(model, 1, body.digest, work)
+            return self._in_turn(model, 1, body.content, work)
         if body.base_model is not None:
             self._check_base(body.base_model)
         self._check_rank(facts["rank"])
@@ -412,7 +412,7 @@ class Door:
             return {"sampling_session_id": name}
 
         number = body.sampling_session_seq_id
-        return session.sampler_repeats.answer(number, body.digest, answer)
+        return session.sampler_repeats.answer(number, body.content, answer)
 
     def get_sampler(self, body: b.OfSampler) -> Facts:
         sampler, base = self.sessions.sampler(body.sampler_id), self.desk.base_model
@@ -424,24 +424,24 @@ class Door:
         sampler_id = sampler.sampler_id
 
         def answer() -> Facts:
-            asked = SampleRequest.of(body, sampler, self.desk.limits, self.desk.eos)
-            asked.promise = self.promises.new(sampler_id.partition(":")[0])
-            self.desk.sample(asked)
+            sampling = SampleRequest.of(body, sampler, self.desk.limits, self.desk.eos)
+            sampling.promise = self.promises.new(sampler_id.partition(":")[0])
+            self.desk.sample(sampling)
             names = [f"{sampler_id}:{body.seq_id}:{n}" for n in range(body.num_samples)]
-            return {"request_id": asked.promise.request_id, "sample_sequence_ids": names}
+            return {"request_id": sampling.promise.request_id, "sample_sequence_ids": names}
 
-        return sampler.repeats.answer(body.seq_id, body.digest, answer)
+        return sampler.repeats.answer(body.seq_id, body.content, answer)
 
     async def not_supported(self, request: Request) -> Response:
-        """All other routes; a numbered request takes its turn nevertheless."""
+        """Reject all other routes; a numbered request is counted as done."""
         self._skip_turn(_json_object(await _body(request)))
-        what = f"{request.method} {request.url.path}"
-        raise RequestError(f"this server does not support {what}.", 404)
+        route = f"{request.method} {request.url.path}"
+        raise RequestError(f"this server does not support {route}.", 404)
 
     async def retrieve(self, request: Request) -> Response:
-        """A result, held until it is there or the poll has waited long enough."""
-        asked = b.Retrieve.model_validate(_json_object(await _body(request)))
-        promise = self.promises.find(asked.request_id)
+        """Wait for a result; after `HOLD_S` the client has to poll again."""
+        poll = b.Retrieve.model_validate(_json_object(await _body(request)))
+        promise = self.promises.find(poll.request_id)
         outcome = await promise.wait(HOLD_S)
         if outcome is None:
             again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
@@ -458,7 +458,7 @@ def _answering(facts: Facts) -> Handler:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body, unless it is too large."""
+    """Return the body; reject one that is too large."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -479,6 +479,6 @@ def _json_object(body: bytes) -> Facts:
 
 
 def _page(body: b.Page, items: Sequence[Any]) -> tuple[Sequence[Any], Facts]:
-    """The part of a list that is asked for, and where it lies."""
+    """Return a page of a list, and the cursor of that page."""
     cursor = {"offset": body.offset, "limit": body.limit, "total_count": len(items)}
     return items[body.offset : body.offset + body.limit], cursor

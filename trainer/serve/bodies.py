@@ -1,11 +1,10 @@
-"""The bodies of requests, as the protocol has them. Fields that a server does not read are ignored.
+"""The bodies of requests as the protocol defines them; other fields are ignored.
 
-A body is built of the JSON object, the query and the parts of the path together.
+A body joins the JSON object, the query and the parts of the path.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, field_validator
@@ -23,9 +22,9 @@ class Body(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
 
     @property
-    def digest(self) -> str:
-        """What tells two bodies apart."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+    def content(self) -> bytes:
+        """The fields, to compare with those of a repeated request."""
+        return self.model_dump_json().encode()
 
 
 class OfSession(Body):
@@ -35,14 +34,14 @@ class OfSession(Body):
 
 
 class CreateSession(Body):
-    """A client that begins."""
+    """A new session."""
 
     user_metadata: Metadata = None
     display_name: str | None = None
 
 
 class Lora(Body):
-    """What is trained; rank 0 is all weights."""
+    """An adapter: its rank, and the trained parts of the model; rank 0 is all weights."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 32
     seed: int | None = None
@@ -74,7 +73,7 @@ class OfModel(Body):
 
 
 class Numbered(OfModel):
-    """A request of a model, which runs in its turn."""
+    """A request of a model, which runs in the order of `seq_id`."""
 
     seq_id: PositiveInt
 
@@ -143,7 +142,7 @@ class Prompt(Body):
 
 
 class SamplingParams(Body):
-    """How a sample is drawn; `stop`: null is the end of sequence, a list is what it holds."""
+    """Sampling parameters; without `stop`, samples end at the end of sequence."""
 
     max_tokens: PositiveInt | None = None
     seed: int | None = None

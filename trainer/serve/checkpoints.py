@@ -4,8 +4,8 @@
     tinker://RUN/sampler_weights/NAME    the same without optimizer
 
 `export`, `chat` and `eval` take the folder `NAME`, or any path in it. `run.json` next to the two
-folders describes the training run, `checkpoint.json` in `NAME` the checkpoint. All that a server
-has to know after a restart is in these files.
+folders describes the training run, and `checkpoint.json` in `NAME` the checkpoint. A server
+reads these files after a restart.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SavedPath:
 
     @classmethod
     def of(cls, run: str, kind: str, name: str) -> SavedPath:
-        """Check parts that a client gave: no name leaves its folder."""
+        """Check the parts of a path; reject names that leave the folder."""
         if kind not in KINDS:
             raise RequestError(f"{kind!r} is no kind of checkpoint; valid: {', '.join(KINDS)}.")
         for part in (run, name):
@@ -88,7 +88,7 @@ class Checkpoints:
         facts: Facts,
         ttl_seconds: int | None,
     ) -> None:
-        """Let `save` write the state, and put the whole in its place, instead of an earlier one."""
+        """Write a checkpoint, whose state `save` writes; it replaces an earlier one."""
         place = self.place(path)
         part = place.with_name(f"{place.name}.part")
         shutil.rmtree(part, ignore_errors=True)
@@ -112,7 +112,7 @@ class Checkpoints:
         return folder
 
     def exists(self, path: SavedPath) -> bool:
-        """Whether the checkpoint is there and has not expired."""
+        """Return True if the checkpoint is there and has not expired."""
         try:
             self.facts(path)
         except RequestError:
@@ -120,7 +120,7 @@ class Checkpoints:
         return True
 
     def facts(self, path: SavedPath) -> Facts:
-        """Return what is known of a checkpoint; one that is not there is a 404."""
+        """Return `checkpoint.json`; raise status 404 if there is no such checkpoint."""
         file = self.place(path) / "checkpoint.json"
         facts: Facts = read_json_object(file) if file.is_file() else {}
         if not facts or _is_over(facts):
@@ -128,7 +128,7 @@ class Checkpoints:
         return facts
 
     def change(self, path: SavedPath, **changes: Any) -> None:
-        """Change what is known of a checkpoint."""
+        """Change entries of `checkpoint.json`."""
         facts = {**self.facts(path), **changes}
         write_whole(self.place(path) / "checkpoint.json", json.dumps(facts))
 
@@ -138,13 +138,13 @@ class Checkpoints:
         shutil.rmtree(self.place(path))
 
     def delete_expired(self) -> None:
-        """Remove the checkpoints whose time to live is over."""
+        """Delete the checkpoints whose time to live is over."""
         for file in self.folder.glob("*/*/*/checkpoint.json"):
             if _is_over(read_json_object(file)):
                 shutil.rmtree(file.parent, ignore_errors=True)
 
     def note_run(self, run: str, facts: Facts) -> None:
-        """Write what is known of a training run."""
+        """Write `run.json` of a training run."""
         folder = self.folder / run
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "run.json", json.dumps(facts))
@@ -155,7 +155,7 @@ class Checkpoints:
         return [file.parent.name for file in files]
 
     def describe_run(self, run: str) -> Facts:
-        """Return a training run as the protocol has it."""
+        """Return a training run in the protocol's form."""
         file = self.folder / run / "run.json"
         if not NAME.fullmatch(run) or not file.is_file():
             raise RequestError(f"there is no training run {run!r}.", 404)
@@ -178,11 +178,11 @@ class Checkpoints:
 
     def describe_all(self, run: str | None = None) -> list[Facts]:
         """Return the checkpoints of a run, or of all, the newest first."""
-        found = [self.describe(path) for path in self._paths() if run in (None, path.run)]
-        return sorted(found, key=lambda checkpoint: checkpoint["time"], reverse=True)
+        checkpoints = [self.describe(path) for path in self._paths() if run in (None, path.run)]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"], reverse=True)
 
     def describe(self, path: SavedPath) -> Facts:
-        """Return a checkpoint as the protocol has it."""
+        """Return a checkpoint in the protocol's form."""
         facts = self.facts(path)
         return {
             "checkpoint_id": f"{path.kind}/{path.name}",

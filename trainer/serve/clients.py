@@ -1,4 +1,4 @@
-"""Who uses the server: sessions, their models and their samplers."""
+"""The open sessions of clients, with their models and samplers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.serve.verbs import ServedModel
 
 @dataclass
 class Session:
-    """What one client has open."""
+    """The open models and samplers of one client."""
 
     session_id: str
     user_metadata: Facts
@@ -23,11 +23,11 @@ class Session:
     samplers: dict[str, Sampler] = field(default_factory=dict)
     model_repeats: Repeats = field(default_factory=lambda: Repeats("model_seq_id"))
     sampler_repeats: Repeats = field(default_factory=lambda: Repeats("sampling_session_seq_id"))
-    heard: float = field(default_factory=time.monotonic)
+    last_request: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
-    """The open sessions by id; all of it belongs to the event loop's thread."""
+    """The open sessions by id; only the event loop's thread uses them."""
 
     def __init__(self) -> None:
         self.open: dict[str, Session] = {}
@@ -39,19 +39,19 @@ class Sessions:
         return session
 
     def find(self, session_id: str) -> Session:
-        """Return an open session; another one has status 404."""
+        """Return an open session; raise status 404 if there is none of this id."""
         if session_id not in self.open:
             raise RequestError(f"there is no open session {session_id!r}.", 404)
         session = self.open[session_id]
-        session.heard = time.monotonic()
+        session.last_request = time.monotonic()
         return session
 
     def find_model(self, model_id: str) -> ServedModel | None:
-        """Return a model in training, if there is one of this name."""
+        """Return a model in training; None if there is none of this name."""
         session = self.open.get(str(model_id).partition(":")[0])
         if session is None:
             return None
-        session.heard = time.monotonic()
+        session.last_request = time.monotonic()
         return session.models.get(model_id)
 
     def model(self, model_id: str) -> ServedModel:
@@ -66,7 +66,7 @@ class Sessions:
         session = self.open.get(sampler_id.partition(":")[0])
         if session is None or sampler_id not in session.samplers:
             raise RequestError(f"there is no open sampler {sampler_id!r}.", 404)
-        session.heard = time.monotonic()
+        session.last_request = time.monotonic()
         return session.samplers[sampler_id]
 
     def all_models(self) -> list[ServedModel]:
@@ -75,5 +75,5 @@ class Sessions:
 
     def sampled_states(self) -> set[str]:
         """Return the states that samplers of open sessions draw from."""
-        samplers = [each for session in self.open.values() for each in session.samplers.values()]
-        return {sampler.state for sampler in samplers}
+        sessions = self.open.values()
+        return {sampler.state for session in sessions for sampler in session.samplers.values()}

@@ -1,11 +1,11 @@
-"""The work of a server: what the door leaves here, the main thread does on the worker groups.
+"""The work of a server: the door queues it here, and the main thread runs it on the worker groups.
 
     requests ──> door (event loop's thread) ──> desk ──> this thread: actor      (training)
                                                     └──> rollout                 (samples)
 
-The main thread does all that touches the actor, one request after the other. Samples run in its
-pauses where rollout and actor share processes, and in a thread of their own where they do not: then
-both overlap, as placement says.
+The main thread runs every request that needs the actor, one after the other. If rollout and actor
+share processes, samples run in the main thread between these requests. Otherwise samples run in a
+thread of their own, at the same time as training.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.data.encoded_rows import stop_tokens
 from trainer.data.prompts import load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
@@ -28,21 +29,18 @@ from trainer.serve.promises import Promise
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
 from trainer.serve.verbs import Verbs
-from verl_like.errors import ConfigError
-from workers.models.folder import generation_eos, model_folder
+from workers.models.folder import model_folder
 from workers.models.hf_config import read_hf_config
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.05
-"""How long samples run before a training request may come in between."""
+"""Samples run in slices of this length, and training requests run between two slices."""
 ADAPTERS_IN_MEMORY, MODELS_IN_MEMORY = 16, 2
 """Frozen snapshots of a model that stay in memory, of adapters and of whole models."""
-ON_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
-KEY_PREFIX = "tml-"
 
 
 class Desk:
-    """What the door knows of the models, and where it leaves work."""
+    """Facts about the base model for the door, and the queues of work."""
 
     def __init__(self, config: Any, groups: Any, aliases: Mapping[str, str]) -> None:
         policy = config.actor_rollout_ref
@@ -64,13 +62,10 @@ class Desk:
         self.limits = Limits(
             vocabulary, config.data.max_prompt_length, config.data.max_response_length
         )
-        eos = tokenizer.eos_token_id
-        own = [eos] if isinstance(eos, int) else []
-        self.eos = tuple(dict.fromkeys([*own, *generation_eos(path)]))
+        self.eos = tuple(stop_tokens(tokenizer, path))
         self.checkpoints = Checkpoints(Path(config.trainer.default_local_dir))
         self.verbs = Verbs(config, groups, self.checkpoints)
-        pad = tokenizer.pad_token_id
-        self.sampling = SamplingLoop(self.verbs, pad if pad is not None else self.eos[0])
+        self.sampling = SamplingLoop(self.verbs, tokenizer.pad_token_id)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sampled = threading.Event()
         self._is_over = False
@@ -78,7 +73,7 @@ class Desk:
         self.overlaps = not shares
 
     def work(self, promise: Promise, run: Callable[[], bytes | Facts]) -> None:
-        """Let the main thread run this, and give its result to the promise."""
+        """Queue a call for the main thread; the promise gets its result."""
 
         def job() -> None:
             try:
@@ -90,7 +85,7 @@ class Desk:
         self._work.put(job)
 
     def drop(self, states: Collection[str]) -> None:
-        """Forget states, after the work that was asked for before."""
+        """Queue the deletion of states, after the work that was queued before."""
 
         def job() -> None:
             for state in states:
@@ -99,7 +94,7 @@ class Desk:
         self._work.put(job)
 
     def sample(self, request: SampleRequest) -> None:
-        """Let the rollout sample."""
+        """Queue a sample request."""
         self.sampling.add(request)
         if self.overlaps:
             self._sampled.set()
@@ -107,7 +102,7 @@ class Desk:
             self._work.put(lambda: None)  # wakes the main thread
 
     def run(self) -> None:
-        """Work until `stop`; the main thread's part."""
+        """Run queued work until `stop`, in the main thread."""
         sampler = threading.Thread(target=self._sample, name="sampling", daemon=True)
         if self.overlaps:
             sampler.start()
@@ -135,20 +130,9 @@ class Desk:
         self._work.put(lambda: None)
 
 
-def check_key(host: str, token: str) -> None:
-    """Reject an open door without a key, and a key that the SDK would not send."""
-    if token and not token.startswith(KEY_PREFIX):
-        raise ConfigError(f"--token must begin with {KEY_PREFIX!r}: the SDK sends no other keys.")
-    if host not in ON_THIS_MACHINE and not token:
-        raise ConfigError(
-            f"--host={host} is open to other machines: give a key by --token={KEY_PREFIX}SECRET, "
-            "which clients set as TINKER_API_KEY. Put a proxy with TLS before the server."
-        )
-
-
 @contextmanager
 def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[Desk]:
-    """Within, the groups of a configuration run with their models."""
+    """Context with the desk of a configuration, whose groups have loaded their models."""
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         folder = Path(config.trainer.default_local_dir)

@@ -10,6 +10,7 @@ All of this lives in the event loop's thread. `resolve` and `fail` may be called
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections import OrderedDict
@@ -22,9 +23,9 @@ from verl_like.errors import BatchError, CheckpointError, ConfigError, RolloutEr
 
 JSON = "application/json"
 MOST_READ = 256
-"""Results that were read and are kept, in case that the answer was lost on its way."""
+"""Results to keep after a client has read them, in case the answer was lost."""
 MOST_SEEN = 1024
-"""Requests of one sequence whose repeats are recognized."""
+"""Requests per model or sampler whose repeats are recognized."""
 
 
 class RequestError(Exception):
@@ -44,14 +45,14 @@ class Outcome:
 
 
 def category_of(error: BaseException) -> str:
-    """Return whose fault an error is, in the protocol's words."""
+    """Return the protocol's category of an error: `user` or `server`."""
     users = (ConfigError, BatchError, CheckpointError, RolloutError, RequestError)
     is_users = isinstance(error, users) and not isinstance(error, WeightSyncError)
     return "user" if is_users else "server"
 
 
 class Promise:
-    """A result that will be there."""
+    """The result of a request that has not run yet."""
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request_id, self._loop = request_id, loop
@@ -90,7 +91,7 @@ class Promise:
 
 
 class Promises:
-    """The promises of all sessions by id; of those that were read only the newest are kept."""
+    """The promises of all sessions by id; only the newest that were read are kept."""
 
     def __init__(self) -> None:
         self._open: dict[str, Promise] = {}
@@ -99,7 +100,7 @@ class Promises:
         self._last = 0
 
     def new(self, session: str) -> Promise:
-        """Return a promise of this session's."""
+        """Add a promise to a session."""
         self._last += 1
         promise = Promise(f"{session}:request:{self._last}", asyncio.get_running_loop())
         self._open[promise.request_id] = promise
@@ -107,14 +108,14 @@ class Promises:
         return promise
 
     def find(self, request_id: str) -> Promise:
-        """Return a promise; one that is gone has status 410."""
+        """Return a promise; raise status 410 if it is gone."""
         promise = self._open.get(request_id) or self._read.get(request_id)
         if promise is None:
             raise RequestError(f"the request {request_id!r} is not known, or was read.", 410)
         return promise
 
     def was_read(self, promise: Promise) -> None:
-        """Note that a client has its result."""
+        """Mark a promise as read: it may be forgotten later."""
         if self._open.pop(promise.request_id, None) is not None:
             session = promise.request_id.rpartition(":request:")[0]
             self._of_session.get(session, set()).discard(promise.request_id)
@@ -123,7 +124,7 @@ class Promises:
             self._read.popitem(last=False)
 
     def end_session(self, session: str) -> None:
-        """Fail what a session has open, and forget its results."""
+        """Fail the open promises of a session, and forget its results."""
         for request_id in self._of_session.pop(session, set()):
             promise = self._open.pop(request_id, None)
             if promise is not None:
@@ -133,12 +134,13 @@ class Promises:
 class Repeats:
     """Answers of numbered requests: a repeat gets the same answer, another body is rejected."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._seen: OrderedDict[int, tuple[str, Facts]] = OrderedDict()
+    def __init__(self, number_name: str) -> None:
+        self._number_name = number_name
+        self._seen: OrderedDict[int, tuple[bytes, Facts]] = OrderedDict()
 
-    def answer(self, number: int, digest: str, make: Callable[[], Facts]) -> Facts:
-        """Return what this request was answered before; `make()` if it is new."""
+    def answer(self, number: int, content: bytes, make: Callable[[], Facts]) -> Facts:
+        """Return the earlier answer to this request, or `make()` for a new request."""
+        digest = hashlib.sha256(content).digest()
         if number not in self._seen:
             self._seen[number] = digest, make()
             while len(self._seen) > MOST_SEEN:
@@ -146,13 +148,13 @@ class Repeats:
         known, answer = self._seen[number]
         if known != digest:
             raise RequestError(
-                f"{self._what} {number} was sent before with another body; a number is used once."
+                f"{self._number_name} {number} was sent before with another body; use each once."
             )
         return answer
 
 
 class Turns:
-    """Starts a model's requests by `seq_id`, from 1, in whatever order they arrive."""
+    """Starts the requests of a model in the order of `seq_id`, from 1."""
 
     def __init__(self) -> None:
         self.next = 1
@@ -165,7 +167,7 @@ class Turns:
             raise RequestError(f"seq_id {seq_id} is over; this model's next one is {self.next}.")
 
     def submit(self, seq_id: int, promise: Promise | None, start: Callable[[], None]) -> None:
-        """Let a request wait for its turn."""
+        """Queue a request until its turn."""
         self._waiting[seq_id] = promise, start
         while self.next in self._waiting:
             _, start = self._waiting.pop(self.next)
@@ -179,7 +181,7 @@ class Turns:
             self.submit(seq_id, None, lambda: None)
 
     def give_up(self, seconds: float) -> None:
-        """Fail the requests that have waited so long for one that never came."""
+        """Fail requests that have waited this long for a lower `seq_id`."""
         if not self._waiting or time.monotonic() - self._waits_since < seconds:
             return
         missing, self.next = self.next, max(self._waiting) + 1

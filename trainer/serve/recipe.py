@@ -1,4 +1,4 @@
-"""The configuration of a server: the keys of a run that say where models are and how they compute.
+"""The configuration of a server: the keys of a run for placement, models and engines.
 
 `load_config(overrides, SERVE)` returns it.
 """
@@ -16,14 +16,14 @@ from trainer.ppo.config import AlgorithmConfig
 from verl_like.config_key import Section, key
 from workers.config import WorkersConfig
 
-CLIENTS_SAY = "the client says it with each request"
-CLIENTS_LOOP = "a server has no steps and rewards of its own; the client's script has the loop"
+CLIENTS_SAY = "each request sets it"
+CLIENTS_LOOP = "the loop and the rewards are in the client's script"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 @dataclass(kw_only=True)
 class ServeDataConfig(Section):
-    """How long requests may be."""
+    """Limits on the lengths of requests."""
 
     max_prompt_length: int = key(512, above=0)
     """Longest prompt of a sample, in tokens."""
@@ -54,7 +54,7 @@ class ServeConfig(RunConfig, WorkersConfig):
     data: ServeDataConfig = key(factory=ServeDataConfig)
     """Lengths."""
     algorithm: AlgorithmConfig = key(factory=partial(AlgorithmConfig, adv_estimator="grpo"))
-    """Nothing that a server reads."""
+    """Not read by a server."""
     trainer: TrainerConfig = key(
         factory=partial(
             TrainerConfig,
@@ -82,7 +82,7 @@ def check(config: ServeConfig) -> None:
 
 
 def prepare(config: Any) -> None:
-    """Reject models that are not there or too short, and engines that cannot run."""
+    """Reject missing models, too short contexts, and engines that cannot run."""
     from trainer.config.checks import check_axes_of
     from trainer.ppo.roles import models_of
     from trainer.rollouts.preflight import check_model, check_rollout

@@ -1,11 +1,11 @@
-"""A client's datums as rows of a batch, and the results of rows as those of datums.
+"""Turn the datums of a request into rows of a batch, and results of rows into results of datums.
 
     datums = read_datums(message, limits)       # checked: shapes, numbers, ids, lengths
     batch = TrainingRows.of(datums, names).batch
 
-A datum has N input tokens and N targets, which the client has shifted. Its row has one token more,
-which is never read: targets are the row's responses, and the log-prob of a target is read at its
-input token. A datum with K targets per token is K rows whose losses add up.
+A datum has N input tokens and N targets, which the client has shifted. Its row has one more token,
+which is never read: the targets are the row's responses, and their log-probs are read at the input
+tokens. A datum with K targets per token becomes K rows, and their losses add up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that requests must keep to."""
+    """Limits of requests."""
 
     vocabulary: int
     prompt: int
@@ -67,7 +67,7 @@ class Datum:
 
     @property
     def width(self) -> int | None:
-        """Targets per token; None for one without a second dimension."""
+        """Number of targets per token; None if the targets have one dimension."""
         targets = self.inputs[TARGETS]
         return targets.shape[1] if targets.ndim == 2 else None
 
@@ -127,7 +127,7 @@ class TrainingRows:
 
     @classmethod
     def of(cls, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]) -> TrainingRows:
-        """Rows with all that a pass and the loss read."""
+        """Return rows with the columns that the pass and the loss read."""
         names = sorted({name for datum in datums for name in datum.inputs} - {TARGETS})
         if MASK in client_loss(loss).columns:
             names = sorted({*names, MASK})
@@ -157,13 +157,13 @@ class TrainingRows:
         rows = iter(column.rows())
         results = []
         for datum in self.datums:
-            own = [next(rows).numpy() for _ in range(datum.width or 1)]
-            results.append(own[0] if datum.width is None else np.stack(own, axis=1))
+            values = [next(rows).numpy() for _ in range(datum.width or 1)]
+            results.append(values[0] if datum.width is None else np.stack(values, axis=1))
         return results
 
 
 def pass_columns(ids: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, Column]:
-    """Return the columns that a pass reads; all targets are read, each one token before its own."""
+    """Return the columns that a pass reads; every target is in the loss."""
     width = max(map(len, ids))
     rows = Ragged.of_rows(ids, width)
     responses = Ragged.of_rows(targets, width - 1)

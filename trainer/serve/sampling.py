@@ -1,11 +1,11 @@
-"""Sample requests on the rollout: those of one snapshot and one way to sample run together.
+"""Run sample requests on the rollout; requests with equal snapshots and settings run together.
 
     loop.add(request)                   # from any thread
     while loop.has_work:
         loop.pump(seconds=0.2)          # one slice; finished requests get their results
 
-Requests that arrive while others of their kind run join them. A sample's bits depend on its
-snapshot, prompt, settings and noise alone, so it does not matter which requests run together.
+Requests join a running batch of their kind, whichever client sent them. The bits of a sample depend
+only on its snapshot, prompt, settings and noise, not on the other requests in its batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from verl_like.errors import BatchError
 from workers.rollout.client import RolloutClient, Submission
 
 FAIR_S = 2.0
-"""How long requests of another kind wait at most before no more may join those that run."""
+"""After a request of another kind has waited this long, no more requests join a batch."""
 GATHER_S, LONGEST_GATHER_S = 0.01, 0.2
-"""How long a batch waits for more requests after the last arrived, and in all."""
+"""A batch starts this long after its last request arrived, or after its first."""
 SHORTEST = 16
-"""Responses are cut at a power of two of tokens from here, so that requests can run together."""
+"""Smallest limit of a batch; limits are powers of two, so that more requests run together."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Sampler:
     state: str
     path: SavedPath | None = None
     shown_path: str | None = None
-    """The path by which the client named it."""
+    """The path in the client's request."""
     repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
 
 @dataclass(eq=False)
 class SampleRequest:
-    """One request, checked: some samples of a prompt."""
+    """A checked request for samples of a prompt."""
 
     sampler: Sampler
     body: Sample
@@ -96,21 +96,21 @@ class SampleRequest:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What requests share that run together."""
+        """Key of the requests that may run together."""
         longest = max(SHORTEST, 1 << (self.max_tokens - 1).bit_length())
         params = self.body.sampling_params
-        how = params.temperature, params.top_k, params.top_p
-        return self.sampler.state, longest, self.stops, how
+        settings = params.temperature, params.top_k, params.top_p
+        return self.sampler.state, longest, self.stops, settings
 
     @property
     def noise_name(self) -> str:
-        """What the noise depends on in addition to the server's seed: no other client's doing."""
+        """Name of the noise, which does not depend on other clients."""
         seed = self.body.sampling_params.seed
         sequence = self.sampler.sampler_id.rpartition(":")[2]
         return f"{sequence}/{self.body.seq_id}" if seed is None else f"seed {seed}"
 
     def rows(self, prompt_width: int, response_width: int, pad: int) -> DataProto:
-        """Return its samples as rows for the rollout."""
+        """Return one row per sample for the rollout."""
         count, params = self.body.num_samples, self.body.sampling_params
         prompt = torch.tensor(self.prompt)
         ids = Ragged.of_rows([prompt] * count, prompt_width, at_end=True, fill=pad)
@@ -134,7 +134,7 @@ class SampleRequest:
 
 
 class SamplingLoop:
-    """The requests that wait, and those that run on the rollout."""
+    """The queue of sample requests, and the batch on the rollout."""
 
     def __init__(self, verbs: Verbs, pad: int) -> None:
         data = verbs.config.data
@@ -147,17 +147,17 @@ class SamplingLoop:
         self._kind: tuple[Any, ...] | None = None
 
     def add(self, request: SampleRequest) -> None:
-        """Let a request wait."""
+        """Queue a request."""
         with self._lock:
             self._waiting.append(request)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
+        """True if a request waits or runs."""
         return bool(self._waiting or self._running)
 
     def pump(self, seconds: float) -> None:
-        """Start what may start, and let the rollout work for so long, or until it is done."""
+        """Start requests, and let the rollout work for this long, or until it is done."""
         if self._is_gathering():
             time.sleep(GATHER_S / 4)
             return
@@ -173,7 +173,7 @@ class SamplingLoop:
             self._finish(self._running.pop(submission), submission.samples())
 
     def _is_gathering(self) -> bool:
-        """Whether requests that come close together are still arriving."""
+        """Return True while requests arrive close together."""
         with self._lock:
             if self._running or not self._waiting:
                 return False
@@ -210,13 +210,13 @@ class SamplingLoop:
         self._client.submit(*submissions)
 
     def _score_prompts(self, state: str, batch: Sequence[SampleRequest]) -> None:
-        """Let the trainer score the prompts of requests that ask for it."""
-        wanting = [request for request in batch if request.body.prompt_logprobs]
-        for request in wanting:
+        """Compute prompt log-probs on the actor, for the requests that want them."""
+        scoring = [request for request in batch if request.body.prompt_logprobs]
+        for request in scoring:
             request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")
-        asking = [request for request in wanting if len(request.prompt) > 1]
-        scored = self._verbs.log_probs(state, [(r.prompt, r.prompt[1:]) for r in asking])
-        for request, row in zip(asking, scored, strict=True):
+        scoring = [request for request in scoring if len(request.prompt) > 1]
+        scores = self._verbs.log_probs(state, [(r.prompt, r.prompt[1:]) for r in scoring])
+        for request, row in zip(scoring, scores, strict=True):
             count = min(request.body.prompt_logprobs_last_n or len(row), len(row))
             assert request.prompt_log_probs is not None, "made above"
             request.prompt_log_probs[-count:] = row[-count:]
@@ -240,7 +240,7 @@ class SamplingLoop:
         request.promise.resolve(body)
 
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
-        """Fail what runs: after an error the rollout has none of it."""
+        """Fail the batch: after an error the rollout has none of its requests."""
         for request in {*batch, *self._running.values()}:
             request.promise.fail(error)
         if self._running:

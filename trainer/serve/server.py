@@ -1,4 +1,4 @@
-"""A server from start to end: worker groups, the door in a thread of its own, work in this one."""
+"""Run a server: the door in its own thread, the work on the worker groups in the main thread."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 import uvicorn
 
 from trainer.serve.app import Door
-from trainer.serve.desk import Desk, check_key, started
+from trainer.serve.desk import Desk, started
 
 SWITCH_S = 0.001
-"""How long this thread may compute before the door's thread gets a turn; Python's own is 5 ms."""
+"""The main thread computes this long before the door gets a turn; Python's default is 5 ms."""
 
 
 @contextmanager
 def open_door(desk: Desk, host: str, port: int, token: str) -> Iterator[str]:
-    """Within, the desk can be reached at the address that this gives."""
+    """Context in which clients reach the desk at the URL that it returns."""
     door = Door(desk, token)
     settings = uvicorn.Config(
         door.app(), host, port, log_level="warning", lifespan="off", timeout_graceful_shutdown=2
     )
     listener = settings.bind_socket()
-    # connections inherit it: without it every small answer waits 40 ms for the client's receipt
+    # connections inherit it; without it, every small answer waits 40 ms for the client's receipt
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(settings)
 
@@ -52,7 +52,6 @@ def open_door(desk: Desk, host: str, port: int, token: str) -> Iterator[str]:
 
 def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, str]) -> None:
     """Serve until SIGINT or SIGTERM."""
-    check_key(host, token)
     sys.setswitchinterval(SWITCH_S)
     with started(config, aliases) as desk, open_door(desk, host, port, token) as url:
         for number in (signal.SIGINT, signal.SIGTERM):

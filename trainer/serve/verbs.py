@@ -1,6 +1,6 @@
-"""The server's work on the worker groups: the verbs, on the state of one model at a time.
+"""Run requests on the worker groups, for one model's state at a time.
 
-Only one thread at a time is inside `using`. The state that it names is in the actor meanwhile, so
+Only one thread at a time is inside `using`, and the actor has the state that this thread named. So
 no request can see the weights, gradients or moments of another model.
 """
 
@@ -31,12 +31,12 @@ from workers.training.states import BASE
 from workers.weights.sync import sync_weights
 
 SPILLED = "snapshots"
-"""Folder of a run with the snapshots that memory has no room for."""
+"""Folder of a run with the snapshots that do not fit into memory."""
 
 
 @dataclass
 class ServedModel:
-    """A client's model: the name of its state, what the client chose, the order of its requests."""
+    """A client's model: the name of its state, its settings, and the order of its requests."""
 
     name: str
     rank: int
@@ -45,14 +45,14 @@ class ServedModel:
     user_metadata: Facts | None = None
     num_steps: int = 0
     failure: str = ""
-    """Why the next optimizer step is not taken: a part of its gradients is missing."""
+    """The error of a `forward_backward` since the last step; the next step fails with it."""
     snapshots: list[str] = field(default_factory=list)
-    """Frozen copies in memory, the oldest first."""
+    """Names of the frozen copies in memory, the oldest first."""
     turns: Turns = field(default_factory=Turns)
     repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
     def facts(self, base_model: str) -> Facts:
-        """What a checkpoint and the run's file say of it."""
+        """Return the entries of `checkpoint.json` and `run.json` for this model."""
         return {
             "base_model": base_model,
             "rank": self.rank,
@@ -75,20 +75,20 @@ class Verbs:
 
     @contextmanager
     def using(self, state: str) -> Iterator[None]:
-        """Within, the actor has this state, and no other thread uses it."""
+        """Context in which the actor has this state, and no other thread uses the actor."""
         with self._lock:
             self.actor.use_state(state)
             yield
 
     def create(self, model: ServedModel) -> Facts:
-        """Add a model that begins like the base."""
+        """Add a model that starts as the base."""
         with self._lock:
             self.actor.add_state(model.name, model.rank, model.seed, list(model.frozen))
             self._states.add(model.name)
         return {"model_id": model.name}
 
     def drop(self, state: str) -> None:
-        """Forget a state."""
+        """Delete a state."""
         with self._lock:
             if state in self._states:
                 self.actor.drop_state(state)
@@ -98,7 +98,7 @@ class Verbs:
     def forward(
         self, model: ServedModel, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]
     ) -> bytes:
-        """Log-probs and the loss, without gradients."""
+        """Return log-probs and the loss, without gradients."""
         rows = TrainingRows.of(datums, loss, settings)
         with self.using(model.name):
             column = self.actor.forward(rows.batch, ("log_probs",)).column("log_probs")
@@ -111,7 +111,7 @@ class Verbs:
     def forward_backward(
         self, model: ServedModel, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]
     ) -> bytes:
-        """Add a loss's gradients to those of the model; a failure spoils the next step."""
+        """Add the gradients of a loss to the model's; after a failure the next step fails, too."""
         rows = TrainingRows.of(datums, loss, settings)
         counts = None
         if loss.startswith(OURS):
@@ -130,13 +130,13 @@ class Verbs:
         return training_output(rows.log_probs(result.batch.column("log_probs")), metrics)
 
     def fail_step(self, model: ServedModel, error: Exception) -> None:
-        """Note that a part of the gradients of the next step is missing."""
+        """Clear the gradients, and let the next step fail with this error."""
         model.failure = f"{error}"
         with self.using(model.name):
             self.actor.clear_gradients()
 
     def optim_step(self, model: ServedModel, settings: StepSettings) -> Facts:
-        """Take an optimizer step, unless a part of its gradients failed."""
+        """Take an optimizer step, unless a `forward_backward` before it failed."""
         with self.using(model.name):
             if model.failure:
                 failure, model.failure = model.failure, ""
@@ -173,7 +173,7 @@ class Verbs:
         self.checkpoints.write(path, step, save, config, facts, ttl)
 
     def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> Facts:
-        """Give a new model the weights of a checkpoint, and its moments if asked for."""
+        """Load the weights of a checkpoint into a new model, with moments on request."""
         facts = self.checkpoints.facts(path)
         if path.kind != "weights" and with_optimizer:
             raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
@@ -199,7 +199,7 @@ class Verbs:
                 self.actor.clear_gradients(forget_moments=True)
 
     def snapshot(self, model: ServedModel, name: str, most: int) -> None:
-        """Keep the model's weights as they are; beyond `most` in memory, older ones go to disk."""
+        """Copy the weights to a frozen state; only the newest `most` copies stay in memory."""
         with self._lock:
             self.actor.copy_state(model.name, name)
             self._states.add(name)
@@ -212,11 +212,11 @@ class Verbs:
                 self.drop(oldest)
 
     def spilled(self, model: str, snapshot: str) -> SavedPath:
-        """Return where a snapshot is that memory has no room for."""
+        """Return the path of a snapshot that is on disk."""
         return SavedPath(model, SPILLED, snapshot.rpartition(":")[2])
 
     def bring_back(self, state: str, path: SavedPath) -> None:
-        """Load a state for sampling from its checkpoint, unless it is in memory."""
+        """Load a state for sampling from its checkpoint if it is not in memory."""
         with self._lock:
             if state in self._states:
                 return
@@ -229,7 +229,7 @@ class Verbs:
                 raise
 
     def send_to_rollout(self, state: str) -> None:
-        """Bring the rollout to a state's weights, unless it has them."""
+        """Send the weights of a state to the rollout if it has others."""
         with self._lock:
             if state == self._synced:
                 return
@@ -245,7 +245,7 @@ class Verbs:
     ) -> list[Array]:
         """Return log-probs at temperature 1 for rows (tokens, targets).
 
-        Target i is the token after token i, and has a log-prob whether it is the row's or not.
+        Target i is scored as the token after token i, also if the row has another token there.
         """
         if not rows:
             return []

@@ -1,4 +1,4 @@
-"""The protocol's protobuf messages, and tensors in them as numpy arrays.
+"""Read and write the protocol's protobuf messages; tensors in them are numpy arrays.
 
     request = parse("ForwardBackwardRequest", body)
     body = training_output([log_probs_of_datum, ...], {"loss:sum": 1.5})
@@ -9,7 +9,6 @@ be imported in the same process.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -30,21 +29,21 @@ FIELD = re.compile(r"(repeated )?(\w+) (\w+) = (\d+);")
 DTYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32 = 1
 LARGEST = 2**27
-"""Entries of a sparse tensor, written out."""
+"""Most entries of a sparse tensor, zeros included."""
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
 def _messages() -> dict[str, Any]:
-    """Return the classes of `messages.proto`, which has the few forms that are read here."""
+    """Return the classes of `messages.proto`, whose syntax this function knows in part."""
     text = Path(__file__).with_name("messages.proto").read_text()
     file = descriptor_pb2.FileDescriptorProto(name="serve.proto", package="serve", syntax="proto2")
     for name, fields in MESSAGE.findall(text):
         message = file.message_type.add(name=name)
         for repeated, kind, field, number in FIELD.findall(fields):
-            own = message.field.add(name=field, number=int(number), label=3 if repeated else 1)
-            own.type = KINDS.get(kind, 11)
+            added = message.field.add(name=field, number=int(number), label=3 if repeated else 1)
+            added.type = KINDS.get(kind, 11)
             if kind not in KINDS:
-                own.type_name = f".serve.{kind}"
+                added.type_name = f".serve.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     types = pool.FindFileByName("serve.proto").message_types_by_name
@@ -52,11 +51,6 @@ def _messages() -> dict[str, Any]:
 
 
 CLASSES = _messages()
-
-
-def digest(body: bytes) -> str:
-    """Return what tells two bodies apart."""
-    return hashlib.sha256(body).hexdigest()
 
 
 def parse(name: str, body: bytes) -> Any:

@@ -20,8 +20,9 @@ from tests.trainer.serve.clients import (
     sequences,
     served,
 )
+from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
-from trainer.serve.desk import Desk, check_key
+from trainer.serve.desk import Desk
 from trainer.serve.promises import RequestError, Turns
 from verl_like.errors import ConfigError
 
