@@ -39,6 +39,8 @@ GAP_S = 120.0
 """Requests of a model wait this long for a lower `seq_id` that has not arrived."""
 SILENT_S = 1800.0
 """A session without requests for this long ends; the SDK sends a heartbeat every 10 s."""
+CLEANUP_S = 5.0
+"""Pause between two runs of the janitor."""
 LARGEST_BODY = 64 * 2**20
 NO_CANCEL = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
 CONSTANT: list[tuple[str, str, Facts]] = [
@@ -58,11 +60,11 @@ class Door:
         self._token = token
         self.sessions, self.promises = Sessions(), Promises()
 
-    def app(self) -> Starlette:
-        """The application, for an ASGI server."""
+    def table(self) -> list[tuple[str, str, Handler]]:
+        """Return method, path and handler of the routes whose body is JSON."""
         run, session = "/training_runs/{run}", "/sessions/{session_id}"
         checkpoint = run + "/checkpoints/{kind}/{name}"
-        table: list[tuple[str, str, Handler]] = [
+        return [
             ("GET", "/get_server_capabilities", self.capabilities),
             ("POST", "/create_session", self.create_session),
             ("POST", "/session_heartbeat", self.heartbeat),
@@ -88,8 +90,11 @@ class Door:
             ("DELETE", checkpoint + "/publish", self.unpublish),
             ("PUT", checkpoint + "/ttl", self.set_ttl),
         ]
+
+    def app(self) -> Starlette:
+        """Return the application, for an ASGI server."""
         routes = [self._route(method, path, _answering(facts)) for method, path, facts in CONSTANT]
-        routes += [self._route(*entry) for entry in table]
+        routes += [self._route(*entry) for entry in self.table()]
         others = {
             "/api/v1/forward_backward": self.forward_backward,
             "/api/v1/retrieve_future": self.retrieve,
@@ -151,7 +156,7 @@ class Door:
     async def janitor(self) -> None:
         """End silent sessions, fail requests after a gap, and delete expired checkpoints."""
         while True:
-            await asyncio.sleep(5.0)
+            await asyncio.sleep(CLEANUP_S)
             for opened in self.sessions.all_models():
                 opened.turns.give_up(GAP_S)
             oldest = time.monotonic() - SILENT_S

@@ -10,6 +10,7 @@ tokens. A datum with K targets per token becomes K rows, and their losses add up
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from verl_like.errors import BatchError, nearest
 from workers.roles.served import MASK, SETTINGS, client_loss
 
 TARGETS = "target_tokens"
+MOST_ENTRIES = 2**25
+"""Entries of all loss inputs of a request; a sparse tensor has more of them than bytes."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,11 @@ def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
     if not message.data:
         raise BatchError("the request has no datums.")
     spec = client_loss(loss)
-    datums = []
+    datums: list[Datum] = []
+    tensors = [entry.value for sent in message.data for entry in sent.loss_fn_inputs]
+    entries = sum(abs(math.prod(tensor.shape)) for tensor in tensors)
+    if entries > MOST_ENTRIES:
+        raise BatchError(f"{entries} entries exceed the {MOST_ENTRIES} of a request; send less.")
     for number, sent in enumerate(message.data):
         what = f"datum {number}"
         tokens = tokens_of(sent.model_input, what)

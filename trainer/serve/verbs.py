@@ -69,7 +69,8 @@ class Verbs:
         self.actor, self.rollout = groups["actor"], groups["rollout"]
         self.base_model: str = config.actor_rollout_ref.model.path
         self._lock = threading.RLock()
-        self._states = {BASE}
+        self.states = {BASE}
+        """Names of the states in the actor's memory."""
         self._synced: str | None = None
         self._version = 0
 
@@ -84,15 +85,15 @@ class Verbs:
         """Add a model that starts as the base."""
         with self._lock:
             self.actor.add_state(model.name, model.rank, model.seed, list(model.frozen))
-            self._states.add(model.name)
+            self.states.add(model.name)
         return {"model_id": model.name}
 
     def drop(self, state: str) -> None:
         """Delete a state."""
         with self._lock:
-            if state in self._states:
+            if state in self.states:
                 self.actor.drop_state(state)
-                self._states.discard(state)
+                self.states.discard(state)
                 shutil.rmtree(self.checkpoints.folder / state / SPILLED, ignore_errors=True)
 
     def forward(
@@ -178,7 +179,7 @@ class Verbs:
         if path.kind != "weights" and with_optimizer:
             raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
         with self._lock:
-            if model.name not in self._states:
+            if model.name not in self.states:
                 model.rank, model.frozen = facts["rank"], tuple(facts["frozen"])
                 self.create(model)
             self._read(model.name, model.rank, path, with_optimizer)
@@ -202,7 +203,7 @@ class Verbs:
         """Copy the weights to a frozen state; only the newest `most` copies stay in memory."""
         with self._lock:
             self.actor.copy_state(model.name, name)
-            self._states.add(name)
+            self.states.add(name)
             model.snapshots.append(name)
             while len(model.snapshots) > most:
                 oldest = model.snapshots.pop(0)
@@ -218,7 +219,7 @@ class Verbs:
     def bring_back(self, state: str, path: SavedPath) -> None:
         """Load a state for sampling from its checkpoint if it is not in memory."""
         with self._lock:
-            if state in self._states:
+            if state in self.states:
                 return
             rank = self.checkpoints.facts(path)["rank"]
             self.create(ServedModel(state, rank))

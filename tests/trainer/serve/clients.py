@@ -19,6 +19,8 @@ from trainer.serve.server import open_door
 from trainer.serve.wire import CLASSES, PROTOBUF
 
 Facts = dict[str, Any]
+TEXT = [7, 9, 11, 13, 8, 6, 21]
+ADAM = {"learning_rate": 1e-2}
 FIELDS = {"float32": (1, "<f4"), "int64": (2, "<i8")}
 
 
@@ -214,3 +216,14 @@ def prompt_log_probs(body: bytes) -> list[float]:
     message = CLASSES["SampleResponse"]()
     message.ParseFromString(body)
     return list(np.frombuffer(message.prompt_logprobs, "<f4").tolist())
+
+
+def datum(tokens: list[int] | None = None, **inputs: Any) -> tuple[list[int], dict[str, Any]]:
+    tokens = tokens or TEXT
+    return tokens[:-1], {"target_tokens": tokens[1:], **inputs}
+
+
+def of_policy(advantage: float = 1.0, **more: Any) -> tuple[list[int], dict[str, Any]]:
+    count = len(TEXT) - 1
+    numbers = {"logprobs": [-3.5] * count, "advantages": [advantage] * count}
+    return datum(**numbers, **more)

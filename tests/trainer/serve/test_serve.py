@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,14 @@ import numpy as np
 import pytest
 
 from tests.trainer.serve.clients import (
+    ADAM,
+    TEXT,
     Client,
     FailedError,
     Model,
     config_of,
+    datum,
+    of_policy,
     outputs,
     prompt_log_probs,
     sequences,
@@ -25,39 +28,6 @@ from trainer.run_folder.saved_model import find_saved_model
 from trainer.serve.desk import Desk
 from trainer.serve.promises import RequestError, Turns
 from verl_like.errors import ConfigError
-
-TEXT = [7, 9, 11, 13, 8, 6, 21]
-ADAM = {"learning_rate": 1e-2}
-
-
-def datum(tokens: list[int] | None = None, **inputs: Any) -> tuple[list[int], dict[str, Any]]:
-    tokens = tokens or TEXT
-    return tokens[:-1], {"target_tokens": tokens[1:], **inputs}
-
-
-def of_policy(advantage: float = 1.0, **more: Any) -> tuple[list[int], dict[str, Any]]:
-    count = len(TEXT) - 1
-    numbers = {"logprobs": [-3.5] * count, "advantages": [advantage] * count}
-    return datum(**numbers, **more)
-
-
-@pytest.fixture(scope="module")
-def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Desk, str]]:
-    config = config_of(tiny_dir / "model", tmp_path_factory.mktemp("saved"))
-    with served(config) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: tuple[Desk, str]) -> Iterator[Client]:
-    with Client(server[1]) as opened:
-        yield opened
-        opened.post(f"sessions/{opened.session}/finish")
-
-
-@pytest.fixture
-def model(client: Client, server: tuple[Desk, str]) -> Model:
-    return client.model(server[0].base_model)
 
 
 def test_losses_are_sums_and_gradients_add_up(model: Model) -> None:
