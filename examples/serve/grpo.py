@@ -36,11 +36,11 @@ def main() -> None:
     params = types.SamplingParams(max_tokens=16, temperature=1.0)
     for step in range(options.steps):
         sampler = trainer.save_weights_and_get_sampling_client()
-        asked = [
+        futures = [
             sampler.sample(types.ModelInput.from_ints(prompt), 8, params) for prompt in prompts
         ]
         datums, rewards = [], []
-        for prompt, future in zip(prompts, asked, strict=True):
+        for prompt, future in zip(prompts, futures, strict=True):
             group = future.result().sequences
             scores = [score(tokenizer.decode(sample.tokens)) for sample in group]
             rewards += scores

@@ -25,7 +25,7 @@ from trainer.serve.checkpoints import SavedPath, expiry
 from trainer.serve.clients import Session, Sessions
 from trainer.serve.desk import Desk
 from trainer.serve.promises import Promises, RequestError
-from trainer.serve.rows import read_datums, settings_of
+from trainer.serve.rows import loss_of, read_datums
 from trainer.serve.sampling import Sampler, SampleRequest
 from trainer.serve.verbs import ServedModel
 from trainer.serve.wire import PROTOBUF, parse
@@ -268,8 +268,7 @@ class Door:
 
         def work() -> bytes:
             try:
-                loss = self.desk.aliases.get(message.loss_fn, message.loss_fn)
-                settings = settings_of(message, loss)
+                loss, settings = loss_of(message, self.desk.aliases)
                 datums = read_datums(message, loss, self.desk.limits)
             except VerlLikeError as error:
                 if not message.forward_only:

@@ -13,18 +13,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
+from trainer import ppo
 from trainer.serve.wire import Array, tensor_of, tokens_of
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column, Ragged
 from verl_like.errors import BatchError, nearest
-from workers.roles.served import MASK, SETTINGS, client_loss
+from workers.losses.registry import POLICY_LOSSES
+from workers.roles.served import MASK, OURS, SETTINGS, client_loss
 
 TARGETS = "target_tokens"
+PRESETS = Path(ppo.__file__).with_name("algorithm")
+LOSS_KEYS = {"clip_ratio", "clip_ratio_low", "clip_ratio_high", "loss_agg_mode"}
 MOST_ENTRIES = 2**25
 """Entries of all loss inputs of a request; a sparse tensor has more of them than bytes."""
 
@@ -116,13 +123,28 @@ def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
     return datums
 
 
-def settings_of(message: Any, loss: str) -> dict[str, Any]:
-    """Return the settings of a loss, checked."""
-    settings: dict[str, Any] = {entry.key: entry.value for entry in message.loss_fn_config}
+def loss_of(message: Any, aliases: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """Return the loss of a request and its settings, checked."""
+    name: str = aliases.get(message.loss_fn, message.loss_fn)
+    loss, preset = algorithm_losses().get(name, (name, {}))
+    settings = {**preset, **{entry.key: entry.value for entry in message.loss_fn_config}}
     for entry in message.loss_fn_config_v2:
         is_text = entry.value.HasField("text")
         settings[entry.key] = entry.value.text if is_text else entry.value.number
-    return client_loss(loss).checked(loss, settings)
+    return loss, client_loss(loss).checked(loss, settings)
+
+
+@cache
+def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return loss and settings of the algorithms whose actor loss is one policy loss."""
+    losses = {}
+    for file in PRESETS.glob("*.yaml"):
+        actor = yaml.safe_load(file.read_text())["actor_rollout_ref"]["actor"]
+        loss = actor.pop("policy_loss")
+        actor.pop("ppo_mini_batch_size", None)
+        if file.stem not in POLICY_LOSSES and actor.keys() <= LOSS_KEYS:
+            losses[f"{OURS}{file.stem}"] = f"{OURS}{loss['loss_mode']}", actor
+    return losses
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,21 @@ def test_policy_losses_by_name(model: Model, loss: str, settings: dict[str, Any]
     assert all(name.count(":") == 1 for name in metrics)
 
 
+def test_an_algorithm_names_its_loss_and_settings(model: Model) -> None:
+    rows = [of_policy(1.0), of_policy(-1.0)]
+    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "loss_agg_mode": "token-mean"}
+
+    def metrics(loss: str, **settings: Any) -> dict[str, float]:
+        return outputs(model.client.result(model.backward(rows, loss, **settings)))[1]
+
+    assert metrics("verl_like:dapo") == metrics("verl_like:vanilla", **settings)
+    changed = {**settings, "clip_ratio_low": 0.9}
+    usual, wide = metrics("verl_like:dapo"), metrics("verl_like:dapo", clip_ratio_low=0.9)
+    assert wide == metrics("verl_like:vanilla", **changed) != usual
+    with pytest.raises(FailedError, match="user: no loss 'verl_like:grpo'"):
+        metrics("verl_like:grpo")  # has a KL term, which needs a reference
+
+
 def test_requests_run_by_number_in_whatever_order_they_come(
     client: Client, server: tuple[Desk, str]
 ) -> None:

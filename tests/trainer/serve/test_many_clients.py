@@ -1,0 +1,95 @@
+"""Many clients of one server: what they cost, and that they can share a pass."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch.nn import Linear
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.serve.clients import ADAM, TEXT, Client, config_of, datum, sequences, served
+from trainer.serve import sampling
+from trainer.serve.desk import Desk
+from workers.rollout.client import RolloutClient, Submission
+
+RANK, CLIENTS = 32, 16
+
+
+def bytes_of_tensors() -> int:
+    """Return the bytes of all tensors of this process; shared storages count once."""
+    gc.collect()
+    storages = {}
+    for value in gc.get_objects():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def bytes_of_adapter(model: Path) -> int:
+    """Return the bytes of float32 adapters of all linear layers but the head."""
+    layers = AutoModelForCausalLM.from_pretrained(model).named_modules()
+    linear = [layer for name, layer in layers if isinstance(layer, Linear) and name != "lm_head"]
+    return sum(4 * RANK * (layer.in_features + layer.out_features) for layer in linear)
+
+
+def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -> None:
+    adapter = bytes_of_adapter(tiny_dir / "model")
+    config = config_of(tiny_dir / "model", tmp_path, rank=RANK)
+    with served(config) as (desk, url), Client(url) as first, ExitStack() as open_clients:
+
+        def train(client: Client, number: int) -> None:
+            model = client.model(desk.base_model, number, rank=RANK)
+            client.result(model.backward([datum()]))
+            client.result(model.step(**ADAM))
+
+        train(first, 0)
+        before = bytes_of_tensors()
+        clients = [open_clients.enter_context(Client(url)) for _ in range(CLIENTS)]
+        for client in clients:
+            client.model(desk.base_model, rank=RANK)
+        assert bytes_of_tensors() - before == CLIENTS * adapter
+        for client in clients:
+            client.post(f"sessions/{client.session}/finish")
+        train(first, 1)  # after the deletion of the others' states
+        trained = bytes_of_tensors() - before
+        # weights, two moments, and a count of steps per tensor
+        assert 3 * adapter <= trained < 3.01 * adapter
+
+
+def test_requests_of_several_clients_share_a_batch(
+    client: Client, server: tuple[Desk, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, url = server
+    batches: list[int] = []
+
+    class Spy(RolloutClient):
+        def submit(self, *submissions: Submission) -> None:
+            batches.append(len(submissions))
+            super().submit(*submissions)
+
+    def draw(session: Client) -> list[Any]:
+        sampler = session.sampler(base_model=desk.base_model)
+        return [session.sample(sampler, number, TEXT, num_samples=2) for number in (1, 2)]
+
+    def results(session: Client, promises: list[Any]) -> list[Any]:
+        return [sequences(session.result(promise)) for promise in promises]
+
+    alone = results(client, draw(client))
+    monkeypatch.setattr(sampling, "RolloutClient", Spy)
+    monkeypatch.setattr(desk.sampling, "_client", Spy(desk.verbs.rollout))
+    with Client(url) as second, Client(url) as third:
+        release = threading.Event()
+        desk.work(Mock(), lambda: {"released": release.wait()})
+        promises = [(session, draw(session)) for session in (second, third)]
+        release.set()
+        for session, of_session in promises:
+            assert results(session, of_session) == alone
+    assert batches == [4]
