@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from trainer import ppo
 from trainer.serve.wire import Array, tensor_of, tokens_of
@@ -139,7 +139,7 @@ def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return loss and settings of the algorithms whose actor loss is one policy loss."""
     losses = {}
     for file in PRESETS.glob("*.yaml"):
-        actor = yaml.safe_load(file.read_text())["actor_rollout_ref"]["actor"]
+        actor: Any = OmegaConf.to_container(OmegaConf.load(file).actor_rollout_ref.actor)
         loss = actor.pop("policy_loss")
         actor.pop("ppo_mini_batch_size", None)
         if file.stem not in POLICY_LOSSES and actor.keys() <= LOSS_KEYS:

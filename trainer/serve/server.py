@@ -19,6 +19,8 @@ from trainer.serve.desk import Desk, started
 
 SWITCH_S = 0.001
 """The main thread computes this long before the door gets a turn; Python's default is 5 ms."""
+KEEP_ALIVE_S = 75
+"""Time that an idle connection stays open; longer than the pauses between a client's requests."""
 
 
 @contextmanager
@@ -26,7 +28,13 @@ def open_door(desk: Desk, host: str, port: int, token: str) -> Iterator[str]:
     """Context in which clients reach the desk at the URL that it returns."""
     door = Door(desk, token)
     settings = uvicorn.Config(
-        door.app(), host, port, log_level="warning", lifespan="off", timeout_graceful_shutdown=2
+        door.app(),
+        host,
+        port,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     listener = settings.bind_socket()
     # connections inherit it; without it, every small answer waits 40 ms for the client's receipt
