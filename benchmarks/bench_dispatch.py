@@ -82,7 +82,7 @@ def _meshes(rank: int) -> dict[str, tuple[int, bool]]:
 def make_batch(num_rows: int) -> DataProto:
     """Ragged columns of full rows, and strings beside them."""
     rows = [torch.arange(WIDTH)] * num_rows
-    columns: dict[str, Any] = {name: Ragged.of_rows(rows, WIDTH) for name in COLUMNS}
+    columns: dict[str, Any] = {name: Ragged.from_rows(rows, WIDTH) for name in COLUMNS}
     uids = [f"{row}-0" for row in range(num_rows)]
     return DataProto.from_dict(columns, non_tensors={"uid": uids})
 

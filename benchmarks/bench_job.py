@@ -35,7 +35,7 @@ from trainer.report.tokens import DRAWN
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
-from verl_like.terminal import outlive_the_reader
+from verl_like.terminal import survive_broken_pipes
 
 STEPS = 6
 """Default number of steps: one warms up, and five count."""
@@ -49,7 +49,7 @@ def job(arguments: Sequence[str]) -> None:
     options = _options([each for each in arguments if each not in settings])
     length = STEPS if options.steps is None else options.steps
     check_steps(length)
-    outlive_the_reader()
+    survive_broken_pipes()
     given = [
         "trainer.save_final=false",
         "trainer.max_restarts=0",

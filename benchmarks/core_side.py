@@ -94,7 +94,7 @@ def seconds_of_padded_echo(side: str, api: SimpleNamespace, group: Any) -> float
         from verl_like.batch.ragged import Ragged
 
         first = next(iter(base.values()))
-        spans = Ragged.of_rectangle(first, lengths)
+        spans = Ragged.from_rectangle(first, lengths)
         base = {name: spans.like(column) for name, column in base.items()}
 
     def make(turn: int) -> Any:

@@ -17,7 +17,7 @@ from trainer.loop import Trainer
 from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError
-from verl_like.files import what_blocks
+from verl_like.files import blocking_path
 
 ALL_FOUND = "Nothing is wrong that shows before a process starts."
 
@@ -51,7 +51,7 @@ def _check_machines(config: RunConfig) -> None:
 
 def _check_folder(name: str) -> None:
     """Raise if the run folder cannot be written, without creating it."""
-    blocks = what_blocks(Path(name))
+    blocks = blocking_path(Path(name))
     if blocks is not None:
         raise ConfigError(
             f"trainer.default_local_dir={name} cannot be written: {blocks} is no folder that this "

@@ -23,7 +23,7 @@ from trainer.groups.nodes import plan_on
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.loop import Loop, Trainer
-from trainer.memory import axes_in_words, held_model
+from trainer.memory import describe_axes, held_model
 from trainer.record import Run
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, bring_back
@@ -37,7 +37,7 @@ from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
 from verl_like.placement.roles import expand_roles
-from verl_like.process.sandbox import refuse_runs_inside
+from verl_like.process.sandbox import reject_nested_run
 from verl_like.registry import load_object
 from verl_like.signatures import check_methods
 from verl_like.terminal import fit, terminal_width
@@ -116,7 +116,7 @@ def _checked_class(
     config: RunConfig, trainer_cls: type[Trainer] | None, callbacks: Sequence[object]
 ) -> type[Trainer]:
     """Return the trainer's class, after the checks that need no data."""
-    refuse_runs_inside()
+    reject_nested_run()
     trainer_cls = trainer_cls or trainer_class(config)
     check_trainer(trainer_cls)
     trainer_cls.check_code(config, callbacks)
@@ -221,7 +221,7 @@ def plan_in_words(
     """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
     roles = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
-    axes = axes_in_words(
+    axes = describe_axes(
         config, {role: model for role, model in roles.items() if model is not None}
     )
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]

@@ -31,7 +31,7 @@ from trainer.run_folder.tracking import Tracking, make_tracking
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.errors import WorkerDiedError
-from verl_like.process.garbage import old_objects_kept
+from verl_like.process.garbage import ignore_old_objects
 from workers.columns import select_reads
 
 Result = TypeVar("Result")
@@ -286,7 +286,7 @@ class Loop:
             timeline = Timeline(record.folder / "timeline.json", resumes, trainer.stages)
             try:
                 self.start(tracking, timeline)
-                with record.stop.held(), old_objects_kept():
+                with record.stop.held(), ignore_old_objects():
                     reached = ""
                     while not reached and record.step < trainer.total_steps:
                         if record.stop.received and trainer.can_save:

@@ -37,7 +37,7 @@ def held_model(config: RunConfig, role: str) -> HeldModel | None:
     return declares(config, config.kind_of(role)) if declares is not None else None
 
 
-def axes_in_words(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[str, str]:
+def describe_axes(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[str, str]:
     """Describe the axes of every role whose ranks have several."""
     pools = expand_roles(config.role_mapping)
     words = {

@@ -36,7 +36,7 @@ from trainer.config.show import annotated_yaml
 from trainer.multirun import run_jobs
 from verl_like.errors import ConfigError
 from verl_like.process.environment import OWN_PROCESS
-from verl_like.terminal import end_with_the_reader, outlive_the_reader, printable
+from verl_like.terminal import exit_on_broken_pipe, printable, survive_broken_pipes
 from workers.cpu.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ def run_command(
         elif options.config_name or options.config_path:
             settings = [*_settings_of_configuration(recipe, options), *settings]
         if options.cfg:
-            end_with_the_reader()
+            exit_on_broken_pipe()
             _show(recipe, [*given, *settings], options)
             return
-        outlive_the_reader()
+        survive_broken_pipes()
         jobs = jobs_of(settings) if options.multirun else []
         for job in jobs:
             known_settings(job, recipe)  # rejects a mistyped key before the first job

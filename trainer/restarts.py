@@ -242,7 +242,7 @@ def wait_for_room(
         try:
             return start()
         except NoRoomError as error:
-            if clock.over():
+            if clock.is_over():
                 raise NoRoomError(
                     f"{error} After {clock.age_s:.0f} s without another node "
                     f"(timeouts.placement_s={limit_s:g}) the run ends. Bring the node back, or "

@@ -102,7 +102,7 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint's files differ from those that were written."""
 
 
-def cannot_travel(why: object) -> str:
+def pickling_message(why: object) -> str:
     """Return the message for a call whose arguments or result cannot be pickled or unpickled."""
     return f"arguments or result cannot travel between processes: {why}"
 

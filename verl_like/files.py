@@ -42,7 +42,7 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def what_blocks(folder: Path) -> Path | None:
+def blocking_path(folder: Path) -> Path | None:
     """Return the path that prevents writing into a folder, or None; the folder may not exist yet.
 
     It is the nearest existing part of the folder's path, if that is not a folder or not writable.
@@ -61,7 +61,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(part: Path, folder: Path) -> None:
+def replace_folder(part: Path, folder: Path) -> None:
     """Rename a finished folder to its final name, and only then remove an older folder there."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
@@ -96,18 +96,18 @@ def file_fault(path: Path, facts: dict[str, int], reads: bool = True) -> str:
     return f"has a crc32 of {actual['crc32']:08x}, was written with {facts['crc32']:08x}"
 
 
-def refuse_other_form(found: Mapping[str, Any], form: Mapping[str, type]) -> None:
-    """Raise ValueError unless `found` has a value of its type for every name of `form`.
+def check_form(facts: Mapping[str, Any], form: Mapping[str, type]) -> None:
+    """Raise ValueError unless `facts` has a value of its type for every name of `form`.
 
     A value `files` must also consist of fingerprints.
     """
     for name, kind in form.items():
-        if type(found.get(name)) is not kind:
-            raise ValueError(f"{name} is {found.get(name)!r:.40}, not of type {kind.__name__}")
-    refuse_other_facts(found.get("files"))
+        if type(facts.get(name)) is not kind:
+            raise ValueError(f"{name} is {facts.get(name)!r:.40}, not of type {kind.__name__}")
+    check_fingerprints(facts.get("files"))
 
 
-def refuse_other_facts(files: Any) -> None:
+def check_fingerprints(files: Any) -> None:
     """Raise ValueError unless `files` maps names of files below the folder to fingerprints."""
     if not isinstance(files, dict):
         raise ValueError(f"files is {files!r:.40}, not an object of fingerprints by name")
@@ -131,7 +131,7 @@ def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = Non
     """
     encode = json.JSONEncoder(ensure_ascii=False, default=default).encode
     text = "".join(f"{encode(value)}\n" for value in values)
-    return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return ESCAPED.sub(lambda facts: f"\\u{ord(facts[0]):04x}", text)
 
 
 def lines_of(path: Path) -> Iterator[str]:

@@ -49,7 +49,7 @@ def masked(tree: Any) -> Any:
     return tree
 
 
-def learn_secrets(tree: Any) -> None:
+def add_secrets(tree: Any) -> None:
     """Add the secrets in a tree to those that `mask_text` masks."""
     masked(tree)
 
@@ -62,7 +62,7 @@ def _masked_value(name: str, value: Any) -> Any:
     return MASK
 
 
-def show_by_name(value: str, name: str) -> None:
+def mask_with_name(value: str, name: str) -> None:
     """Have `mask_text` replace this value by the name, because a configuration read it."""
     if len(value) >= SHORTEST_NAMED:
         _by_name()[value] = name

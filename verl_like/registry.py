@@ -61,7 +61,7 @@ class Registry(Mapping[str, T]):
         """Return a decorator that registers an object under its name and aliases."""
 
         def enter(entry: T) -> T:
-            self._refuse_unfit(entry, name)
+            self._reject_unfit(entry, name)
             for key in (name, *aliases):
                 if key in self._entries:
                     raise ConfigError(
@@ -83,10 +83,10 @@ class Registry(Mapping[str, T]):
                 f"your own by its path (module.name or file.py:name).{nearest(name, self._entries)}"
             )
         loaded: T = _imported(name, f"{self.kind} {name!r}")
-        self._refuse_unfit(loaded, name)
+        self._reject_unfit(loaded, name)
         return loaded
 
-    def _refuse_unfit(self, entry: T, name: str) -> None:
+    def _reject_unfit(self, entry: T, name: str) -> None:
         is_built_in_elsewhere = entry == name  # another module defines the entry of this name
         if self._check is not None and not is_built_in_elsewhere:
             self._check(entry, f"{self.kind} {name!r}")
@@ -104,9 +104,9 @@ class Registry(Mapping[str, T]):
         return f"Registry({self.kind!r}: {self._entries!r})"
 
 
-def load_object(path: str, what: str) -> Any:
-    """Return the object at a path of the module docstring's forms; `what` is the setting's name."""
-    return _imported(path, f"{what}={path}")
+def load_object(path: str, setting: str) -> Any:
+    """Return the object at a path of the module docstring's forms; `setting` is named in errors."""
+    return _imported(path, f"{setting}={path}")
 
 
 def load_from(path: str, name: str, path_key: str, name_key: str) -> Any:

@@ -60,7 +60,7 @@ def check_by_name(function: Any, subject: str) -> None:
     check_call(
         function,
         subject,
-        Call(by_name=[parameter.name for parameter in names if is_asked(parameter)]),
+        Call(by_name=[parameter.name for parameter in names if is_required(parameter)]),
     )
 
 
@@ -96,7 +96,7 @@ def call_of(method: Any) -> Call:
     if signature is None:
         return Call()
     bound = 0 if isinstance(method, staticmethod) else 1
-    needed = [parameter for parameter in signature.parameters.values() if is_asked(parameter)]
+    needed = [parameter for parameter in signature.parameters.values() if is_required(parameter)]
     by_position = [
         parameter.name for parameter in needed if parameter.kind is not parameter.KEYWORD_ONLY
     ]
@@ -132,7 +132,7 @@ def _methods_beyond(cls: type, base: type) -> list[str]:
     return names
 
 
-def is_asked(parameter: inspect.Parameter) -> bool:
+def is_required(parameter: inspect.Parameter) -> bool:
     """Return whether a call must pass this parameter."""
     takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and not takes_many

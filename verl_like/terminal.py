@@ -25,12 +25,12 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that move the cursor, change colors or end lines, except tab and newline."""
 
 
-def end_with_the_reader() -> None:
+def exit_on_broken_pipe() -> None:
     """End this process silently when the reader of its output is gone (`| head`)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def outlive_the_reader() -> None:
+def survive_broken_pipes() -> None:
     """Make prints of this process safe: output that its console cannot take or show is dropped.
 
     A standard stream that others have replaced stays.
@@ -52,10 +52,10 @@ def outlive_the_reader() -> None:
 
 
 @contextmanager
-def outliving_the_reader() -> Iterator[None]:
-    """Apply `outlive_the_reader` inside the block, and restore the streams after it."""
+def surviving_broken_pipes() -> Iterator[None]:
+    """Apply `survive_broken_pipes` inside the block, and restore the streams after it."""
     before = sys.stdin, sys.stdout, sys.stderr
-    outlive_the_reader()
+    survive_broken_pipes()
     try:
         yield
     finally:
@@ -73,10 +73,10 @@ class _Console(io.FileIO):
             return size
 
 
-def print_or_end(text: str) -> None:
+def print_or_exit(text: str) -> None:
     """Print the text at once, and end silently if its reader is gone.
 
-    Unlike `end_with_the_reader`, this suits a process with other pipes that may also break.
+    Unlike `exit_on_broken_pipe`, this suits a process with other pipes that may also break.
     """
     try:
         print(text, flush=True)

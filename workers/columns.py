@@ -202,7 +202,7 @@ def player_uid(uid: str, player: str) -> str:
     return f"{uid}:{player}" if player else uid
 
 
-def game_of(uid: str) -> tuple[str, str]:
+def split_player_uid(uid: str) -> tuple[str, str]:
     """Split a player's uid into the prompt's uid and the player."""
     game, _, player = uid.partition(":")
     return game, player
@@ -229,10 +229,10 @@ def _missing(name: str, present: set[str]) -> str:
 
 def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
     """Return a rectangle [rows, R] in the format of the batch's responses: ragged, or unchanged."""
-    return held_as(batch.column("response_mask"), rectangle)
+    return format_like(batch.column("response_mask"), rectangle)
 
 
-def held_as(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
+def format_like(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
     """Return a rectangle in the format of a column with the same shape."""
     return column.like(rectangle) if isinstance(column, Ragged) else rectangle
 
@@ -281,7 +281,7 @@ def has_column(batch: DataProto, name: str) -> bool:
     return name in batch.columns
 
 
-def drawn_from(columns: Any) -> str:
+def sampled_log_probs_column(columns: Any) -> str:
     """Return the log-prob column of the distribution that the tokens were sampled from."""
     truncated = "rollout_truncated_log_probs"
     return truncated if truncated in columns.keys() else "rollout_log_probs"

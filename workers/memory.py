@@ -37,7 +37,7 @@ from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import Sharding, axes_key, dims_of, is_one_unit, settle
 from workers.training.file_copies import LEAST_BYTES
-from workers.training.lm_head import positions_at_once
+from workers.training.lm_head import positions_per_chunk
 
 if TYPE_CHECKING:
     from workers.config import ActorRolloutRefConfig
@@ -371,7 +371,7 @@ def _positions_at_once(
     folder: Path, _text: str, reads: int, may_chunk: bool, num_words: int, device_type: str
 ) -> int:
     # the text of config.json is a parameter so that a changed file is read again
-    return positions_at_once(shared_hf_config(folder), reads, may_chunk, num_words, device_type)
+    return positions_per_chunk(shared_hf_config(folder), reads, may_chunk, num_words, device_type)
 
 
 def hf_config_of(model: ModelConfig) -> Any:

@@ -14,7 +14,7 @@ from trainer.ppo.stages import PPOTrainer
 from trainer.record import Metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.columns import read_columns, write_columns
-from workers.rewards.weighted import at_last_token
+from workers.rewards.weighted import place_at_last_token
 
 
 class RecordingTrainer(PPOTrainer):
@@ -60,6 +60,8 @@ class VerifiedTrainer(PPOTrainer):
         batch, metrics = super().score(batch)
         points = verified.get().batch["even"]
         read = read_columns(batch, "token_level_scores", "response_mask")
-        scores = read["token_level_scores"] + at_last_token(points, read["response_mask"].bool())
+        scores = read["token_level_scores"] + place_at_last_token(
+            points, read["response_mask"].bool()
+        )
         write_columns(batch, token_level_scores=scores)
         return batch, metrics | {"verifier/mean": float(torch.mean(points))}

@@ -65,8 +65,8 @@ def test_a_run_folder_that_a_node_does_not_see_is_refused_by_the_nodes_name(
     nodes = cluster_nodes()
     shared_folder.require_shared_folder(tmp_path, nodes)
     assert list(tmp_path.iterdir()) == []
-    assert len(shared_folder.nodes_without(tmp_path / "not there", nodes)) == 1
-    monkeypatch.setattr(shared_folder, "nodes_without", lambda path, nodes: ["10.0.0.7 (abc)"])
+    assert len(shared_folder.nodes_without_path(tmp_path / "not there", nodes)) == 1
+    monkeypatch.setattr(shared_folder, "nodes_without_path", lambda path, nodes: ["10.0.0.7 (abc)"])
     with pytest.raises(
         PlacementError, match=r"default_local_dir=.* is not seen on 10\.0\.0\.7 \(abc\)"
     ):

@@ -57,8 +57,8 @@ def test_a_table_that_does_not_fit_becomes_paragraphs() -> None:
 
 PRINTS = """
 import os, sys
-from verl_like.terminal import outlive_the_reader
-outlive_the_reader()
+from verl_like.terminal import survive_broken_pipes
+survive_broken_pipes()
 with open(sys.argv[1], "w") as file:
     print("\u2016" * 100_000, flush=True)
     print("\u2016", file=sys.stderr)

@@ -28,7 +28,7 @@ from verl_like import (
     gather,
 )
 from verl_like.backends.ray import cluster_nodes, connect
-from verl_like.backends.ray.cluster import why_gone
+from verl_like.backends.ray.cluster import node_failure_cause
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, WorkerDiedError
 
@@ -108,7 +108,7 @@ def main(log_dir: str) -> None:
     except WorkerDiedError as error:
         facts["died"] = "\n".join([str(error), *getattr(error, "__notes__", [])])
     facts["seconds"] = time.monotonic() - began
-    facts["why_gone"] = [why_gone(node) for node in nodes]
+    facts["node_failure_cause"] = [node_failure_cause(node) for node in nodes]
     fused.shutdown()
     facts |= take_all_memory(cluster, log_dir)
     tell(facts)

@@ -30,9 +30,9 @@ from trainer.run_folder.marker import committed, read_marker
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
 from verl_like.files import make_private
-from verl_like.process.sandbox import refuse_runs_inside
+from verl_like.process.sandbox import reject_nested_run
 from verl_like.registry import load_object
-from verl_like.terminal import outliving_the_reader
+from verl_like.terminal import surviving_broken_pipes
 
 FOLDER_KEY = "trainer.default_local_dir"
 LAST_STEP_ONLY = 10**9
@@ -65,7 +65,7 @@ class PythonRun:
         keys: Mapping[str, Any],
     ) -> None:
         """`data` has rows or file names, by their key (data.train_files)."""
-        refuse_runs_inside()
+        reject_nested_run()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)
@@ -172,7 +172,7 @@ class PythonRun:
 
     def run_with(self, length: dict[str, int]) -> RunResult:
         """Run to the end that this setting sets."""
-        with outliving_the_reader():
+        with surviving_broken_pipes():
             return run(self._config(length), callbacks=self.callbacks)
 
     def _config(self, length: Mapping[str, int]) -> RunConfig:

@@ -31,7 +31,7 @@ from trainer.ppo.metrics import speed
 from trainer.ppo.sample import number_rows
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Call, Metrics, Run
-from trainer.report.async_training import log_in_words
+from trainer.report.async_training import describe_log
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
@@ -219,7 +219,7 @@ class AsyncTrainer(PPOTrainer):
             generator.wait_for_end(max(until - time.monotonic(), 0.0))
         self.buffer.check()
         log = self.buffer.log.state_dict()
-        print(log_in_words(log), flush=True)
+        print(describe_log(log), flush=True)
         facts = {"ledger": log, "activity": self.activity.seconds()}
         write_whole(self.run.folder / "async.json", json.dumps(facts))
 

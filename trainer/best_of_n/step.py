@@ -23,7 +23,7 @@ from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, CheckpointError, ConfigError
-from verl_like.files import what_blocks
+from verl_like.files import blocking_path
 from workers.columns import read_columns
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def _file_of(config: BestOfNConfig) -> Path:
 
 def _check_folder_of(file: str) -> None:
     """Reject a file that cannot be written at the end; its folder is created then."""
-    blocks = what_blocks(Path(file).parent)
+    blocks = blocking_path(Path(file).parent)
     if blocks is not None:
         raise ConfigError(
             f"selection.file={file}: no file can be written in {Path(file).parent}: {blocks} is no "

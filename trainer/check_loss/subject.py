@@ -24,7 +24,7 @@ from trainer.ppo.config import AlgorithmConfig
 from trainer.preference.recipe import PreferenceConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_object
-from verl_like.signatures import in_words, is_asked, signature_of
+from verl_like.signatures import in_words, is_required, signature_of
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.aggregate import Denominators
 from workers.losses.lm import compute_lm_loss
@@ -218,9 +218,9 @@ def _fit(
     filled, missing = dict[str, str](), list[str]()
     for name, parameter in signature.parameters.items():
         key = _canonical(name, columns)
-        if key in offered or (is_asked(parameter) and key in vars(KINDS[kind].section())):
+        if key in offered or (is_required(parameter) and key in vars(KINDS[kind].section())):
             filled[name] = key
-        elif is_asked(parameter):
+        elif is_required(parameter):
             missing.append(name)
     return filled, missing + [*variables][: not {*variables} & {*filled.values()}]
 

@@ -35,7 +35,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.launch import check, nominal_placement, plan_in_words, trainer_class
-from trainer.memory import axes_in_words
+from trainer.memory import describe_axes
 from trainer.planner.prediction import measured_phases, prediction_line
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
@@ -106,7 +106,7 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
     num_roles = Counter(expand_roles(config.role_mapping).values())
     shared = [pool for pool, count in num_roles.items() if count > 1]
 
-    axes = axes_in_words(config, models_of(config, without_users=True))
+    axes = describe_axes(config, models_of(config, without_users=True))
     lines = nominal_placement(config).draw(max_columns, axes).splitlines()
     pools = config.resource_pool_spec.items()
     if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from trainer.cli import network
 from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
-from verl_like.terminal import fit, print_or_end, terminal_width
+from verl_like.terminal import fit, print_or_exit, terminal_width
 from workers.cpu.allocator import settings_of_user
 
 if TYPE_CHECKING:
@@ -288,10 +288,12 @@ def show(items: Iterable[Finding]) -> None:
     """Print every finding as it comes; exit with 1 if a required item fails."""
     failed = 0
     for finding in items:
-        print_or_end(fit(str(finding), terminal_width(), "      "))
+        print_or_exit(fit(str(finding), terminal_width(), "      "))
         failed += bool(finding.mend) and not finding.is_optional
     passed = "all that a run needs works"
-    print_or_end(f"{failed} of these fail; each line ends with what fixes it" if failed else passed)
+    print_or_exit(
+        f"{failed} of these fail; each line ends with what fixes it" if failed else passed
+    )
     sys.exit(bool(failed))
 
 

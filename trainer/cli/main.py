@@ -32,7 +32,7 @@ import os
 import sys
 from pathlib import Path
 
-from verl_like.terminal import end_with_the_reader, fit, printable, terminal_width
+from verl_like.terminal import exit_on_broken_pipe, fit, printable, terminal_width
 
 RECIPES = {
     "ppo": "trainer.ppo.recipe.PPO",
@@ -76,7 +76,7 @@ def main() -> None:
         print(f"notice: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
         command, arguments = meant[0], [*meant[1:], *arguments]
     if only_prints(command, arguments):
-        end_with_the_reader()
+        exit_on_broken_pipe()
     if command == "help":
         command, arguments = "--help", arguments
     if command == "--help" and arguments[:1] and arguments[0] in COMMANDS:
@@ -124,11 +124,11 @@ def help_of(command: str) -> str:
 def _run(command: str, arguments: list[str]) -> None:
     """Run a command; one of our errors ends it with one line."""
     from verl_like.errors import VerlLikeError
-    from verl_like.process.garbage import no_collection
+    from verl_like.process.garbage import pause_collection
     from verl_like.registry import load_object
 
     try:
-        with no_collection():
+        with pause_collection():
             target = load_object(COMMANDS[command], command)
         if command in RECIPES:
             from trainer.recipe_command import run_command

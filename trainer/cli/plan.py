@@ -43,7 +43,7 @@ from trainer.planner.words import MOST_GPUS, plan_text
 from trainer.rows.preflight import longest_row
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import parse_json
-from verl_like.process.garbage import no_collection
+from verl_like.process.garbage import pause_collection
 from verl_like.registry import load_object
 from verl_like.terminal import terminal_width
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.freeze()  # the process ends: Python's last collection would take a second
 
 
-@no_collection()
+@pause_collection()
 def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
     """Return the plan for these arguments."""
     return plan_text(job_of(arguments), max_columns)

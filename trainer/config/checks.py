@@ -123,9 +123,9 @@ def check_checkpoint_of(config: RunConfig, role: str, held: HeldModel) -> None:
         return  # a folder that a run resumes from by itself has the same settings
     folder = Path(trainer.resume_from_path).resolve() / role
     if (folder / "shards").is_dir():
-        from workers.training.checkpoint_export import refuse_if_of_other_model  # with torch
+        from workers.training.checkpoint_export import check_checkpoint_model  # with torch
 
-        refuse_if_of_other_model(folder, held.model, held.head)
+        check_checkpoint_model(folder, held.model, held.head)
 
 
 def check_passes(

@@ -52,7 +52,7 @@ from trainer.config.settings import (
 from trainer.config.settle import settle
 from trainer.config.unused_keys import keys_left_out
 from verl_like.errors import ConfigError, nearest
-from verl_like.masking import show_by_name
+from verl_like.masking import mask_with_name
 from workers.config import EnvironmentConfig
 
 C = TypeVar("C", bound=RunConfig)
@@ -71,7 +71,7 @@ def _required(key: str, what: str) -> str:
 def _environment(name: str, *default: str | None) -> str | None:
     """Resolve `oc.env` as OmegaConf does; messages show the variable's name, not its value."""
     if name in os.environ:
-        show_by_name(os.environ[name], f"${{oc.env:{name}}}")
+        mask_with_name(os.environ[name], f"${{oc.env:{name}}}")
     value: str | None = oc.env(name, *default)
     return value
 

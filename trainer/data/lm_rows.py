@@ -221,12 +221,12 @@ def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Ragged]:
     tokens = [torch.tensor(row.ids, dtype=torch.int64) for row in rows]
     in_loss = [torch.tensor(row.in_loss, dtype=torch.int64) for row in rows]
     width = max(map(len, tokens))
-    ids = Ragged.of_rows(tokens, width, fill=pad_token_id)
+    ids = Ragged.from_rows(tokens, width, fill=pad_token_id)
     positions = torch.cat([torch.arange(len(row)) for row in tokens])
     return {
         "input_ids": ids,
         "attention_mask": ids.with_values(torch.ones_like(positions)),
         "position_ids": ids.with_values(positions),
-        "responses": Ragged.of_rows([row[1:] for row in tokens], width - 1, fill=pad_token_id),
-        "response_mask": Ragged.of_rows([row[1:] for row in in_loss], width - 1),
+        "responses": Ragged.from_rows([row[1:] for row in tokens], width - 1, fill=pad_token_id),
+        "response_mask": Ragged.from_rows([row[1:] for row in in_loss], width - 1),
     }

@@ -165,7 +165,7 @@ class PromptSet:
         """Return the chosen rows, with uids of that epoch."""
         tokens = [torch.tensor(self._tokens(row), dtype=torch.int64) for row in chosen]
         width, pad = self._config.max_prompt_length, self._tokenizer.pad_token_id
-        input_ids = Ragged.of_rows(tokens, width, at_end=True, fill=pad)
+        input_ids = Ragged.from_rows(tokens, width, at_end=True, fill=pad)
         positions = torch.cat([torch.arange(len(row)) for row in tokens])
         rows = [self._table.row(row) for row in chosen]
         others = [{name: row.get(name) for name in self.columns} for row in rows]

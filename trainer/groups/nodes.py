@@ -55,11 +55,11 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[Node]:
 
 def living_nodes(config: RunConfig) -> list[Node]:
     """Return the nodes of the Ray cluster that answer; Ray notices a dead node only after 30 s."""
-    from verl_like.backends.ray.cluster import cluster_nodes, why_gone
+    from verl_like.backends.ray.cluster import cluster_nodes, node_failure_cause
 
     has_gpus = _device_of_nodes(config) != "cpu"
     nodes = cluster_nodes(config.trainer.n_gpus_per_node, use_gpu=has_gpus)
-    return [node for node in nodes if why_gone(node.key) is None]
+    return [node for node in nodes if node_failure_cause(node.key) is None]
 
 
 def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Placement:
@@ -70,9 +70,9 @@ def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Pl
     """
     if config.trainer.backend != "ray":
         return placement
-    from verl_like.backends.ray.cluster import why_gone
+    from verl_like.backends.ray.cluster import node_failure_cause
 
-    if not any(why_gone(node.key) for node in placement.pools[pool].nodes):
+    if not any(node_failure_cause(node.key) for node in placement.pools[pool].nodes):
         return placement
     nodes = living_nodes(config)
     try:

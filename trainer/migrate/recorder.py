@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import MARK, Sandbox, isolate_network, keep_to
+from verl_like.process.sandbox import MARK, Sandbox, isolate_network, restrict_writes
 from verl_like.process.supervisor import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
@@ -129,7 +129,7 @@ def run(script: Script) -> Recording:
 
     def act() -> None:
         try:
-            keep_to(scratch, os.devnull)
+            restrict_writes(scratch, os.devnull)
         except ConfigError as err:
             os.write(2, f"{no_sandbox}{err}".encode())
             return

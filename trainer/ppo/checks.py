@@ -32,7 +32,7 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.agents.host import Kind
 from workers.config import critic_optim, is_actors_module
-from workers.config.conditions import has_teacher, teacher_is_alone
+from workers.config.conditions import has_only_teacher, has_teacher
 from workers.config.passes import tokens_per_pass
 from workers.losses.correction import RolloutCorrection
 from workers.losses.correction_bounds import SECTION
@@ -168,7 +168,7 @@ def _of_teacher(config: PPOConfig) -> Iterator[str]:
             "distillation compares the teacher with the trainer's own log-probs before the update, "
             "and algorithm.rollout_correction.bypass_mode=true computes none. Leave it out."
         )
-    if not teacher_is_alone(config):
+    if not has_only_teacher(config):
         return
     act_on_rewards = {
         "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,

@@ -21,10 +21,10 @@ from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.placement.roles import expand_roles
-from verl_like.signatures import is_asked
+from verl_like.signatures import is_required
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards
-from workers.config.conditions import teacher_is_alone
+from workers.config.conditions import has_only_teacher
 from workers.rollout.sample import CUT_BY_LENGTH
 
 GDPO_KEY = "algorithm.gdpo_reward_keys"
@@ -53,7 +53,7 @@ def columns_read(adv_estimator: str) -> tuple[str, ...]:
             columns.append("uid")
         elif parameter.name == "named_rewards":
             columns.append("token_level_scores")
-        elif is_asked(parameter) and parameter.name not in SETTINGS:
+        elif is_required(parameter) and parameter.name not in SETTINGS:
             columns.append(parameter.name)
     return tuple(columns)
 
@@ -70,7 +70,7 @@ def check_columns(config: PPOConfig) -> None:
     """
     name = config.algorithm.adv_estimator
     has_user_workers = any(not path.startswith("workers.") for path in config.role_workers.values())
-    if has_user_workers or teacher_is_alone(config):  # and then no advantages are estimated
+    if has_user_workers or has_only_teacher(config):  # and then no advantages are estimated
         return
     roles = expand_roles(config.role_mapping)
     models = [rm_column(role) for role in model_rewards(config)]
@@ -114,7 +114,7 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
             arguments[name] = batch.non_tensor_batch["uid"]
         elif name in SETTINGS:
             arguments[name] = _setting(name, batch, getattr(algorithm, SETTINGS[name]))
-        elif is_asked(parameter):
+        elif is_required(parameter):
             arguments |= read_columns(batch, name)
 
     check_finite(batch, arguments)

@@ -29,7 +29,7 @@ from trainer.ppo.config import KLControlConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places, masked_mean
 from workers.columns import read_columns, write_columns
-from workers.config.conditions import has_teacher, teacher_is_alone
+from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses import kl as kl_estimators
 
 Metrics = dict[str, float]
@@ -68,7 +68,7 @@ class Estimation:
         of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
         reads = ("token_level_scores", *of_kl)
         parts = [Part("token rewards", reads, ("token_level_rewards",), self.token_rewards)]
-        from_rewards = not teacher_is_alone(config)
+        from_rewards = not has_only_teacher(config)
         if from_rewards:
             estimator = algorithm.adv_estimator
             parts.append(Part(estimator, columns_read(estimator), LEARNED, self.advantages))
@@ -280,7 +280,7 @@ def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, f
     settings = config.distillation
     advantages = compute_distillation_advantage(**columns, gamma=settings.gamma)
     returns = advantages
-    if not teacher_is_alone(config):
+    if not has_only_teacher(config):
         from_rewards = read_columns(batch, "advantages", "returns")
         advantages = from_rewards["advantages"] + settings.coef * advantages
         returns = from_rewards["returns"]  # a critic learns only from the rewards

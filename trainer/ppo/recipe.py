@@ -36,7 +36,7 @@ from trainer.ppo.verl import settings_of_configuration, translate
 from verl_like.config_key import changed
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, model_rewards, plays
-from workers.config.conditions import has_teacher, teacher_is_alone
+from workers.config.conditions import has_only_teacher, has_teacher
 
 C = TypeVar("C", bound=RunConfig)
 P = TypeVar("P", bound=PPOConfig)
@@ -70,7 +70,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
     inactive = {}
     name = config.algorithm.adv_estimator
     estimator = registry_of("advantage estimator").look_up(name)
-    if teacher_is_alone(config):
+    if has_only_teacher(config):
         inactive["critic"] = "a teacher alone gives the advantages"
     elif "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"

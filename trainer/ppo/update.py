@@ -35,7 +35,7 @@ from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
-from workers.columns import drawn_from, read_columns, require, write_columns
+from workers.columns import read_columns, require, sampled_log_probs_column, write_columns
 from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import facts_of, get_policy_loss
@@ -93,7 +93,7 @@ def choose_tokens_of(batch: DataProto, config: PPOConfig, step: int) -> DataProt
         policy.actor.ppo_mini_batch_size * policy.rollout.n,
         config.trainer.seed,
         step,
-        old_log_probs=drawn_from(batch.columns) if bypasses else "old_log_probs",
+        old_log_probs=sampled_log_probs_column(batch.columns) if bypasses else "old_log_probs",
     )
 
 
@@ -266,7 +266,7 @@ def correct_rollout(
     if not columns_of_correction(config):
         return batch, {}
     correction = RolloutCorrection.of(config)
-    behaviour = drawn_from(batch.columns)
+    behaviour = sampled_log_probs_column(batch.columns)
     columns = read_columns(batch, "old_log_probs", behaviour, "response_mask")
     mask = columns["response_mask"]
 

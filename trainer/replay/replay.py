@@ -29,7 +29,7 @@ from trainer.run_folder.folder import FolderLock, open_run_folder
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
-from verl_like.process.sandbox import refuse_runs_inside
+from verl_like.process.sandbox import reject_nested_run
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -55,7 +55,7 @@ def replay(
     backend: str = "local",
 ) -> Replayed:
     """Repeat the step, and compare it with the run's files."""
-    refuse_runs_inside()
+    reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
     request = Asked(saved.folder, step, stage, breaks)
     trainer_cls = replaying(saved.trainer_cls, request)

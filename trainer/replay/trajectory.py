@@ -26,9 +26,9 @@ from trainer.rollouts.turns import EPISODE
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
-from verl_like.process.sandbox import refuse_runs_inside
+from verl_like.process.sandbox import reject_nested_run
 from workers.agents.recorded import RECORDED
-from workers.columns import game_of, token_rows
+from workers.columns import split_player_uid, token_rows
 from workers.config import plays
 
 NAMED = 5
@@ -65,7 +65,7 @@ def replay_trajectory(
     backend: str = "local",
 ) -> list[Played]:
     """Play a sample, or all samples of a uid, again, and compare them with the record."""
-    refuse_runs_inside()
+    reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
     if not plays(saved.config):
         raise ConfigError(
@@ -126,7 +126,7 @@ def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
     uid = recorded.non_tensor_batch["uid"][0]
     most_draws = config.algorithm.filter_groups.max_num_gen_batches
     for attempt, batch in enumerate(islice(trainer.loader, most_draws)):  # noqa: B007
-        prompt_uids = uid, game_of(uid)[0]
+        prompt_uids = uid, split_player_uid(uid)[0]
         rows = [n for n, each in enumerate(batch.non_tensor_batch["uid"]) if each in prompt_uids]
         if rows:
             break

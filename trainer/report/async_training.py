@@ -80,7 +80,7 @@ def ledger_table(generators: Mapping[str, Mapping[str, Any]]) -> list[list[str]]
     return [["samples", *(name.replace("_", " ") for name in ACCOUNT)], *table] if rows else []
 
 
-def log_in_words(log: Mapping[str, Any]) -> str:
+def describe_log(log: Mapping[str, Any]) -> str:
     """Describe the sample log: a row per generator, reasons for drops, and token counts."""
     rows, reasons = log["generators"], Counter[str]()
     for row in rows.values():

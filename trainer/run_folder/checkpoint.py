@@ -46,7 +46,7 @@ from trainer.run_folder.resume import LATEST, ResumePoint
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, VerlLikeError, WorkerError
-from verl_like.files import put_in_place, write_whole
+from verl_like.files import replace_folder, write_whole
 from verl_like.process.random_state import save_random_state
 from workers.training.manifest import add_files
 
@@ -122,7 +122,7 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             group.export_model(str(part))
             write_marker(part, step, self.resume.config, self.resume.inputs)
-            put_in_place(part, folder)
+            replace_folder(part, folder)
         return folder
 
     def commit(self) -> list[Path]:
@@ -158,7 +158,7 @@ class Checkpoints:
                 for files in future.get():
                     add_files(part / role, files)
             write_marker(part, step, self.resume.config, self.resume.inputs)
-            put_in_place(part, folder)
+            replace_folder(part, folder)
             write_whole(self.folder / LATEST, str(step))
             drop_old(self.folder, self.trainer.max_ckpt_to_keep)
         self._committed.append(folder)

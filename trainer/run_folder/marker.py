@@ -17,14 +17,14 @@ from typing import Any
 from trainer.run_folder.folder import installed_versions
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 from verl_like.files import (
+    check_form,
     file_fault,
     fingerprint,
     json_objects,
     read_json_object,
-    refuse_other_form,
     write_whole,
 )
-from workers.training.manifest import MANIFEST, refuse_missing
+from workers.training.manifest import MANIFEST, reject_missing
 
 MARKER = "commit.json"
 MODEL = "model"
@@ -52,7 +52,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     path = folder / MARKER
     try:
         marker = read_json_object(path)
-        refuse_other_form(marker, FORM)
+        check_form(marker, FORM)
         of_name = re.fullmatch(STEP_FOLDER, folder.name)
         if of_name and int(of_name[1]) != marker["step"]:
             raise ValueError(f"step is {marker['step']!r:.40} in {folder.name}")
@@ -79,7 +79,7 @@ def marker_of_model(run: Path) -> dict[str, Any] | None:
     return marker if marker["step"] >= max(committed(run), default=0) else None
 
 
-def refuse_damaged(folder: Path) -> None:
+def reject_damaged(folder: Path) -> None:
     """Raise if a file of a checkpoint is missing or changed.
 
     The shards, which their ranks read, are checked only by name and size.
@@ -88,7 +88,7 @@ def refuse_damaged(folder: Path) -> None:
         if fault := file_fault(folder / name, written):
             raise DamagedCheckpointError(f"{folder / name} {fault}")
     for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
-        refuse_missing(manifest.parent)
+        reject_missing(manifest.parent)
 
 
 def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str, str]) -> None:

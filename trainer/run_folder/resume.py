@@ -21,7 +21,7 @@ from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import installed_versions
 from trainer.run_folder.inputs import digests_of_inputs
-from trainer.run_folder.marker import committed, named, read_marker, refuse_damaged
+from trainer.run_folder.marker import committed, named, read_marker, reject_damaged
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError
 from verl_like.files import json_lines, json_objects, read_json_object, write_whole
@@ -212,7 +212,7 @@ class ResumePoint:
         )
         start = Path(self.trainer.resume_from_path).resolve()
         try:
-            refuse_damaged(start)
+            reject_damaged(start)
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{error}. {self._instead()}") from error
         step = read_marker(start)["step"]
@@ -232,7 +232,7 @@ class ResumePoint:
         folder = self.folder / f"global_step_{step}"
         if folder not in self.damaged:
             try:
-                refuse_damaged(folder)
+                reject_damaged(folder)
             except DamagedCheckpointError as error:
                 self.damaged[folder] = str(error)
         return folder not in self.damaged

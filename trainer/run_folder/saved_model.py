@@ -21,7 +21,7 @@ from trainer.run_folder.marker import (
     committed,
     marker_of_model,
     read_marker,
-    refuse_damaged,
+    reject_damaged,
 )
 from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, nearest
@@ -50,7 +50,7 @@ class SavedModel:
     def export(self, out: Path, *, as_adapter: bool = False, of_average: bool = False) -> None:
         """Write the folder `out` for `from_pretrained` or peft, as `export_checkpoint` does."""
         if self.folder.name == MODEL:
-            refuse_damaged(self.folder)
+            reject_damaged(self.folder)
             for name in read_marker(self.folder)["files"]:
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(self.folder / name, out / name)

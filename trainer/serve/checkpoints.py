@@ -22,7 +22,7 @@ from typing import Any
 from trainer.run_folder.marker import write_marker
 from trainer.serve.bodies import Facts
 from trainer.serve.promises import RequestError
-from verl_like.files import put_in_place, read_json_object, write_whole
+from verl_like.files import read_json_object, replace_folder, write_whole
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
@@ -101,7 +101,7 @@ class Checkpoints:
             written: Facts = {**facts, "time": now().isoformat(), "size_bytes": size}
             written["expires_at"] = expiry(ttl_seconds)
             write_whole(part / "checkpoint.json", json.dumps(written))
-            put_in_place(part, place)
+            replace_folder(part, place)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 

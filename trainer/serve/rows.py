@@ -176,7 +176,7 @@ class TrainingRows:
                     values[name].append(rows[name].float())
         columns = pass_columns(ids, targets)
         for name, rows_of_name in values.items():
-            columns[name] = Ragged.of_rows(rows_of_name, columns["responses"].shape[1])
+            columns[name] = Ragged.from_rows(rows_of_name, columns["responses"].shape[1])
         meta = {SETTINGS: dict(settings)}
         return cls(DataProto.from_dict(columns, meta_info=meta), datums)
 
@@ -194,8 +194,8 @@ class TrainingRows:
 def pass_columns(ids: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, Column]:
     """Return the columns that a pass reads; every target is in the loss."""
     width = max(map(len, ids))
-    rows = Ragged.of_rows(ids, width)
-    responses = Ragged.of_rows(targets, width - 1)
+    rows = Ragged.from_rows(ids, width)
+    responses = Ragged.from_rows(targets, width - 1)
     positions = torch.cat([torch.arange(len(row)) for row in ids])
     return {
         "input_ids": rows,

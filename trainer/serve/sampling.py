@@ -113,7 +113,7 @@ class SampleRequest:
         """Return one row per sample for the rollout."""
         count, params = self.body.num_samples, self.body.sampling_params
         prompt = torch.tensor(self.prompt)
-        ids = Ragged.of_rows([prompt] * count, prompt_width, at_end=True, fill=pad)
+        ids = Ragged.from_rows([prompt] * count, prompt_width, at_end=True, fill=pad)
         sampling = {
             "temperature": params.temperature or 1.0,
             "do_sample": params.temperature > 0,

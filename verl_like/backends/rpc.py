@@ -1,9 +1,9 @@
 """Requests from a driver to a worker process over one connection, and their answers.
 
-    requests = Requests(connection, how_it_ended)          # at the driver
+    requests = Requests(connection, describe_exit)          # at the driver
     stacks = requests.ask("stacks").result()               # any thread may ask
 
-    Answering(connection, host).run(in_turn)               # in the process, in its own thread
+    RequestServer(connection, host).run(in_turn)               # in the process, in its own thread
 
 Each request of `AT_ONCE` is answered in its own thread while the process computes. If one end dies,
 the connection breaks, and the other end notices. A process that the driver did not start itself
@@ -39,7 +39,7 @@ import torch
 from verl_like.calls.diagnose import Deadlines, stack_by_signal
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Call, Pending
-from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
+from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
 from verl_like.process.machine import process_state
@@ -84,10 +84,10 @@ def receive(connection: Connection) -> tuple[int, str, Load]:
 class Requests:
     """The driver's end of a connection, with the requests that are not answered yet."""
 
-    def __init__(self, connection: Connection, how_it_ended: Callable[[], str]) -> None:
-        """`how_it_ended` explains the end of the process after its connection has closed."""
+    def __init__(self, connection: Connection, describe_exit: Callable[[], str]) -> None:
+        """`describe_exit` explains the end of the process after its connection has closed."""
         self.dead: WorkerDiedError | None = None
-        self._connection, self._how_it_ended = connection, how_it_ended
+        self._connection, self._describe_exit = connection, describe_exit
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._numbers = itertools.count()
         self._unanswered: dict[int, Future[Any]] = {}
@@ -120,8 +120,8 @@ class Requests:
         except OSError:
             return  # `_receive` finds the reason
         except Exception as error:  # noqa: BLE001 - it belongs to this request
-            what = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
-            self.settle(number, WorkerError(f"{what}: {error}"))
+            summary = f"the arguments cannot be sent to the worker process: {type(error).__name__}"
+            self.settle(number, WorkerError(f"{summary}: {error}"))
 
     def settle(self, number: int, value: Any) -> None:
         """Set the answer of a request, or its error."""
@@ -139,11 +139,11 @@ class Requests:
                 try:
                     content = load()
                 except Exception as error:  # noqa: BLE001 - classes may raise anything when unpickled
-                    what = "the answer of the worker process cannot be read here"
-                    kind, content = "error", f"{what}: {type(error).__name__}: {error}"
+                    summary = "the answer of the worker process cannot be read here"
+                    kind, content = "error", f"{summary}: {type(error).__name__}: {error}"
                 self.settle(number, WorkerError(content) if kind == "error" else content)
         except (EOFError, OSError):
-            self.dead = WorkerDiedError(self._how_it_ended())
+            self.dead = WorkerDiedError(self._describe_exit())
             self._fail_all(self.dead)
 
     def _fail_all(self, error: WorkerDiedError) -> None:
@@ -153,7 +153,7 @@ class Requests:
             answer.set_exception(error)
 
 
-class Answering:
+class RequestServer:
     """The process's end of a connection, which passes requests to the host."""
 
     def __init__(self, connection: Connection, host: WorkerHost | None = None) -> None:
@@ -192,7 +192,7 @@ class Answering:
                 raise
             except BaseException as error:  # noqa: BLE001 - the process edge: the driver gets a text
                 text = traceback.format_exception_only(error)[-1].strip()
-                self._send(number, "error", cannot_travel(text))
+                self._send(number, "error", pickling_message(text))
 
     def _asked(self, method: str, arguments: Sequence[Any]) -> Any:
         if method == "host":
@@ -218,7 +218,7 @@ def main(connection: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     calls: queue.Queue[tuple[int, str, Load]] = queue.Queue()
-    answering = Answering(connection)
+    answering = RequestServer(connection)
 
     def read() -> None:
         answering.run(calls.put)
@@ -250,14 +250,14 @@ def listen(address: str, host: WorkerHost) -> Endpoint:
     return endpoint
 
 
-def connect(endpoint: Endpoint, how_it_ended: Callable[[], str]) -> Requests:
+def connect(endpoint: Endpoint, describe_exit: Callable[[], str]) -> Requests:
     """Connect to an endpoint and return the driver's end, or raise `WorkerDiedError`."""
     try:
         connected = socket.create_connection((endpoint.address, endpoint.port), KEY_S)
         connected.sendall(endpoint.key)
     except OSError as error:
-        raise WorkerDiedError(f"{how_it_ended()} ({error})") from None
-    return Requests(_connection_over(connected), how_it_ended)
+        raise WorkerDiedError(f"{describe_exit()} ({error})") from None
+    return Requests(_connection_over(connected), describe_exit)
 
 
 def _accept(listening: socket.socket, key: bytes, host: WorkerHost) -> None:
@@ -283,7 +283,7 @@ def _let_in(
     with contextlib.suppress(OSError):  # another connection has shut it down before
         listening.shutdown(socket.SHUT_RDWR)
     listening.close()
-    Answering(_connection_over(connected), host).run(_reject)
+    RequestServer(_connection_over(connected), host).run(_reject)
 
 
 def _reject(request: tuple[int, str, Load]) -> None:

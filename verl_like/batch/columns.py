@@ -124,12 +124,12 @@ def row_index(index: Any, rows: int) -> NDArray[np.int64]:
     return np.where(signed < 0, signed + rows, signed)
 
 
-def _cut_list(what: str, value: Any, num_chunks: int) -> list[Any]:
+def _cut_list(name: str, value: Any, num_chunks: int) -> list[Any]:
     """Cut a list, tuple or array into chunks of the same type."""
     if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % num_chunks:
         shown = f"of {len(value)}" if hasattr(value, "__len__") else repr(value)
         raise BatchError(
-            f"{what} is a {type(value).__name__} {shown}: it does not divide into {num_chunks} "
+            f"{name} is a {type(value).__name__} {shown}: it does not divide into {num_chunks} "
             "chunks."
         )
     size = len(value) // num_chunks

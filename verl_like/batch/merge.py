@@ -60,7 +60,7 @@ def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
     padding.
     """
     both = isinstance(left, Ragged) and isinstance(right, Ragged)
-    if both and left.has_spans_of(right):
+    if both and left.has_same_spans(right):
         return left.values, right.values
     return rectangle_of(left), rectangle_of(right)
 

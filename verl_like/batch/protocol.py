@@ -131,14 +131,14 @@ class DataProto:
         """
         return rectangle_of(self.column(name))
 
-    def set_columns(self, given: Mapping[str, Column]) -> Self:
+    def set_columns(self, new_columns: Mapping[str, Column]) -> Self:
         """Add or replace tensor columns, in place."""
         columns.check_lengths(
             ({"the batch": len(self)} if self._has_rows() else {})
-            | {name: len(column) for name, column in given.items()}
+            | {name: len(column) for name, column in new_columns.items()}
         )
-        rows = len(self) if self._has_rows() else len(next(iter(given.values()), ()))
-        return self._set_tensors({**self.columns, **given}, rows)
+        rows = len(self) if self._has_rows() else len(next(iter(new_columns.values()), ()))
+        return self._set_tensors({**self.columns, **new_columns}, rows)
 
     def _set_tensors(self, tensors: Mapping[str, Column], rows: int) -> Self:
         """Replace all tensor columns."""

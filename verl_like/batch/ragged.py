@@ -1,6 +1,6 @@
 """`Ragged`, a column of rows of different lengths: their concatenated values and their positions.
 
-    column = Ragged.of_rows([torch.tensor([5, 6]), torch.tensor([7])], width=4, fill=0)
+    column = Ragged.from_rows([torch.tensor([5, 6]), torch.tensor([7])], width=4, fill=0)
     column.values, column.lengths       # [5, 6, 7], [2, 1]
     column.padded()                     # [[5, 6, 0, 0], [7, 0, 0, 0]]
 
@@ -63,7 +63,7 @@ class Ragged:
         self.width, self.fill = width, fill
 
     @classmethod
-    def of_checked(
+    def from_checked(
         cls, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
     ) -> Ragged:
         """Return a column without checking its spans again, such as one that was pickled."""
@@ -72,7 +72,7 @@ class Ragged:
         return ragged
 
     @classmethod
-    def of_rows(
+    def from_rows(
         cls, rows: Sequence[Tensor], width: int, *, at_end: bool = False, fill: float = 0
     ) -> Ragged:
         """Return a column with one tensor per row, aligned to the first position or, `at_end`, the
@@ -83,7 +83,7 @@ class Ragged:
         return cls(torch.cat(list(rows)), lengths, width, starts, fill)
 
     @classmethod
-    def of_rectangle(
+    def from_rectangle(
         cls, rectangle: Tensor, lengths: Tensor, starts: Tensor | None = None, fill: float = 0
     ) -> Ragged:
         """Return the spans of a rectangle [rows, width, ...]; values outside them are dropped."""
@@ -97,13 +97,13 @@ class Ragged:
 
     def like(self, rectangle: Tensor, fill: float = 0) -> Ragged:
         """Return the entries of a rectangle of this column's shape at this column's spans."""
-        return Ragged.of_rectangle(rectangle, self.lengths, self.starts, fill)
+        return Ragged.from_rectangle(rectangle, self.lengths, self.starts, fill)
 
     def with_values(self, values: Tensor, fill: float = 0) -> Ragged:
         """Return a column with other values at the same spans."""
         spans = self.lengths, self.width, self.starts, fill
         as_many = values.shape[0] == self.values.shape[0]
-        return Ragged.of_checked(values, *spans) if as_many else Ragged(values, *spans)
+        return Ragged.from_checked(values, *spans) if as_many else Ragged(values, *spans)
 
     def padded(self) -> Tensor:
         """Return the rectangle, in new memory; gradients flow through it."""
@@ -120,7 +120,7 @@ class Ragged:
         rows: tuple[Tensor, ...] = self.values.split(self._row_sizes().tolist())
         return rows
 
-    def row_of_values(self) -> Tensor:
+    def value_rows(self) -> Tensor:
         """Return the span number of every value: [values]."""
         return torch.arange(self.lengths.numel()).repeat_interleave(self.lengths.flatten())
 
@@ -128,7 +128,7 @@ class Ragged:
         """Return the sum over each span, shaped like `lengths`; booleans are counted."""
         values = self.values.long() if self.dtype == torch.bool else self.values
         zeros = values.new_zeros(self.lengths.numel(), *values.shape[1:])
-        rows = self.row_of_values().to(values.device)
+        rows = self.value_rows().to(values.device)
         return zeros.index_add(0, rows, values).view(*self.lengths.shape, *values.shape[1:])
 
     def flatten(self) -> Ragged:
@@ -199,7 +199,7 @@ class Ragged:
         counts = torch.stack([part.sum() for part in spans[0]]).tolist()
         parts = []
         for values, lengths, starts in zip(self.values.split(counts), *spans, strict=True):
-            parts.append(Ragged.of_checked(values, lengths, self.width, starts, self.fill))
+            parts.append(Ragged.from_checked(values, lengths, self.width, starts, self.fill))
         return parts
 
     def index_select(self, dim: int, index: Tensor) -> Ragged:
@@ -221,9 +221,9 @@ class Ragged:
 
     def _with_spans(self, values: Tensor, rows: slice | Tensor) -> Ragged:
         spans = self.lengths[rows], self.width, self.starts[rows]
-        return Ragged.of_checked(values, *spans, self.fill)
+        return Ragged.from_checked(values, *spans, self.fill)
 
-    def has_spans_of(self, other: Ragged) -> bool:
+    def has_same_spans(self, other: Ragged) -> bool:
         """Return whether both columns have the same spans, width and fill."""
         return (
             self.shape == other.shape
@@ -244,7 +244,7 @@ def rectangle_of(column: Column) -> Tensor:
 
 def join_ragged(parts: Sequence[Ragged]) -> Ragged:
     """Return the rows of all parts in order, in new memory; their fill and width must agree."""
-    return Ragged.of_checked(
+    return Ragged.from_checked(
         join_rows([part.values for part in parts], keeps=False),
         torch.cat([part.lengths for part in parts]),
         parts[0].width,

@@ -90,7 +90,9 @@ def nested_of_ragged(column: Ragged) -> torch.Tensor:
     """Return a ragged column as a nested tensor; the inverse of `ragged_of_nested`."""
     between = column.lengths.shape[1:]
     spans = column.flatten().rows()
-    each = between.numel()
-    rows = [torch.stack(spans[first : first + each]) for first in range(0, len(spans), each)]
+    num_cells = between.numel()
+    rows = [
+        torch.stack(spans[first : first + num_cells]) for first in range(0, len(spans), num_cells)
+    ]
     jagged = [row.view(*between, -1, *column.values.shape[1:]) for row in rows]
     return torch.nested.as_nested_tensor(jagged, layout=torch.jagged)

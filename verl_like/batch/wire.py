@@ -54,7 +54,7 @@ def unpack_columns(packed: Columns) -> dict[str, Column]:
         else:
             values, lengths, starts, width, fill = parts
             spans = _tensor_over(*lengths), width, _tensor_over(*starts)
-            columns[name] = Ragged.of_checked(_tensor_over(*values), *spans, fill)
+            columns[name] = Ragged.from_checked(_tensor_over(*values), *spans, fill)
     return columns
 
 

@@ -3,8 +3,8 @@
 `Deadlines` are the limits of a group, `WaitClock` is the clock of one wait, and `CallTimes` knows
 how long the calls of a method usually take. While a call is waited for, a `HangWatch` reads the
 Python stacks of its pool every 5 s. If the ranks show the same stacks twice, and are in a
-collective or at a lock, a warning explains who waits for whom. `late_in_words` explains a call that
-has passed its deadline.
+collective or at a lock, a warning explains who waits for whom. `describe_late_call` explains a
+call that has passed its deadline.
 
 `stacks_of_calls` runs in a worker, past its queue of calls. If native code holds the interpreter,
 the process's `faulthandler` still answers a signal: `verl_like.process.host` arms it, and
@@ -101,9 +101,9 @@ class Deadlines:
 class WaitClock:
     """The clock of one named wait. It warns each time the age of the wait has doubled."""
 
-    def __init__(self, what: str, limit_s: float, warn_s: float, since: float | None = None):
+    def __init__(self, summary: str, limit_s: float, warn_s: float, since: float | None = None):
         """Start now, or at `since`, a reading of `time.monotonic`."""
-        self.what, self.limit_s, self.next_warning_s = what, limit_s, warn_s
+        self.summary, self.limit_s, self.next_warning_s = summary, limit_s, warn_s
         self.began = time.monotonic() if since is None else since
 
     @property
@@ -116,7 +116,7 @@ class WaitClock:
         until_warning = max(self.next_warning_s - self.age_s, 0.01)
         return max(0.0, min(slice_s, self.limit_s - self.age_s, until_warning))
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether the deadline has passed."""
         return self.age_s >= self.limit_s
 
@@ -125,7 +125,7 @@ class WaitClock:
         if self.age_s >= self.next_warning_s:
             logger.warning(
                 "%s: waiting for %s since %.0f s (limit %.0f s)",
-                self.what,
+                self.summary,
                 waiting_for(),
                 self.age_s,
                 self.limit_s,
@@ -145,7 +145,7 @@ class CallTimes:
         """Note a call that has ended; `rows` is 0 if they are not known."""
         self._calls[name].append((seconds, rows))
 
-    def usual_s(self, name: str) -> float | None:
+    def median_s(self, name: str) -> float | None:
         """Return the median duration of a method's calls, or None before the first has ended."""
         calls = list(self._calls.get(name, ()))
         return statistics.median_high(seconds for seconds, _ in calls) if calls else None
@@ -157,14 +157,14 @@ class CallTimes:
         earlier calls the slower duration and the fewer rows count, because first calls compile and
         fill caches.
         """
-        usual_s = self.usual_s(name)
-        if usual_s is None:
+        median_s = self.median_s(name)
+        if median_s is None:
             return limits.call_s
         usual_rows = statistics.median_low(rows for _, rows in list(self._calls[name]))
         if rows > 0 and usual_rows == 0:
             return limits.call_s  # calls without rows do not predict a call with rows
         share = max(1.0, rows / usual_rows) if usual_rows else 1.0
-        return min(limits.call_s, max(limits.late_s, LATE_AT * usual_s * share))
+        return min(limits.call_s, max(limits.late_s, LATE_AT * median_s * share))
 
 
 # --------------------------------------------------------------------------- stacks of one process
@@ -264,7 +264,7 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
     silent = [rank for rank in ranks if rank not in stacks]
     if silent:
         return (
-            f"{ranks_in_words(silent)} does not answer (its process is stopped, swapping, or in "
+            f"{describe_ranks(silent)} does not answer (its process is stopped, swapping, or in "
             "native code)."
         )
 
@@ -275,7 +275,7 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
     if len(set(where.values())) > 1:
         return f"the ranks are in different collectives and wait for each other: {places}."
     if where and absent:
-        return f"{places} waits in a collective that {ranks_in_words(absent)} never entered."
+        return f"{places} waits in a collective that {describe_ranks(absent)} never entered."
     if where:
         missing = "a rank outside this group, or the network, is missing"
         return f"all ranks are in the same collective ({places}): {missing}."
@@ -291,7 +291,7 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
 
 def likely_cause(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
     """Return one sentence on why these ranks do not answer, from the stacks of their pool."""
-    computing = f"{ranks_in_words(ranks)} is still computing (or sleeping); see its stack."
+    computing = f"{describe_ranks(ranks)} is still computing (or sleeping); see its stack."
     return f"Likely cause: {who_waits(stacks, ranks) or computing}"
 
 
@@ -303,7 +303,7 @@ def ranks_alike(values: Mapping[int, str]) -> list[list[int]]:
     return sorted(alike.values(), key=lambda ranks: (len(ranks), ranks))
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
+def describe_ranks(ranks: Iterable[int]) -> str:
     """Return words such as `rank 3`, `rank 1, 2`, or `rank 0-511, 513-1023`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -317,7 +317,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 def _by_place(place_of: Mapping[int, str]) -> str:
     alike = ranks_alike(place_of)
-    return few([f"{ranks_in_words(ranks)} in {place_of[ranks[0]]}" for ranks in alike])
+    return few([f"{describe_ranks(ranks)} in {place_of[ranks[0]]}" for ranks in alike])
 
 
 def _collective_of(stack: str) -> str:
@@ -360,17 +360,17 @@ class Pool(Protocol):
         """Return the Python stack of every process that answers in that time."""
 
 
-def late_in_words(what: str, cause: str, stacks: Mapping[int, str], transport: Pool) -> str:
+def describe_late_call(summary: str, cause: str, stacks: Mapping[int, str], transport: Pool) -> str:
     """Describe a wait that hangs: what is late, the likely cause, and the stacks of all ranks."""
-    lines = [what, cause]
+    lines = [summary, cause]
     shown = {rank: stacks.get(rank, "no answer") for rank in range(transport.world_size)}
     alike = ranks_alike(shown)
     for ranks in alike[:SHOWN_STACKS]:
         first, *others = ranks
-        same = f", and of {ranks_in_words(others)} the same" if others else ""
+        same = f", and of {describe_ranks(others)} the same" if others else ""
         lines.append(f"--- stack of {transport.describe(first)}{same}\n{shown[first]}")
     if rest := alike[SHOWN_STACKS:]:
-        lines.append(f"--- {len(rest)} other stacks, of {ranks_in_words(chain(*rest))}")
+        lines.append(f"--- {len(rest)} other stacks, of {describe_ranks(chain(*rest))}")
     return "\n".join(lines)
 
 
@@ -410,5 +410,7 @@ class HangWatch:
             summary = f"{', '.join(late)}: {few(names)} stood still for {LOOK_EVERY_S:g} s."
             logger.warning(
                 "%s",
-                late_in_words(summary, f"Likely cause: {cause}", self._stacks, self._transport),
+                describe_late_call(
+                    summary, f"Likely cause: {cause}", self._stacks, self._transport
+                ),
             )

@@ -28,7 +28,7 @@ from verl_like.calls.diagnose import (
     STACKS_S,
     HangWatch,
     WaitClock,
-    late_in_words,
+    describe_late_call,
     likely_cause,
 )
 from verl_like.calls.result import Result
@@ -215,11 +215,11 @@ class _Wait:
             limit_s = times.limit_s(name, future.rows, limits)
             is_first = limit_s == limits.call_s
             self._way_out = "raise timeouts.call_s" if is_first else "raise timeouts.late_s"
-        usual_s = times.usual_s(name)
-        self.look_from_s = LOOK_FROM * (usual_s or 0.0)
+        median_s = times.median_s(name)
+        self.look_from_s = LOOK_FROM * (median_s or 0.0)
         if future._limit is not None:  # its process cannot show a stack before it has started
             self.look_from_s = math.inf
-        is_first_call = usual_s is None and future._limit is None and timeout is None
+        is_first_call = median_s is None and future._limit is None and timeout is None
         suffix = ", the first of its calls, which loads or compiles" if is_first_call else ""
         self.clock = WaitClock(f"{name}{suffix}", limit_s, limits.warn_s, since)
         self._failed_at_s: float | None = None
@@ -252,13 +252,13 @@ class _Wait:
             failed.add_note(f"not finished {grace_s:.0f} s after the failure: {late}")
         return True
 
-    def too_late(self, stacks: Callable[[], dict[int, str]]) -> WaitTimeoutError | None:
+    def timeout_error(self, stacks: Callable[[], dict[int, str]]) -> WaitTimeoutError | None:
         """Return the error of a call past its deadline; the call may be waited for again."""
-        if self.future._failures or not self.clock.over():
+        if self.future._failures or not self.clock.is_over():
             self.clock.warn_if_old(self.future.late)
             return None
         summary = f"{self.future.late()} did not finish within {self.clock.limit_s:.1f} s"
-        explained = late_in_words(
+        explained = describe_late_call(
             f"{self.future.name}: {summary}.",
             likely_cause(stacks(), self.late),
             stacks(),
@@ -401,7 +401,7 @@ def _look(
         if wait.future._outcome is None and wait.future._open:
             if wait.end_if_failed():
                 yield place, None
-            elif late := wait.too_late(stacks):
+            elif late := wait.timeout_error(stacks):
                 yield place, late
 
 
@@ -425,7 +425,7 @@ def _note_some(error: BaseException, notes: Sequence[str]) -> None:
 # -------------------------------------------------------------------------------- several futures
 
 
-class _GivenUpError(WaitTimeoutError):
+class _AbandonedError(WaitTimeoutError):
     """A call that `gather` did not wait for to its end, because another call had failed."""
 
 
@@ -442,7 +442,7 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     errors = [error for _, error in outcomes if error is not None]
     if not errors:
         return [value for value, _ in outcomes]
-    errors.sort(key=lambda e: (not isinstance(e, WorkerDiedError), isinstance(e, _GivenUpError)))
+    errors.sort(key=lambda e: (not isinstance(e, WorkerDiedError), isinstance(e, _AbandonedError)))
     first, *others = errors
     first.others = others  # type: ignore[attr-defined]
     _note_some(first, [f"also failed: {type(other).__name__}: {other}" for other in others])
@@ -475,7 +475,7 @@ def _outcomes(
         except queue.Empty:
             for n, future in enumerate(futures):
                 words = f"{future}: not finished {grace_s:g} s after the failure"
-                outcomes.setdefault(n, (None, _GivenUpError(words)))
+                outcomes.setdefault(n, (None, _AbandonedError(words)))
             break
         outcomes[place] = outcome
         error = outcome[1]

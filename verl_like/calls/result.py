@@ -10,8 +10,8 @@
     def compute_log_prob(self, data: DataProto) -> Result: ...        # get() gives a Result
 
 The annotation declares the form (`declared_form`), and each worker checks the result against it
-(`take_apart`). The result of a method without an annotation may have any of the three forms, as in
-verl. Metrics travel in the call's header, so a future that is passed on travels as its batch.
+(`split_result`). The result of a method without an annotation may have any of the three forms, as
+in verl. Metrics travel in the call's header, so a future that is passed on travels as its batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def declared_form(method: Callable[..., Any]) -> str:
     return _FORM_OF.get(kind, METRICS if kind is Mapping else "")
 
 
-def take_apart(value: Any, declared: str, where: str) -> tuple[Any, Metrics | None, str]:
+def split_result(value: Any, declared: str, where: str) -> tuple[Any, Metrics | None, str]:
     """Return payload, metrics and form of a result; `where` names the method and rank."""
     payload, metrics, form = rows_of(value), None, type(value).__name__
     if isinstance(value, dict):

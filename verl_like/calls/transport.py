@@ -105,7 +105,7 @@ class Transport(ABC):
     def describe(self, rank: int, role: str | None = None) -> str:
         """Describe a rank for messages: role, place, and that role's log."""
         facts = self.facts[rank]
-        place = ", ".join(part for part in (self.place(rank), facts.log_in_words(role)) if part)
+        place = ", ".join(part for part in (self.place(rank), facts.describe_log(role)) if part)
         return f"{role or facts.name} rank {rank} of {self.world_size} ({place})"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -119,18 +119,18 @@ class Transport(ABC):
         """Send SIGKILL to the process of a rank, for an injected fault."""
         raise NotImplementedError(f"the processes of {self.kind} are not killed")
 
-    def check_companions(self, what: str) -> None:
-        """Raise if a rank of another pool is gone, while `what` is waited for."""
+    def check_companions(self, wait_name: str) -> None:
+        """Raise if a rank of another pool is gone, while `wait_name` is waited for."""
         for other in self.companions:
-            other.check_idle(what)
+            other.check_idle(wait_name)
 
-    def check_idle(self, what: str) -> None:
-        """Raise if a rank is gone, while `what` is waited for.
+    def check_idle(self, wait_name: str) -> None:
+        """Raise if a rank is gone, while `wait_name` is waited for.
 
         The loss of a pool that can be replaced is only logged, once. The next call on it fails.
         """
         for rank, why in self.lost(range(self.world_size)).items():
-            words = f"{self.describe(rank)}, idle during {what}: {why}"
+            words = f"{self.describe(rank)}, idle during {wait_name}: {why}"
             if not self.is_replaceable:
                 raise WorkerDiedError(words)
             if not self._is_said_lost:

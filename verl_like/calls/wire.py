@@ -165,7 +165,7 @@ Answer = bytes | tuple[bytes, Any]
 """A packed header and its payload as one value; a payload of None is left out."""
 
 
-def answer_of(payload: Any, header: Header) -> Answer:
+def combine_answer(payload: Any, header: Header) -> Answer:
     """Return header and payload as one value."""
     return header.packed() if payload is None else (header.packed(), payload)
 

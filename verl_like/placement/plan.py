@@ -108,12 +108,12 @@ class Placement:
                 if other is not plan and node.key in rooms:
                     rooms[node.key].take(count, other.needs)
 
-        own = [node.key for node in plan.nodes]
+        pool_nodes = [node.key for node in plan.nodes]
         lost = [f"{node.name} ({node.key[:8]})" for node in plan.nodes if node.key not in rooms]
-        own_first = sorted(rooms.values(), key=lambda room: room.node.key not in own)
+        pool_nodes_first = sorted(rooms.values(), key=lambda room: room.node.key not in pool_nodes)
         sizes = {pool: plan.process_on_nodes}
         try:
-            chosen = _choose_nodes(pool, sizes, own_first, plan.needs)
+            chosen = _choose_nodes(pool, sizes, pool_nodes_first, plan.needs)
         except NoRoomError as error:
             raise NoRoomError(f"node {', '.join(lost)} is gone: {error}") from None
         return Placement({**self.pools, pool: replace(plan, nodes=chosen)})
@@ -170,7 +170,7 @@ def _devices_in_words(plan: PoolPlan, node: Node, num_processes: int) -> str:
         kind = "GPU" if on_gpus else "CPU slot"
         amount *= plan.gpus_per_process if on_gpus else 1.0
     words = [f"{amount:g} {kind}{'' if amount == 1 else 's'}"]
-    words += [f"{num_processes * each:g} {name}" for name, each in plan.resources.items()]
+    words += [f"{num_processes * needs:g} {name}" for name, needs in plan.resources.items()]
     return ", ".join(words)
 
 
@@ -236,8 +236,8 @@ class _Room:
             f"{node.cpus:g} CPUs free"
         )
         custom = (node.resources or {}).items()
-        more = [f"{self.resources[name]:g} of {amount:g} {name}" for name, amount in custom]
-        return ", ".join([text, *more])
+        extras = [f"{self.resources[name]:g} of {amount:g} {name}" for name, amount in custom]
+        return ", ".join([text, *extras])
 
 
 def _choose_nodes(
@@ -251,12 +251,12 @@ def _choose_nodes(
         fitting = [room for room in others if not room.lacks(count, need)]
         if not fitting:
             lacking = [room.lacks(count, need) for room in others]
-            each = [f"{need.cpus:g} CPU"]
-            each += [f"{amount:g} {name}" for name, amount in need.resources.items()]
+            needs = [f"{need.cpus:g} CPU"]
+            needs += [f"{amount:g} {name}" for name, amount in need.resources.items()]
             way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
             raise NoRoomError(
                 f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
-                f"{' and '.join(each)} each, and none has room: {_rooms_in_words(rooms, chosen)}. "
+                f"{' and '.join(needs)} each, and none has room: {_rooms_in_words(rooms, chosen)}. "
                 f"To fix it, {way_out}."
             )
         fitting[0].take(count, need)

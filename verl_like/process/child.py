@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from verl_like.terminal import outlive_the_reader
+from verl_like.terminal import survive_broken_pipes
 
 ROOT = str(Path(__file__).resolve().parents[2])
 """The folder of our packages."""
@@ -65,7 +65,7 @@ def _start_python(
 
 def _run_program() -> None:
     """Run the program in the child."""
-    outlive_the_reader()
+    survive_broken_pipes()
     _, program, descriptor, *arguments = sys.argv
     pipe = Connection(int(descriptor))
     sys.path[:] = pipe.recv()

@@ -52,7 +52,7 @@ class ProcessFacts:
             return None
         return Path(self.log_dir) / f"{(role or self.name).split('+')[0]}-{self.rank}.log"
 
-    def log_in_words(self, role: str | None = None) -> str:
+    def describe_log(self, role: str | None = None) -> str:
         """Return the name of the log for a message."""
         path = self.log_path(role)
         return f"log {path}" if path else ""

@@ -11,14 +11,14 @@ OF_PYTHON = 10_000
 
 
 @contextmanager
-def old_objects_kept() -> Iterator[None]:
+def ignore_old_objects() -> Iterator[None]:
     """Inside the block, the collector ignores objects that exist already.
 
     Modules and configuration live until the end: some 400 000 objects after torch and transformers,
     which every full collection would walk. If the process had frozen objects before, nothing
     changes, because Python can only unfreeze all objects.
     """
-    if Others.keep_objects():
+    if FrozenObjects.keep_objects():
         yield
         return
     gc.freeze()
@@ -29,7 +29,7 @@ def old_objects_kept() -> Iterator[None]:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Inside the block, nothing is collected: imports make many objects, and no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -40,7 +40,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Others:
+class FrozenObjects:
     """Objects that were frozen before, for longer than a run."""
 
     are_known = False

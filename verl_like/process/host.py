@@ -38,10 +38,10 @@ from verl_like.batch.split import count_real_rows
 from verl_like.batch.tensordict_rows import rows_of, value_of
 from verl_like.calls.diagnose import SIGNAL, stacks_of_calls
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
-from verl_like.calls.result import take_apart
+from verl_like.calls.result import split_result
 from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, chunk_of, unpack
 from verl_like.errors import WorkerError
-from verl_like.masking import learn_secrets, mask_text
+from verl_like.masking import add_secrets, mask_text
 from verl_like.process.environment import (
     environment,
     loopback_environment,
@@ -173,7 +173,7 @@ class WorkerHost:
             raise master
         self._master = master
         if not self._in_callers_thread:
-            self._own_the_process(master)
+            self._set_up_process(master)
         return self._construct()
 
     def _construct_again(self) -> Outcome:
@@ -198,14 +198,14 @@ class WorkerHost:
         roles = self._recipes
         recipes: Recipes = pickle.loads(roles) if isinstance(roles, bytes) else copy.deepcopy(roles)
         for role, (cls, args, kwargs) in recipes.items():
-            learn_secrets([args, kwargs])
+            add_secrets([args, kwargs])
             self._states[role] = state = RoleState(role, self.facts)
             facts = replace(self.facts, role=role, master=self._master)
-            with construction(facts, self._workers), self._turn_of(state):
+            with construction(facts, self._workers), self._enter_role(state):
                 self._workers[role] = state.worker = cls(*args, **kwargs)
         return NOTHING
 
-    def _own_the_process(self, master: tuple[str, int] | None) -> None:
+    def _set_up_process(self, master: tuple[str, int] | None) -> None:
         """Set torchrun's environment, and write stacks to the log on a signal and on a crash."""
         os.environ.update(torchrun_environment(self.facts, master))
         os.environ.update(loopback_environment(self.facts))
@@ -232,14 +232,14 @@ class WorkerHost:
             chunk = chunk_of([*args, *kwargs.values()])
             args = [value_of(value) for value in args]
             kwargs = {name: value_of(value) for name, value in kwargs.items()}
-        with self._turn_of(state):
+        with self._enter_role(state):
             result = self._finished(method(*args, **kwargs))
 
         where = f"{call.role}.{call.method} on rank {self.facts.rank}"
         fields: dict[str, Any] = {}
         if call.returns_batch:
             declared = "" if mark is None else mark.returns
-            result, metrics, form = take_apart(result, declared, where)
+            result, metrics, form = split_result(result, declared, where)
             fields = {"metrics": metrics, "returned": form}
         elif chunk is not None:
             result = rows_of(result)
@@ -256,13 +256,13 @@ class WorkerHost:
         fields["rows"] = count_real_rows(result, chunk.num_rows if chunk else 0, where)
         return result if call.counts else None, fields
 
-    def _turn_of(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
+    def _enter_role(self, state: RoleState) -> contextlib.AbstractContextManager[Any]:
         """Open the role's log and make its random state the process's.
 
         Both stay until another role's turn comes.
         """
         if self._in_callers_thread:
-            return self._borrowing(state)
+            return self._borrow_process(state)
         if self._turn is not state:
             if self._turn is not None:
                 self._turn.random_state = get_random_state()
@@ -273,7 +273,7 @@ class WorkerHost:
         return self._one_call
 
     @contextlib.contextmanager
-    def _borrowing(self, state: RoleState) -> Iterator[None]:
+    def _borrow_process(self, state: RoleState) -> Iterator[None]:
         if self._turn is state:  # a call within a call
             yield
             return

@@ -107,16 +107,16 @@ def _limit(which: int, value: float) -> None:
     resource.setrlimit(which, (limit, limit))
 
 
-def visible_environment(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment variables that a sandbox sees, including the names in `more`."""
-    found = {MARK: "1"}
+def visible_environment(extra: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment variables that a sandbox sees, including the names in `extra`."""
+    variables = {MARK: "1"}
     for name, value in os.environ.items():
-        if name in VISIBLE or name in more or name.startswith(VISIBLE_PREFIXES):
-            found[name] = value
-    return found
+        if name in VISIBLE or name in extra or name.startswith(VISIBLE_PREFIXES):
+            variables[name] = value
+    return variables
 
 
-def refuse_runs_inside() -> None:
+def reject_nested_run() -> None:
     """Raise if a run is started in a sandbox: such a file would start itself without end."""
     if MARK in os.environ:
         raise ConfigError(
@@ -152,20 +152,20 @@ def isolate_network() -> None:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14s", b"lo", _IFF_UP, b""))
 
 
-def keep_to(*places: str, more: Iterable[str] = ()) -> None:
+def restrict_writes(*places: str, extra: Iterable[str] = ()) -> None:
     """Keep this process, and those that it starts, from changing anything outside these places.
 
     It can write only below these folders and files. It cannot change modes, owners or times, attach
     to another process, or allocate memory that outlives it. It has none of root's rights except to
-    read files. `more` are further system calls to deny. If the kernel has no Landlock, this raises
+    read files. `extra` are further system calls to deny. If the kernel has no Landlock, this raises
     after all other limits are set.
     """
     drop_capabilities()
-    deny(MACHINE, METADATA, KEEPS_TO_ITSELF, more)
-    _keep_writes_in(*places)
+    deny(MACHINE, METADATA, KEEPS_TO_ITSELF, extra)
+    _restrict_with_landlock(*places)
 
 
-def _keep_writes_in(*places: str) -> None:
+def _restrict_with_landlock(*places: str) -> None:
     """Let this process, and those that it starts, write only below these folders and files.
 
     Linux 6.12 and later also keep them from sending signals to other processes.
@@ -195,7 +195,7 @@ def _keep_writes_in(*places: str) -> None:
     os.close(rules)
 
 
-def can_keep_writes() -> bool:
+def can_restrict_writes() -> bool:
     """Return whether this machine can keep a process from writing outside a folder."""
     return _landlock_version() >= 1
 

@@ -77,7 +77,7 @@ def supervise(
         child = fork_confined(folder, sandbox, descriptors, partial(program, DATA))
         for _, theirs in pipes.values():
             os.close(theirs)
-        printed = _Printed(prefix, most_output)
+        printed = _OutputForwarder(prefix, most_output)
         outputs = {ours: partial(printed.forward, number) for number, (ours, _) in pipes.items()}
         ending = watch(child, folder, sandbox, outputs, starter=starter)
     except ConfigError as err:
@@ -91,7 +91,7 @@ def supervise(
         os._exit(0)
 
 
-class _Printed:
+class _OutputForwarder:
     """Forwards the output of a child, up to a limit."""
 
     def __init__(self, prefix: bytes = b"", most: int = MOST_OUTPUT) -> None:
@@ -186,7 +186,7 @@ def watch(
                 ending = ending or _read(output, open_outputs)
                 if output not in open_outputs:
                     poll.unregister(output)
-            ending = ending or _ending(child, sandbox)
+            ending = ending or _exit_reason(child, sandbox)
             if time.monotonic() >= end:
                 ending = ending or PASSED_DEADLINE
             if time.monotonic() >= next_look:
@@ -214,17 +214,17 @@ def _read(output: int, outputs: dict[int, Callable[[bytes], str | None]]) -> str
     return outputs[output](chunk)
 
 
-def _ending(child: int, sandbox: Sandbox) -> str | None:
+def _exit_reason(child: int, sandbox: Sandbox) -> str | None:
     """Return how the child ended, or None; also wait for other processes that ended."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         if pid == 0:
             return None
         if pid == child:
-            return how_it_ended(status, sandbox)
+            return describe_exit(status, sandbox)
 
 
-def how_it_ended(status: int, sandbox: Sandbox) -> str:
+def describe_exit(status: int, sandbox: Sandbox) -> str:
     """Describe a status of `waitpid`."""
     if os.WIFSTOPPED(status):
         return f"was stopped by {signal.Signals(os.WSTOPSIG(status)).name}"
@@ -235,8 +235,8 @@ def how_it_ended(status: int, sandbox: Sandbox) -> str:
     if number == signal.SIGXCPU:
         return OUT_OF_TIME.format(sandbox.cpu_s)
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-    more = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
-    return f"was killed by {name}{more}"
+    hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
 
 
 def excess(sandbox: Sandbox, folder: str) -> str | None:
@@ -282,8 +282,8 @@ def _memory_of_descriptors(pids: Iterable[int]) -> int:
                 with contextlib.suppress(OSError):
                     target = os.readlink(entry.path)
                     if target.startswith("/memfd:"):
-                        about = os.stat(entry.path)
-                        sizes[f"{target} {about.st_ino}"] = 512 * about.st_blocks
+                        entry_stat = os.stat(entry.path)
+                        sizes[f"{target} {entry_stat.st_ino}"] = 512 * entry_stat.st_blocks
                     elif target.startswith("pipe:") and target not in sizes:
                         sizes[target] = _pipe_size(entry.path)
     return sum(sizes.values())

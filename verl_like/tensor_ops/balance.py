@@ -44,9 +44,9 @@ def get_seqlen_balanced_partitions(
         heapq.heappush(heap, (-_spread(parts, k_partitions), min(rows), parts))
 
     while len(heap) > 1:
-        _, low, one = heapq.heappop(heap)
+        _, low, first = heapq.heappop(heap)
         _, other_low, other = heapq.heappop(heap)
-        parts = _merge_opposed(one, other, k_partitions)
+        parts = _merge_opposed(first, other, k_partitions)
         heapq.heappush(heap, (-_spread(parts, k_partitions), min(low, other_low), parts))
     _, _, parts = heap[0]
     return sorted(sorted(rows) for _, rows in parts)
@@ -57,16 +57,16 @@ def _spread(parts: _Parts, k: int) -> int:
     return parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
 
 
-def _merge_opposed(one: _Parts, other: _Parts, k: int) -> _Parts:
+def _merge_opposed(first: _Parts, other: _Parts, k: int) -> _Parts:
     """Join the heaviest part of one side with the lightest of the other, and so on.
 
     Missing parts count as empty.
     """
-    padded_one = one + [(0, [])] * (k - len(one))
+    padded_first = first + [(0, [])] * (k - len(first))
     padded_other = other + [(0, [])] * (k - len(other))
     joined = [
         (a + b, left + right)
-        for (a, left), (b, right) in zip(padded_one, reversed(padded_other), strict=True)
+        for (a, left), (b, right) in zip(padded_first, reversed(padded_other), strict=True)
     ]
     return sorted((part for part in joined if part[1]), key=lambda part: (-part[0], part[1]))
 

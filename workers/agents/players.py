@@ -22,7 +22,7 @@ from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.loop import TurnLoop
 from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Start, Trajectory
-from workers.columns import PLAYERS, game_of, require
+from workers.columns import PLAYERS, require, split_player_uid
 from workers.rewards.decoding import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import NoiseOf
@@ -132,7 +132,7 @@ def _starts(
     for number in range(data.num_real_rows):
         uid, index = str(columns["uid"][number]), indices[number]
         key, name = noise_of(uid, index), f"uid {uid} sample {index}"
-        game, player = game_of(uid) if PLAYERS in columns else (uid, "")
+        game, player = split_player_uid(uid) if PLAYERS in columns else (uid, "")
         columns_of_user = columns["row_columns"][number] if "row_columns" in columns else {}
         rule = columns["reward_model"][number] if "reward_model" in columns else {}
         row = {

@@ -27,7 +27,7 @@ def has_teacher(run: Any) -> bool:
     return distillation is not None and bool(distillation.teacher_model.model_path)
 
 
-def teacher_is_alone(run: Any) -> bool:
+def has_only_teacher(run: Any) -> bool:
     """True if advantages come only from the teacher."""
     return has_teacher(run) and not run.distillation.use_task_rewards
 
@@ -35,7 +35,7 @@ def teacher_is_alone(run: Any) -> bool:
 def has_no_reward(run: Any) -> bool:
     """True if no reward is configured, and the teacher makes the built-in rules unnecessary."""
     custom, model = run.custom_reward_function, run.reward_model
-    return teacher_is_alone(run) and not (run.rewards or custom.path or model.enable)
+    return has_only_teacher(run) and not (run.rewards or custom.path or model.enable)
 
 
 def is_bare_config(path: str) -> bool:
@@ -78,7 +78,7 @@ HAS_CRITIC = When(
 HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(
     "rewards are learned from",
-    lambda _, run: not teacher_is_alone(run),
+    lambda _, run: not has_only_teacher(run),
     "distillation.use_task_rewards is false, so the teacher alone gives the advantages",
 )
 CUT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")

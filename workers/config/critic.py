@@ -11,8 +11,8 @@ from workers.config.model import (
     CheckpointConfig,
     OptimConfig,
     ShardedConfig,
-    own_axes,
-    own_sharding,
+    role_axes,
+    role_sharding,
 )
 from workers.config.policy import LOSS_AGG_MODES
 
@@ -29,7 +29,7 @@ class CriticModelConfig(Section):
     """Recompute activations in the backward pass; null: on CUDA."""
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
-    fsdp_config: dict[str, Any] = own_sharding()
+    fsdp_config: dict[str, Any] = role_sharding()
     """Sharding that differs from what `critic.strategy` says."""
 
 
@@ -39,7 +39,7 @@ class CriticConfig(ShardedConfig):
 
     model: CriticModelConfig = key(factory=CriticModelConfig)
     """Value model. The head of a reward model is reused; otherwise it starts at zero."""
-    parallel: dict[str, Any] = own_axes()
+    parallel: dict[str, Any] = role_axes()
     """Axes of the critic that differ from the run's `parallel`."""
     optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)
     """Settings that differ from the actor's `optim`."""

@@ -147,12 +147,12 @@ class ParallelConfig(Section):
     """Ranks that share the experts."""
 
 
-def own_axes() -> Any:
+def role_axes() -> Any:
     """Return the field of a role's own axes, over those of the run's section `parallel`."""
     return key(factory=dict, options=ParallelConfig, may_change_on_resume=True)
 
 
-def own_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
+def role_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
     """Return the field of a role's sharding, where it differs from what `strategy` says."""
     return key(factory=dict, options=options, may_change_on_resume=True)
 
@@ -163,9 +163,9 @@ class FrozenModelConfig(Section):
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
     """int8 stores linear weights as int8, whole on each rank."""
-    fsdp_config: dict[str, Any] = own_sharding(FrozenFSDPConfig)
+    fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
     """Sharding that differs from `strategy`."""
-    parallel: dict[str, Any] = own_axes()
+    parallel: dict[str, Any] = role_axes()
     """Axes of this role that differ from the run's `parallel`."""
 
 

@@ -20,8 +20,8 @@ from workers.config.model import (
     ModelConfig,
     OptimConfig,
     ShardedConfig,
-    own_axes,
-    own_sharding,
+    role_axes,
+    role_sharding,
 )
 from workers.config.rollout import RolloutConfig
 
@@ -186,9 +186,9 @@ class ActorConfig(ShardedConfig):
     """Largest gradient norm."""
     optim: OptimConfig = key(factory=OptimConfig)
     """Optimizer."""
-    fsdp_config: dict[str, Any] = own_sharding()
+    fsdp_config: dict[str, Any] = role_sharding()
     """Sharding that differs from `strategy`."""
-    parallel: dict[str, Any] = own_axes()
+    parallel: dict[str, Any] = role_axes()
     """Axes of the actor that differ from the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """Contents of checkpoints."""

@@ -22,7 +22,7 @@ LARGEST_OF_HEAP = 2**20
 """Largest allocation from the heap, in bytes, while memory must not be reused."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants in glibc's malloc.h
-_kept = {"largest": 0}
+_reused = {"largest": 0}
 """Size of the largest allocation that this process reuses, in bytes."""
 
 
@@ -46,18 +46,18 @@ def keep_freed_memory() -> bool:
         return False
 
     keeps = bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT))
-    _kept["largest"] = LARGEST_KEPT * keeps
+    _reused["largest"] = LARGEST_KEPT * keeps
     return keeps and bool(mallopt(_TRIM_THRESHOLD, MOST_KEPT))
 
 
 @contextmanager
-def freed_at_once() -> Iterator[None]:
+def free_immediately() -> Iterator[None]:
     """Context in which large allocations return to the system as soon as they are freed.
 
     Otherwise small allocations settle in the holes of the heap, so that every large one extends it:
     by all weights of a model that is only counted, or by the buffers of every weight sync.
     """
-    if not _kept["largest"]:
+    if not _reused["largest"]:
         yield
         return
     mallopt = ctypes.CDLL(None).mallopt
@@ -65,4 +65,4 @@ def freed_at_once() -> Iterator[None]:
     try:
         yield
     finally:
-        mallopt(_MMAP_THRESHOLD, _kept["largest"])
+        mallopt(_MMAP_THRESHOLD, _reused["largest"])

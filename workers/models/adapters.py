@@ -18,7 +18,7 @@ def merged_weight(base: Tensor, a: Tensor, b: Tensor, scaling: float, transposed
     return base.float() + (delta.T if transposed else delta)
 
 
-def misfit(base: Tensor, a: Tensor, b: Tensor, transposed: bool) -> bool:
+def shapes_differ(base: Tensor, a: Tensor, b: Tensor, transposed: bool) -> bool:
     """True if the shapes of base and factors do not fit together."""
     out_by_in = base.shape[::-1] if transposed else base.shape
     return (b.shape[0], a.shape[1]) != tuple(out_by_in) or b.shape[1] != a.shape[0]

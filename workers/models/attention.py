@@ -47,12 +47,12 @@ def resolve_attention(
         chosen, reason = "eager", f"sdpa has no soft-capping, which {model_cls.__name__} needs"
 
     if wanted.startswith("flash_attention"):
-        unusable = why_no_kernel(device, dtype)
+        unusable = kernel_blocker(device, dtype)
         reason = unusable and (reason or unusable)
     if reason and wanted != "auto":
         warn_once(f"attention: {chosen} in place of {wanted}: {reason}.")
     elif reason:
-        say_once(f"attention: {chosen}: {reason}.")
+        log_once(f"attention: {chosen}: {reason}.")
     return chosen
 
 
@@ -86,7 +86,7 @@ def has_sinks(module: Any) -> bool:
     return any(name.endswith(".sinks") for name, _ in module.named_parameters())
 
 
-def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str:
+def kernel_blocker(device: torch.device, dtype: torch.dtype) -> str:
     """Return why no FlashAttention kernel runs here; "" if one can."""
     if device.type != "cuda":
         return f"flash-attn runs on CUDA devices, not on {device.type}"
@@ -99,7 +99,7 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def attending_by(module: Any, name: str, attention: Any, mask: Any) -> Iterator[None]:
+def override_attention(module: Any, name: str, attention: Any, mask: Any) -> Iterator[None]:
     """Context in which the module attends by these functions, registered with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -121,6 +121,6 @@ def warn_once(message: str) -> None:
 
 
 @cache
-def say_once(message: str) -> None:
+def log_once(message: str) -> None:
     """Log an info line once per process."""
     logger.info(message)

@@ -143,7 +143,7 @@ def recomputes(config: ModelConfig, device_type: str, can_recompute: bool) -> bo
     return device_type == "cuda" and can_recompute
 
 
-def to_training(module: nn.Module) -> None:
+def set_training_mode(module: nn.Module) -> None:
     """Set training mode for checkpointed layers only.
 
     The modules inside them stay in evaluation mode: under `module.train()`, jitter and sampled
@@ -163,7 +163,7 @@ def _turn_dropout_off(hf_config: Any) -> None:
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Context in which parameters get no memory; buffers (rotary tables) are computed as usual."""
-    from workers.cpu.allocator import freed_at_once
+    from workers.cpu.allocator import free_immediately
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -174,7 +174,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     handle = register_module_parameter_registration_hook(to_meta)
     try:
-        with freed_at_once():
+        with free_immediately():
             yield
     finally:
         handle.remove()

@@ -162,7 +162,7 @@ class CheckpointFormat:
 
         self.names = {name for group in self.groups.values() for name in group.stored}
         """Names of all tensors in a checkpoint."""
-        self.kept = {name for name, group in self.groups.items() if group.is_same}
+        self.unchanged = {name for name, group in self.groups.items() if group.is_same}
         """Names under which module and checkpoint have the same tensor."""
 
     def stored(self, tensors: Named) -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ from workers.models.folder import model_folder
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
 from workers.models.random_init import random_weights
-from workers.models.state import named_state, own_part, own_rows
+from workers.models.state import local_rows, local_shard, named_state
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -98,16 +98,16 @@ def load_weights(
             _check_head(whole, config, source)
         if head == "score" and SCORE in missing:
             raise ConfigError(f"model.path={config.path!r} {NO_SCORE}")
-        _refuse_unfit(config, unfit)
+        _reject_unfit(config, unfit)
         pieces = _load_converted(missing, config, source) if missing else set[str]()
         if not missing:
             if whole is not module:
                 groups = checkpoint_format(str(source.path)).groups.values()
                 pieces = {piece for group in groups for piece in group.stored}
-            refuse_extra(module, config, source.unknown_to(whole, pieces))
+            reject_extra(module, config, source.unknown_entries(whole, pieces))
             return
         if not is_bare_config(config.path):
-            extra = _in_words(module, source.unknown_to(whole, pieces))
+            extra = _in_words(module, source.unknown_entries(whole, pieces))
             raise ConfigError(
                 f"model.path={config.path!r} lacks {len(missing)} weights: "
                 f"{', '.join([*missing][:20])}{f'; and there are {extra}' if extra else ''}."
@@ -253,7 +253,7 @@ class Folder:
         """True if the folder is a sequence classifier with one label."""
         return SCORE in self.files and list(self.find(SCORE).get_shape()) == list(shape)
 
-    def unknown_to(self, module: Any, converted: set[str]) -> list[str]:
+    def unknown_entries(self, module: Any, converted: set[str]) -> list[str]:
         """Return the entries that are no weight or buffer of `module` and were not `converted`.
 
         If the module has another head than the folder, the folder's head is ignored.
@@ -298,7 +298,7 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
             continue
         shapes = group.stored.items()
         wrong = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
-        _refuse_unfit(config, [*filter(None, wrong)])
+        _reject_unfit(config, [*filter(None, wrong)])
         _fill_group(missing, group, source)
         taken |= set(group.stored)
     return taken
@@ -350,14 +350,14 @@ def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
     return "" if there == here else f"{name} (is {there}, config.json says {here})"
 
 
-def _refuse_unfit(config: ModelConfig, unfit: list[str]) -> None:
+def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
     if unfit:
         raise ConfigError(
             f"model.path={config.path!r}: weights do not fit: {', '.join(unfit[:20])}."
         )
 
 
-def refuse_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:
+def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:
     """Reject unused entries of the folder, except those that are known to be superfluous.
 
     These are what the transformers class ignores (layers that predict further tokens), what is
@@ -380,6 +380,6 @@ def _in_words(module: Any, names: Iterable[str]) -> str:
 
 
 def _copy(weight: Tensor, stored: Any) -> None:
-    local = own_part(weight)
+    local = local_shard(weight)
     if local.numel():
-        local.copy_(own_rows(weight, stored))
+        local.copy_(local_rows(weight, stored))

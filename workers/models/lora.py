@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
 from workers.models.adapters import PARTS, merged_weight
-from workers.models.attention import say_once
+from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
 
@@ -112,7 +112,7 @@ def _say_what_experts_lack(body: Any) -> None:
     """Log that the routed experts of a mixture, which are not linear layers, get no adapter."""
     if any(".experts." in name for name, _ in body.named_parameters()):
         adapted = {name.rpartition(".")[2]: None for name in adapted_layers(body)}
-        say_once(
+        log_once(
             f"LoRA: all-linear of {body.config.model_type} is {', '.join(adapted)}; no adapter for "
             "routed experts."
         )

@@ -26,7 +26,7 @@ from workers.models.lora import add_adapter
 from workers.models.pass_trace import PassTrace, trace_pass
 from workers.models.quantize import quantizable
 from workers.parallel.experts import experts_of
-from workers.parallel.pipeline import most_waiting, num_chunks
+from workers.parallel.pipeline import max_pending_passes, num_chunks
 from workers.parallel.stages import Stages, stage_ranges
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _of_stages(
                 outputs_per_read=whole.outputs_per_read if is_last else 0,
                 body=whole.body
                 and replace(whole.body, saved=whole.body.saved * num_layers // whole.num_layers),
-                num_waiting=most_waiting(stage.schedule, rank, stage.num_ranks),
+                num_waiting=max_pending_passes(stage.schedule, rank, stage.num_ranks),
             ),
         )
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.models.attention import attending_by
+from workers.models.attention import override_attention
 
 COUNTED = "counted_attention"
 """Name of `_attention` in the attention interface of transformers."""
@@ -98,7 +98,7 @@ def trace_pass(body: Any) -> PassTrace | None:
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        with attending_by(body, COUNTED, _attention, _no_mask):
+        with override_attention(body, COUNTED, _attention, _no_mask):
             saved = _sum(_saved(body), hidden_size)
             for hook in hooks:
                 hook.remove()

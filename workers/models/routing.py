@@ -41,7 +41,7 @@ LARGEST_ERROR = 1e-4
 """Largest relative error of a pass when the order of a token's choices changes."""
 
 
-class Noted:
+class RecordedChoices:
     """Choices of the passes since the last `take`."""
 
     def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
@@ -87,9 +87,9 @@ class Routers:
         return torch.empty(0, *self.shape, dtype=dtype)
 
     @contextmanager
-    def noting(self) -> Iterator[Noted]:
+    def noting(self) -> Iterator[RecordedChoices]:
         """Context in which the choices of experts are recorded."""
-        noted = Noted(len(self.experts), self.no_choices.dtype)
+        noted = RecordedChoices(len(self.experts), self.no_choices.dtype)
 
         def note(layer: int) -> Any:
             return lambda _, args: noted.layers[layer].append(args[1].detach())

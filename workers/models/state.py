@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from workers.parallel.placements import own_ranges
+from workers.parallel.placements import local_ranges
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -44,18 +44,18 @@ def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
                 child._buffers[name] = buffer.to(dtype)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a weight, detached; writes to it change the weight."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def own_rows(weight: Tensor, whole: Any) -> Tensor:
+def local_rows(weight: Tensor, whole: Any) -> Tensor:
     """Return this rank's rows of a whole tensor, or of a tensor in a file."""
     if not isinstance(weight, DTensor):
         part: Tensor = whole[...]
         return part
-    return _read(whole, own_ranges(weight), ())
+    return _read(whole, local_ranges(weight), ())
 
 
 def _read(whole: Any, ranges: list[list[range]], chosen: tuple[slice, ...]) -> Tensor:

@@ -16,15 +16,15 @@ CAUGHT = (OSError, RuntimeError, ValueError, LookupError, TypeError, SafetensorE
 
 
 class Ranks:
-    """The ranks of a process group (None means only this rank); every error begins with `what`."""
+    """The ranks of a process group (None: only this rank); every error begins with `subject`."""
 
-    def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, subject: str) -> None:
         self.group = group
-        self.what = what
+        self.subject = subject
         self.mine = 0 if group is None else group.rank()
         self.count = 1 if group is None else group.size()
 
-    def all_do(self, work: Callable[[], Any]) -> list[Any]:
+    def run_on_all(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work` on every rank; return the results in rank order."""
         result: Any = None
         problem: tuple[str, bool] | None = None
@@ -38,7 +38,7 @@ class Ranks:
         if problems:
             is_damage = any(damaged for _, damaged in problems)
             kind = DamagedCheckpointError if is_damage else CheckpointError
-            raise kind(f"{self.what}: {'; '.join(text for text, _ in problems)}.")
+            raise kind(f"{self.subject}: {'; '.join(text for text, _ in problems)}.")
         return [result for result, _ in outcomes]
 
     def _gather(self, outcome: tuple[Any, Any]) -> list[tuple[Any, Any]]:
@@ -50,13 +50,13 @@ class Ranks:
             dist.all_gather_object(outcomes, outcome, group=self.group)
         except (RuntimeError, dist.DistError) as error:
             raise CheckpointError(
-                f"{self.what}: rank {self.mine} lost another rank: {error}"
+                f"{self.subject}: rank {self.mine} lost another rank: {error}"
             ) from error
         return outcomes
 
-    def first_does(self, work: Callable[[], None]) -> None:
+    def run_on_first(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0."""
-        self.all_do(work if self.mine == 0 else lambda: None)
+        self.run_on_all(work if self.mine == 0 else lambda: None)
 
     def share_files(
         self, folder: Path, fact: Callable[[Path], Any], names: list[str] | None = None
@@ -68,7 +68,7 @@ class Ranks:
 
         mine = names[self.mine :: self.count]
         merged: dict[str, Any] = {}
-        for facts in self.all_do(lambda: {name: fact(folder / name) for name in mine}):
+        for facts in self.run_on_all(lambda: {name: fact(folder / name) for name in mine}):
             merged |= facts
         return merged
 

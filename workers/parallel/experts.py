@@ -117,7 +117,7 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:
         experts.forward = _Spread(experts, group)  # type: ignore[method-assign]
 
 
-class _OwnExperts(nn.Module):
+class _LocalExperts(nn.Module):
     """The original forward pass of the experts, for the experts of this rank."""
 
     def __init__(self, experts: nn.Module) -> None:
@@ -133,7 +133,7 @@ class _Spread:
     """The forward pass of experts that are spread over ranks."""
 
     def __init__(self, experts: nn.Module, group: dist.ProcessGroup) -> None:
-        self.own = _OwnExperts(experts)
+        self.own = _LocalExperts(experts)
         self.group = group
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

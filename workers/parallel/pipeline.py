@@ -81,7 +81,7 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
     return actions
 
 
-def most_waiting(kind: str, rank: int, num_ranks: int) -> int:
+def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
     """Return the largest number of a rank's passes that wait for their backward passes.
 
     Under gpipe all passes of a mini-batch wait; they count as many as there are ranks.
@@ -206,7 +206,7 @@ class Pipeline:
         return states
 
 
-def exchanged_sum(gradient: Tensor, line: dist.ProcessGroup) -> Tensor:
+def exchange_sum(gradient: Tensor, line: dist.ProcessGroup) -> Tensor:
     """Return the sum over the first and the last rank of a line, bit for bit equal on both."""
     other = torch.empty_like(gradient)
     peer = line.size() - 1 - line.rank()
@@ -222,7 +222,7 @@ def exchanged_sum(gradient: Tensor, line: dist.ProcessGroup) -> Tensor:
 Named = Iterator[tuple[str, Tensor]]
 
 
-def stage_by_stage(
+def gather_stage_tensors(
     line: dist.ProcessGroup,
     facts: list[tuple[str, torch.Size, torch.dtype]],
     tensors: Named,

@@ -51,7 +51,7 @@ class Cut:
         size = tensor.shape[self.dim] // self.packed
         return tensor.unflatten(self.dim, (self.packed, size)).movedim(self.dim + 1, 0)
 
-    def as_it_was(self, rows: Tensor) -> Tensor:
+    def undo_rows(self, rows: Tensor) -> Tensor:
         """Undo `as_rows`."""
         return rows.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 1).contiguous()
 
@@ -87,7 +87,7 @@ def _dim_of(placement: Placement) -> int | None:
     return dim
 
 
-def own_ranges(tensor: DTensor, num_cuts: int | None = None) -> list[list[range]]:
+def local_ranges(tensor: DTensor, num_cuts: int | None = None) -> list[list[range]]:
     """Return, per dimension, the ranges of the whole tensor that form this rank's part.
 
     `num_cuts` applies only the first splits; None applies all.
@@ -116,7 +116,7 @@ class Piece:
             tuple(range(begin, begin + size) for begin, size in places),
         )
 
-    def shared_with(self, other: Piece) -> tuple[Slices, Slices] | None:
+    def overlap_with(self, other: Piece) -> tuple[Slices, Slices] | None:
         """Return the overlap with another piece: its position in this shard and in the other."""
         both = []
         for ours, theirs in zip(self.place, other.place, strict=True):
@@ -134,7 +134,7 @@ class Piece:
 def pieces_of(tensor: Tensor) -> list[Piece]:
     """Return the pieces that form this rank's part of a tensor."""
     whole = [[range(size)] for size in tensor.shape]
-    ranges = own_ranges(tensor) if isinstance(tensor, DTensor) else whole
+    ranges = local_ranges(tensor) if isinstance(tensor, DTensor) else whole
     along = []
     for of_dim in ranges:
         ends = itertools.accumulate(map(len, of_dim))
@@ -164,12 +164,12 @@ def whole_tensor(tensor: DTensor, gather: Gather) -> Tensor | None:
     cuts = cuts_of(tensor)
     for number in reversed(range(len(cuts))):
         cut = cuts[number]
-        num_rows = sum(map(len, own_ranges(tensor, number)[cut.dim])) // cut.packed
+        num_rows = sum(map(len, local_ranges(tensor, number)[cut.dim])) // cut.packed
         group = tensor.device_mesh.get_group(cut.axis)
         rows = gather(cut.as_rows(part).contiguous(), num_rows, group)
         if rows is None:
             return None
-        part = cut.as_it_was(rows)
+        part = cut.undo_rows(rows)
     return part
 
 

@@ -194,7 +194,7 @@ class Place:
     other: nn.Module
     used: frozenset[int]
     """Stages that compute it."""
-    held: frozenset[int]
+    stages: frozenset[int]
     """Stages that have its weights."""
 
     def put(self, part: nn.Module | None) -> None:
@@ -227,7 +227,7 @@ class Stages:
 
     def weights(self, numbers: Sequence[int]) -> set[int]:
         """Return the ids of the weights of these stages."""
-        here = (place for place in self.places if not place.held.isdisjoint(numbers))
+        here = (place for place in self.places if not place.stages.isdisjoint(numbers))
         parts: list[Any] = [place.owner._modules[place.name] for place in here]
         return {id(weight) for part in parts for weight in part.parameters()}
 
@@ -235,7 +235,7 @@ class Stages:
         """Keep only the parts and weights of these stages."""
         table = self.places[0]
         for place in self.places:
-            if place.held.isdisjoint(numbers):
+            if place.stages.isdisjoint(numbers):
                 place.put(place.other)
         if self.is_tied and not {0, self.last}.isdisjoint(numbers):
             weight = next(table.owner._modules[table.name].parameters())  # type: ignore[union-attr]

@@ -81,7 +81,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_columns(grad, ctx.group), None
+        return _local_columns(grad, ctx.group), None
 
 
 class _Split(torch.autograd.Function):
@@ -90,7 +90,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _own_columns(whole, group)
+        return _local_columns(whole, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -110,7 +110,7 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _own_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _local_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole.chunk(group.size(), dim=-1)[group.rank()].contiguous()
 
 
@@ -388,7 +388,7 @@ def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
     if not isinstance(placement, Replicate):
         dim, count = placement.dim, mesh.size()
         pieces = part.chunk(getattr(placement, "split_factor", 1), dim)
-        cuts = [_own_cut(piece, dim, count, mesh.get_local_rank()) for piece in pieces]
+        cuts = [_local_cut(piece, dim, count, mesh.get_local_rank()) for piece in pieces]
         part = torch.cat(cuts, dim)
     whole = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
@@ -396,7 +396,7 @@ def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
     return nn.Parameter(whole, requires_grad=weight.requires_grad)
 
 
-def _own_cut(tensor: Tensor, dim: int, count: int, rank: int) -> Tensor:
+def _local_cut(tensor: Tensor, dim: int, count: int, rank: int) -> Tensor:
     most = -(-tensor.shape[dim] // count)
     first = min(rank * most, tensor.shape[dim])
     return tensor.narrow(dim, first, min(most, tensor.shape[dim] - first))
@@ -411,7 +411,7 @@ def plan_of(module: Any) -> dict[str, str]:
     return {f"{module.base_model_prefix}.{name}": style for name, style in plan.items()}
 
 
-class NotCut(ValueError):
+class NoSplit(ValueError):
     """Why tensor parallelism cannot split a model; the text is the second half of a sentence."""
 
 
@@ -420,10 +420,10 @@ def layers_of(module: Any) -> dict[str, Layer]:
     plan = plan_of(module)
     prefix = f"{module.base_model_prefix}."
     if not any(name.startswith(prefix) for name in plan):
-        raise NotCut(f"transformers has no tensor parallel plan for {module.config.model_type}")
+        raise NoSplit(f"transformers has no tensor parallel plan for {module.config.model_type}")
     is_known = module.config.model_type.startswith(USE_OTHERS)
     if is_known or any(isinstance(layer, nn.Conv1d) for layer in module.modules()):
-        raise NotCut(f"layers of {module.config.model_type} compute with weights of other layers")
+        raise NoSplit(f"layers of {module.config.model_type} compute with weights of other layers")
 
     used: set[str] = set()
 
@@ -458,26 +458,26 @@ def layers_of(module: Any) -> dict[str, Layer]:
             layers |= _with_adapter(paths[id(end)], end, style_of_words, {})
 
     unused = [rule for rule in plan if rule.startswith(prefix) and rule not in used]
-    _refuse_unused(module, unused, layers)
+    _reject_unused(module, unused, layers)
     for path in columns:
-        layers |= _beside(module, path.rpartition(".")[0], layers)
+        layers |= _siblings_without_rule(module, path.rpartition(".")[0], layers)
     return layers
 
 
 def _style(name: str, path: str, layer: Any, placements: Mapping[str, Placement]) -> type[Whole]:
     style = STYLES.get(name)
     if style is None:
-        raise NotCut(f"the plan cuts {path} in an unknown way: {name}")
+        raise NoSplit(f"the plan cuts {path} in an unknown way: {name}")
     if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
-        raise NotCut(f"the plan cuts {path} as a linear layer, and it is a {type(layer).__name__}")
+        raise NoSplit(f"the plan cuts {path} as a linear layer, and it is a {type(layer).__name__}")
     if style is Experts and (others := layer._parameters.keys() - placements.keys()):
-        raise NotCut(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
+        raise NoSplit(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
     return style
 
 
 def _placement(style: str, path: str) -> Placement:
     if style not in PLACEMENTS:
-        raise NotCut(f"the plan cuts weights of {path} in an unknown way: {style}")
+        raise NoSplit(f"the plan cuts weights of {path} in an unknown way: {style}")
     return PLACEMENTS[style]
 
 
@@ -501,7 +501,7 @@ def _with_adapter(
     return {base: Layer(style), a: Layer(), b: Layer(style)}
 
 
-def _refuse_unused(module: Any, rules: Sequence[str], layers: Mapping[str, Layer]) -> None:
+def _reject_unused(module: Any, rules: Sequence[str], layers: Mapping[str, Layer]) -> None:
     """Reject rules for layers that the model does not have, unless it has others in their place.
 
     Layers are of different kinds: some rules of a mixture are for layers without experts.
@@ -513,10 +513,10 @@ def _refuse_unused(module: Any, rules: Sequence[str], layers: Mapping[str, Layer
             place = place.rpartition(".")[0]
         is_other = "*" in place and all(any(f"{p}." in cut for cut in layers) for p in there)
         if not is_other:
-            raise NotCut(f"the plan's rule {rule} matches no layer of {type(module).__name__}")
+            raise NoSplit(f"the plan's rule {rule} matches no layer of {type(module).__name__}")
 
 
-def _and_above(path: str) -> Iterator[str]:
+def _path_and_parents(path: str) -> Iterator[str]:
     """Yield a module's path and the paths of the modules around it."""
     while path:
         yield path
@@ -528,7 +528,9 @@ def _matching(rule: str, paths: Sequence[str]) -> list[str]:
     return [path for path in paths if pattern.fullmatch(path)]
 
 
-def _beside(module: Any, parent: str, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+def _siblings_without_rule(
+    module: Any, parent: str, layers: Mapping[str, Layer]
+) -> dict[str, Layer]:
     """Return the layers next to column-split layers for which the plan has no rule.
 
     They may see only a part of the states: without summing, their gradient would be silently wrong.
@@ -536,14 +538,14 @@ def _beside(module: Any, parent: str, layers: Mapping[str, Layer]) -> dict[str, 
     others = {}
     for name, _ in module.get_submodule(parent).named_parameters():
         child, path = name.partition(".")[0], f"{parent}.{name}".rpartition(".")[0]
-        if any(above in layers and above != parent for above in _and_above(path)):
+        if any(above in layers and above != parent for above in _path_and_parents(path)):
             continue
         if path == parent and parent in layers and child in layers[parent].placements:
             continue
         if HEAD_NORM.fullmatch(child):
             others[path] = Layer(PartialWeights)
         elif not BEFORE_HEADS.fullmatch(child):
-            raise NotCut(f"the plan has no rule for {parent}.{name} beside layers that it cuts")
+            raise NoSplit(f"the plan has no rule for {parent}.{name} beside layers that it cuts")
     return others
 
 
@@ -586,9 +588,9 @@ def check(module: Any, tp: int, key: str) -> None:
     """Reject a module, possibly on the meta device, that cannot be split over `tp` ranks."""
     try:
         needed = sizes(module, layers_of(module))
-    except NotCut as error:
+    except NoSplit as error:
         raise ConfigError(f"{key}={tp}: {error}; set {key}=1, and shard with fsdp.") from error
-    wrong = [f"{what} ({size})" for what, size in needed.items() if size % tp]
+    wrong = [f"{name} ({size})" for name, size in needed.items() if size % tp]
     if wrong:
         most = math.gcd(*needed.values())
         fits = [str(size) for size in range(1, most + 1) if most % size == 0]

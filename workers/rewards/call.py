@@ -80,7 +80,7 @@ class Call:
                 "sample: return a number, or score a batch by the parameters solution_strs, "
                 "prompts, ..."
             )
-        fills = _what_fills(takes_batches, columns)
+        fills = _parameter_sources(takes_batches, columns)
         if not has_truth:
             fills = {name: entry for name, entry in fills.items() if entry != TRUTH}
         for parameter in parameters.values():
@@ -98,7 +98,7 @@ class Call:
         return None if self.takes_rest else list(self.fields.values())
 
     @property
-    def runs_side_by_side(self) -> bool:
+    def is_async(self) -> bool:
         """True if the function is a coroutine function, so that calls can run concurrently."""
         return inspect.iscoroutinefunction(self.function)
 
@@ -118,7 +118,7 @@ class Call:
         return self.function(**(read | self.kwargs))
 
 
-def _what_fills(takes_batches: bool, columns: Sequence[str]) -> dict[str, str]:
+def _parameter_sources(takes_batches: bool, columns: Sequence[str]) -> dict[str, str]:
     """Return parameter -> the entry of a sample that fills it."""
     fills = {column: column for column in columns}
     for name, entry in [*((name, name) for name in SAMPLE_FIELDS), *SHORT_NAMES.items()]:

@@ -10,7 +10,7 @@ import torch
 
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
-from workers.rewards.failures import by_kind
+from workers.rewards.failures import group_by_kind
 from workers.rewards.manager import FAILURES, Scored
 
 
@@ -33,7 +33,7 @@ class EnvironmentScores:
                 "step_ends": turn_ends(columns["turn"], mask),
                 "score_failed": failed,
             },
-            meta_info={FAILURES: by_kind(pair for pair in problems if pair[1])},
+            meta_info={FAILURES: group_by_kind(pair for pair in problems if pair[1])},
         )
         done: Future[Scored] = Future()
         done.set_result((result, trajectory_metrics(facts)))

@@ -34,7 +34,7 @@ Failures = dict[str, Failure]
 """The failures of one reward by kind."""
 
 
-def by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
+def group_by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
     """Group (uid, error) of samples by kind, in order of appearance."""
     kinds: Failures = {}
     for uid, error in failed:
@@ -52,7 +52,7 @@ def with_source(error: str) -> str:
     return f"{error}: {source}" if source else error
 
 
-class SaidOnce:
+class FailureLog:
     """Logs the first failure of each kind in a run, and the totals at the end."""
 
     def __init__(self) -> None:

@@ -116,13 +116,13 @@ class RewardProcess:
         missing = set(requested)
         samples = [(number, self._part_of(sample)) for number, sample in requested.items()]
         try:
-            self._channel.send(samples, min(end, time.monotonic() + self._patience()))
+            self._channel.send(samples, min(end, time.monotonic() + self._reply_timeout()))
         except TimeoutError:
             raise
         except OSError:
             pass  # the process has ended: the next reply says how
         while missing:
-            answer = self._receive(min(end, time.monotonic() + self._patience()))
+            answer = self._receive(min(end, time.monotonic() + self._reply_timeout()))
             try:
                 number, outcome = read_answer(answer, missing)
             except ValueError as err:
@@ -136,7 +136,7 @@ class RewardProcess:
             return sample
         return {name: value for name, value in sample.items() if name in self._reads}
 
-    def _patience(self) -> float:
+    def _reply_timeout(self) -> float:
         """Return the seconds in which the next reply must arrive."""
         if self.answers_together:
             return float("inf")

@@ -24,7 +24,7 @@ from verl_like.tensor_ops import last_places
 from workers.columns import count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
 from workers.rewards.decoding import decode_rows
-from workers.rewards.failures import by_kind
+from workers.rewards.failures import group_by_kind
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
 from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
@@ -75,7 +75,7 @@ class RewardManager:
         outcomes = self._scorer.score(samples)
         seconds = time.perf_counter() - began
 
-        failures = by_kind(
+        failures = group_by_kind(
             (str(uid), str(error))
             for uid, (score, _, error) in zip(uids, outcomes, strict=True)
             if score is None

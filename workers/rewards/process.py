@@ -86,7 +86,7 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         traceback.print_exc()
         driver.send([f"{spec} is not loaded: {in_words(err, withheld)}", False, False, None])
         return
-    driver.send([None, call.runs_side_by_side, call.takes_batches, call.reads])
+    driver.send([None, call.is_async, call.takes_batches, call.reads])
 
     calls = Calls(call, spec, withheld)
     while True:
@@ -142,7 +142,7 @@ class Calls:
             outcomes = self.score_batch([sample for _, sample in samples])
             for (number, _), outcome in zip(samples, outcomes, strict=True):
                 put(number, outcome)
-        elif self._call.runs_side_by_side:
+        elif self._call.is_async:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             asyncio.run(self._score_side_by_side(samples, put))
         else:

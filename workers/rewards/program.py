@@ -25,9 +25,9 @@ from typing import Any
 from verl_like.errors import ConfigError
 from verl_like.process.sandbox import (
     Sandbox,
-    can_keep_writes,
+    can_restrict_writes,
     isolate_network,
-    keep_to,
+    restrict_writes,
 )
 from verl_like.process.supervisor import (
     DATA,
@@ -77,7 +77,7 @@ def main(pipe: Connection, network: str) -> None:
             isolate_network()
         except ConfigError as err:
             print(f"programs of the model reach the network: {err}", file=sys.stderr, flush=True)
-    if not can_keep_writes():
+    if not can_restrict_writes():
         words = "programs of the model can write outside their folder: this machine has no Landlock"
         print(words, file=sys.stderr, flush=True)
     while True:
@@ -105,7 +105,7 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
         os.environ.update({"HOME": folder, "TMPDIR": folder, "PATH": os.defpath})
         sandbox.allow_cpu()
         with contextlib.suppress(ConfigError):  # reported when this process started
-            keep_to(folder, os.devnull, more=(*PROCESSES, *SIGNALS))
+            restrict_writes(folder, os.devnull, extra=(*PROCESSES, *SIGNALS))
         _act(program, program.inputs[number], token)
 
     folder = tempfile.mkdtemp(prefix="program_")

@@ -94,7 +94,7 @@ class RemoteScorer:
         for attempt in range(self._config.retries + 1):
             try:
                 return self._protocol.outcomes(self._post(body, end), len(samples))
-            except _WorthARetry as err:
+            except _TemporaryError as err:
                 if attempt == self._config.retries:
                     tries = "once" if attempt == 0 else f"{attempt + 1} times"
                     raise RemoteError(f"{self._config.url}, asked {tries}: {err}") from err
@@ -126,16 +126,16 @@ class RemoteScorer:
                 answer = response.read(LONGEST_ANSWER + 1)
         except urllib.error.HTTPError as err:
             problem = f"status {err.code}: {err.read(300).decode('utf-8', 'replace').strip()}"
-            raise (_WorthARetry if err.code in WORTH_A_RETRY else RemoteError)(problem) from err
+            raise (_TemporaryError if err.code in WORTH_A_RETRY else RemoteError)(problem) from err
         except OSError as err:  # refused, reset or too slow, including urllib's errors
-            raise _WorthARetry(str(getattr(err, "reason", err)) or type(err).__name__) from err
+            raise _TemporaryError(str(getattr(err, "reason", err)) or type(err).__name__) from err
 
         if len(answer) > LONGEST_ANSWER:
             raise RemoteError(f"{self._config.url} gave more than {LONGEST_ANSWER} bytes")
         return json.loads(answer)
 
 
-class _WorthARetry(Exception):
+class _TemporaryError(Exception):
     """A request that failed temporarily."""
 
 

@@ -32,7 +32,7 @@ class RemoteProtocol(Protocol):
         """Return the outcomes; KeyError, TypeError or ValueError means an invalid reply."""
 
 
-class OwnProtocol:
+class VerlLikeProtocol:
     """`{"samples": [row, ...]}` -> `{"outcomes": [{"score": 1.0, ...} | {"error": "..."}]}`."""
 
     largest_batch = None
@@ -43,7 +43,7 @@ class OwnProtocol:
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
         """Return scores with the function's other numbers, or its errors."""
-        rows = _exactly(answer["outcomes"], count)
+        rows = _check_count(answer["outcomes"], count)
         return [
             (None, {}, str(row["error"])) if "error" in row else read_outcome(row) for row in rows
         ]
@@ -68,9 +68,10 @@ class OpenRLHFProtocol:
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
         """Return one number per sample; `extra_logs` are lists of the same length."""
-        scores = _exactly(answer["rewards"], count)
+        scores = _check_count(answer["rewards"], count)
         extras = {
-            name: _exactly(values, count) for name, values in answer.get("extra_logs", {}).items()
+            name: _check_count(values, count)
+            for name, values in answer.get("extra_logs", {}).items()
         }
         rows = range(count)
         return [
@@ -105,7 +106,7 @@ class JudgeProtocol:
 
 
 PROTOCOLS: dict[str, RemoteProtocol] = {
-    "samples": OwnProtocol(),
+    "samples": VerlLikeProtocol(),
     "openrlhf": OpenRLHFProtocol(),
     "openai": JudgeProtocol(),
 }
@@ -130,7 +131,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{value!r:.80} in a sample cannot be sent as JSON")
 
 
-def _exactly(outcomes: Any, count: int) -> list[Any]:
+def _check_count(outcomes: Any, count: int) -> list[Any]:
     if not isinstance(outcomes, list) or len(outcomes) != count:
         size = len(outcomes) if isinstance(outcomes, list) else type(outcomes).__name__
         raise ValueError(f"{count} samples were sent, {size} outcomes came back")

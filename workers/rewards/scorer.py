@@ -47,7 +47,7 @@ class _Batch:
     def take(self, most: int | None) -> dict[int, Sample]:
         """Take the next group, or `most` of its samples; empty if none waits or time is up."""
         with self._taking:
-            if not self.goes_on():
+            if not self.has_work():
                 return {}
             part = self._parts.popleft()
             if most is not None and len(part) > most:
@@ -59,7 +59,7 @@ class _Batch:
         with self._taking:
             self._parts.extendleft(part for part in reversed(parts) if part)
 
-    def goes_on(self) -> bool:
+    def has_work(self) -> bool:
         """Return True if samples wait and there is time left."""
         return any(self._parts) and time.monotonic() < self.end
 
@@ -92,8 +92,8 @@ class Scorer:
         idle = deque(self._processes)
         running: list[Future[None]] = []
         with ThreadPoolExecutor(len(idle), thread_name_prefix="scorer") as threads:
-            while (idle and batch.goes_on()) or not all(future.done() for future in running):
-                if idle and batch.goes_on():
+            while (idle and batch.has_work()) or not all(future.done() for future in running):
+                if idle and batch.has_work():
                     running.append(threads.submit(self._score_by, idle.popleft(), batch))
                 wait(running, SLOW_S)
         for future in running:

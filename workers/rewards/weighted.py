@@ -24,11 +24,11 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RewardError
 from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
-from workers.columns import held_as, read_columns
+from workers.columns import format_like, read_columns
 from workers.config import OverlongBufferConfig, RewardConfig, ScoringSections, rewards_of
 from workers.rewards.code import NOT_TRUSTED
 from workers.rewards.environment import EnvironmentScores
-from workers.rewards.failures import Failures, SaidOnce
+from workers.rewards.failures import FailureLog, Failures
 from workers.rewards.functions import REWARDS, check_rules, code, trust_kwargs
 from workers.rewards.manager import FAILURES, RewardManager, Scored
 from workers.rewards.process import BATCH_SHARES, FunctionSpec
@@ -72,7 +72,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     Rejects a function that cannot be loaded or requests a missing column, data without a rule, a
     server that does not reply, and asserts on programs that are not trusted.
     """
-    parts: list[Part] = []
+    parts: list[RewardTerm] = []
     overlong = run.reward_model.overlong_buffer
     rewards = Rewards(parts, overlong if overlong.enable else None)
     sandbox = Sandbox.of(run.reward.sandbox)
@@ -88,7 +88,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
                 manager = RewardManager(tokenizer, scorer, config.default_score)
             is_environment = config.kind == "environment"
             rules: Any = run.environment if is_environment else run.reward
-            parts.append(Part(config, manager, rules.max_failed_share))
+            parts.append(RewardTerm(config, manager, rules.max_failed_share))
     except BaseException:
         rewards.close()
         raise
@@ -100,10 +100,10 @@ def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[Rewar
     has_model = any(reward.kind == "model" for reward in rewards)
     if not has_model or not REWARDS.keys().isdisjoint(rows.data_sources):
         return rewards
-    kept = [reward for reward in rewards if reward.kind != "function" or reward.path]
-    if kept != rewards:
+    listed = [reward for reward in rewards if reward.kind != "function" or reward.path]
+    if listed != rewards:
         print("notice: no row's data_source has a rule: the reward model scores alone", flush=True)
-    return kept
+    return listed
 
 
 def _scorer(
@@ -145,7 +145,7 @@ def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class RewardTerm:
     """One reward; a model has no manager, because its role scores."""
 
     config: RewardConfig
@@ -155,7 +155,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class PartScores:
+class TermScores:
     """Result of one reward for a batch."""
 
     scores: Tensor
@@ -171,12 +171,12 @@ class Rewards:
 
     def __init__(
         self,
-        parts: list[Part],
+        parts: list[RewardTerm],
         overlong: OverlongBufferConfig | None = None,
     ):
         """Create the rewards; `overlong` penalizes long responses, independent of their scores."""
         self.parts, self.overlong = parts, overlong
-        self.said = SaidOnce()
+        self.failure_log = FailureLog()
 
     @property
     def may_skip(self) -> bool:
@@ -206,7 +206,7 @@ class Rewards:
         for part in self.parts:
             if part.manager is not None:
                 part.manager.close()
-        self.said.close()
+        self.failure_log.close()
 
 
 class WeightedScores:
@@ -224,7 +224,7 @@ class WeightedScores:
         self._rewards, self._futures, self._normalize = rewards, futures, normalize
         self._check = check
         self._mask = read_columns(batch, "response_mask")["response_mask"].bool()
-        self._held = batch.column("response_mask")
+        self._mask_format = batch.column("response_mask")
         self._uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
 
     def __str__(self) -> str:
@@ -259,20 +259,20 @@ class WeightedScores:
 
         if self._rewards.overlong is not None:
             punishment = overlong_punishment(self._mask, self._rewards.overlong)
-            total += at_last_token(punishment, self._mask)
-            step_ends |= at_last_token(punishment != 0, self._mask)
+            total += place_at_last_token(punishment, self._mask)
+            step_ends |= place_at_last_token(punishment != 0, self._mask)
             extras["reward_extra/overlong_reward"] = punishment.double().numpy()
             metrics["reward/overlong_reward/mean"] = punishment.mean().item()
         if self._rewards.may_skip:
-            total = without_influence(total, self._mask, skipped, self._uids)
-            last = at_last_token(skipped, self._mask)
+            total = neutralize_skipped(total, self._mask, skipped, self._uids)
+            last = place_at_last_token(skipped, self._mask)
             step_ends = torch.where(skipped[:, None], last, step_ends)
             extras[SKIPPED] = skipped.double().numpy()
             metrics["reward/num_skipped"] = float(skipped.sum())
-        _refuse_infinite(total, self._uids)
+        _reject_infinite(total, self._uids)
         columns = {
-            "token_level_scores": held_as(self._held, total),
-            "step_ends": held_as(self._held, step_ends),
+            "token_level_scores": format_like(self._mask_format, total),
+            "step_ends": format_like(self._mask_format, step_ends),
         }
         return DataProto.from_dict(columns, extras), metrics
 
@@ -285,25 +285,25 @@ class WeightedScores:
         return future.result(timeout=0)
 
     def _take(
-        self, part: Part, result: Any, extras: dict[str, Any], metrics: dict[str, float]
-    ) -> PartScores:
+        self, part: RewardTerm, result: Any, extras: dict[str, Any], metrics: dict[str, float]
+    ) -> TermScores:
         """Return the result of one reward; add its columns and metrics to those of the others."""
         name, several = part.config.name, len(self._rewards.parts) > 1
         if part.manager is None:
             scores = read_columns(result, "rm_scores")["rm_scores"]
-            scores_of_part = PartScores(
+            scores_of_part = TermScores(
                 scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool)
             )
         else:
             result, numbers = result
             columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
-            scores_of_part = PartScores(*columns.values())
+            scores_of_part = TermScores(*columns.values())
             failures = result.meta_info[FAILURES]
             _refuse(part, scores_of_part.failed, failures)
             cost = f"get the score {part.config.default_score:g}"
             if part.config.on_failure == "skip":
                 cost = "are left out of the update"
-            self._rewards.said.note(name, len(scores_of_part.failed), cost, failures)
+            self._rewards.failure_log.note(name, len(scores_of_part.failed), cost, failures)
             of_all = {count: metrics.get(count, 0.0) + numbers[count] for count in COUNTS}
             metrics |= _named(numbers, "reward/", name, several) | of_all
             extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
@@ -322,7 +322,7 @@ def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dic
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in values.items()}
 
 
-def _refuse(part: Part, failed: Tensor, failures: Failures) -> None:
+def _refuse(part: RewardTerm, failed: Tensor, failures: Failures) -> None:
     """Raise if there are too many failures, with the first of each kind."""
     config, most, count = part.config, part.max_failed_share, int(failed.sum())
     if config.on_failure == "fail" and count:
@@ -338,7 +338,7 @@ def _refuse(part: Part, failed: Tensor, failures: Failures) -> None:
     )
 
 
-def _refuse_infinite(total: Tensor, uids: Any) -> None:
+def _reject_infinite(total: Tensor, uids: Any) -> None:
     """Reject a sum that is not finite in float32, although each reward may be."""
     wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
     if wrong:
@@ -350,7 +350,7 @@ def _refuse_infinite(total: Tensor, uids: Any) -> None:
         )
 
 
-def normalized(raw: PartScores, mask: Tensor) -> PartScores:
+def normalized(raw: TermScores, mask: Tensor) -> TermScores:
     """Normalize scores: sums over a row get mean 0 and spread 1 over the rows that did not fail.
 
     The shift is added at each row's last token; a failed row gets 0, the mean.
@@ -361,13 +361,13 @@ def normalized(raw: PartScores, mask: Tensor) -> PartScores:
         return replace(raw, scores=torch.zeros_like(raw.scores))
 
     spread = good.std(correction=0).clamp(min=SMALLEST_SPREAD)
-    shift = at_last_token(torch.full_like(sums, -float(good.mean())), mask)
+    shift = place_at_last_token(torch.full_like(sums, -float(good.mean())), mask)
     moved = ((raw.scores + shift) / spread).float().masked_fill(raw.failed[:, None], 0.0)
-    last = at_last_token(torch.ones(len(sums), dtype=torch.bool), mask)
+    last = place_at_last_token(torch.ones(len(sums), dtype=torch.bool), mask)
     return replace(raw, scores=moved, step_ends=raw.step_ends | last)
 
 
-def without_influence(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
+def neutralize_skipped(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
     """Give skipped rows the mean of their group's other rows, so that no baseline changes.
 
     If all rows of a group are skipped, they get 0.
@@ -377,10 +377,10 @@ def without_influence(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) 
         group = torch.from_numpy(np.asarray(uids == uid))
         good = sums[group & ~skipped]
         sums[group & skipped] = good.mean() if len(good) else 0.0
-    return torch.where(skipped[:, None], at_last_token(sums, mask), scores)
+    return torch.where(skipped[:, None], place_at_last_token(sums, mask), scores)
 
 
-def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
+def place_at_last_token(values: Tensor, mask: Tensor) -> Tensor:
     """Return [rows, R] with the numbers [rows] at each row's last token."""
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     placed[torch.arange(len(values)), last_places(mask)] = values

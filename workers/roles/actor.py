@@ -181,9 +181,9 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         """Swap in the moving average, or the weights; do not train with the average."""
         assert self.average is not None, "the driver asks for an average only under actor.ema_decay"
         if on:
-            self.average.put_in_place()
+            self.average.swap_in()
         else:
-            self.average.take_out()
+            self.average.swap_out()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:

@@ -20,7 +20,7 @@ from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.roles.critic import CriticWorker, value_budget
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
-from workers.training.refresh import FollowingEngine
+from workers.training.refresh import MovingAverageEngine
 from workers.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 class CriticCopyWorker(WeightReceiver, ModelWorker):
     """Predicts values with one version of the critic's weights; the first delivery brings one."""
 
-    engine: FollowingEngine
+    engine: MovingAverageEngine
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.budget = value_budget(config)
-        self.engine = self.engine_of(self.held_model(config), FollowingEngine, decay=0.0)
+        self.engine = self.engine_of(self.held_model(config), MovingAverageEngine, decay=0.0)
 
     @classmethod
     def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:

@@ -79,10 +79,10 @@ class ModelWorker(Worker):
     ) -> EngineT:
         """Return a training engine of the role's model, and divide calls by its axes."""
         engine: Any = model.engine(engine_class, **settings)
-        self.deal_by(engine)
+        self.split_calls_by(engine)
         return engine
 
-    def deal_by(self, engine: Any) -> None:
+    def split_calls_by(self, engine: Any) -> None:
         """Divide the role's calls by the axes of this engine from now on."""
         dims = dims_of(self.world_size, engine.sharding)
         place = dims.data_rank(self.rank), dims.is_collect(self.rank)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from workers.columns import drawn_from
+from workers.columns import sampled_log_probs_column
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.kl import kl_penalty
@@ -77,7 +77,7 @@ class PolicyObjective:
         if self.mismatch is not None:
             names.append("rollout_log_probs")
         if settings.bypasses:
-            names.append(drawn_from(data.columns))
+            names.append(sampled_log_probs_column(data.columns))
         elif settings.correction.weighs:
             names.append("rollout_is_weights")
         if not (self.on_policy or settings.bypasses):
@@ -104,7 +104,7 @@ class PolicyObjective:
         old_log_probs = columns.get("old_log_probs", log_probs)
         weights = columns.get("rollout_is_weights")
         if self.settings.bypasses:
-            old_log_probs = columns[drawn_from(columns)]
+            old_log_probs = columns[sampled_log_probs_column(columns)]
             # rejected tokens still count in the denominators of the mini-batch
             weights, mask = self.settings.correction(
                 log_probs, old_log_probs, mask, self.correction_gauge

@@ -51,7 +51,7 @@ class PreferenceWorker(RowWorker):
         """Return the micro-batch's share of the loss, and of the mean of each measure."""
         num_tokens = columns["response_mask"].count_nonzero(dim=-1)
         known = {name: columns[name] for name in self.loss_columns}
-        known["log_probs"] = of_responses(outputs["log_probs"])
+        known["log_probs"] = sum_responses(outputs["log_probs"])
         known["num_tokens"] = num_tokens.double()
 
         is_pair = num_tokens.dim() == 2
@@ -125,10 +125,10 @@ class PreferenceReferenceWorker(ModelWorker):
 def response_log_probs(engine: TrainEngine, data: DataProto, budget: Budget) -> DataProto:
     """Return the log-prob of every response of the batch under the engine's model."""
     log_probs = rectangle_of(engine.forward_rows(data, budget)["log_probs"])
-    sums = of_responses(log_probs)
+    sums = sum_responses(log_probs)
     return DataProto.from_dict({"response_log_probs": sums})
 
 
-def of_responses(log_probs: Tensor) -> Tensor:
+def sum_responses(log_probs: Tensor) -> Tensor:
     """Sum over tokens (zero outside a response), in float64 because responses are long."""
     return log_probs.double().sum(dim=-1)

@@ -21,10 +21,10 @@ from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
 from workers.training.engine import TrainEngine
-from workers.training.file_copies import SavesInBackground
+from workers.training.file_copies import BackgroundSaves
 from workers.training.lm_head import Wanted
 from workers.training.microbatch import pass_budget
-from workers.training.refresh import FollowingEngine
+from workers.training.refresh import MovingAverageEngine
 from workers.weights.channel import SyncReport
 from workers.weights.receiver import WeightReceiver
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
+class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
     """Scores responses under the initial weights, or under later ones."""
 
     engine: Any
@@ -46,7 +46,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
         self.budget = pass_budget(config, self.config.log_prob_micro_batch_size_per_gpu)
         self.follows = self.config.update_every is not None
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
-        engine_cls = FollowingEngine if self.follows else TrainEngine
+        engine_cls = MovingAverageEngine if self.follows else TrainEngine
         self.engine = self.engine_of(self.held_model(config), engine_cls, **settings)
 
     @classmethod
@@ -77,7 +77,7 @@ class ReferenceWorker(SavesInBackground, WeightReceiver, ModelWorker):
         actor: Any = self.sibling("actor")
         if actor is not None and is_actors_module(actor.policy):
             self.engine = actor.engine
-            self.deal_by(self.engine)
+            self.split_calls_by(self.engine)
         else:
             self.engine.build(self)
 

@@ -55,7 +55,7 @@ NO_FORMULA = (
 )
 
 
-class OurLoss(TokenSum):
+class PolicyLossColumns(TokenSum):
     """The input columns of a policy loss of this package."""
 
     def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def client_loss(name: str) -> TokenSum:
     if name in TOKEN_SUMS:
         return TOKEN_SUMS[name]
     if name.removeprefix(OURS) in POLICY_LOSSES and name.startswith(OURS):
-        return OurLoss(TOKEN_SUMS["importance_sampling"].of_tokens, (*POLICY, MASK))
+        return PolicyLossColumns(TOKEN_SUMS["importance_sampling"].of_tokens, (*POLICY, MASK))
     if name == "stable_reinforce":
         raise ConfigError(NO_FORMULA)
     known = [*TOKEN_SUMS, *(f"{OURS}{ours}" for ours in POLICY_LOSSES)]

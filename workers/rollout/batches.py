@@ -59,7 +59,7 @@ def batch_of(
     empty tensor of expert choices) is given, the batch has a column of the choices for every token.
     """
     prompts = [torch.tensor(sample.prompt, dtype=torch.long) for sample in samples]
-    responses = Ragged.of_rows([sample.tokens for sample in samples], widths[1], fill=pad)
+    responses = Ragged.from_rows([sample.tokens for sample in samples], widths[1], fill=pad)
     tokens = [
         torch.cat([prompt, sample.tokens]) for prompt, sample in zip(prompts, samples, strict=True)
     ]
@@ -67,7 +67,7 @@ def batch_of(
     lengths, values = torch.tensor([len(row) for row in tokens]), torch.cat(tokens)
     ids = Ragged(values, lengths, sum(widths), starts, pad)
     columns: dict[str, Column] = {
-        "prompts": Ragged.of_rows(prompts, widths[0], at_end=True, fill=pad),
+        "prompts": Ragged.from_rows(prompts, widths[0], at_end=True, fill=pad),
         "responses": responses,
         "input_ids": ids,
         "attention_mask": ids.with_values(torch.ones_like(values)),
@@ -79,8 +79,8 @@ def batch_of(
         "draw_hash": torch.tensor([draw_hash(sample) for sample in samples]),
     }
     if truncated:
-        drawn_from = [sample.truncated_log_probs for sample in samples]
-        known = [log_probs for log_probs in drawn_from if log_probs is not None]
+        sampled_log_probs_column = [sample.truncated_log_probs for sample in samples]
+        known = [log_probs for log_probs in sampled_log_probs_column if log_probs is not None]
         columns[TRUNCATED] = responses.with_values(torch.cat([torch.empty(0), *known]))
     if no_choices is not None:
         chosen = [_choices(sample, no_choices) for sample in samples]

@@ -26,7 +26,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import view_rows
 from verl_like.calls.future import WorkerFuture, gather
 from verl_like.errors import LostSamplesError, WorkerDiedError
-from workers.columns import PLAYERS, game_of
+from workers.columns import PLAYERS, split_player_uid
 from workers.rollout.batches import REQUEST
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class RolloutClient:
         cuts = [min(place * size, len(rows)) for place in range(len(ranks) + 1)]
         if PLAYERS in batch.non_tensor_batch:
             uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
-            games = [(game_of(str(uids[row]))[0], indices[row]) for row in rows]
+            games = [(split_player_uid(str(uids[row]))[0], indices[row]) for row in rows]
             for number, cut in enumerate(cuts):
                 while 0 < cut < len(rows) and games[cut] == games[cut - 1]:
                     cut += 1

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from workers.models.attention import attending_by, has_sinks, soft_cap
+from workers.models.attention import has_sinks, override_attention, soft_cap
 from workers.parallel.page_lock import to_device
 from workers.parallel.sequence import SequenceRanks
 
@@ -302,9 +302,9 @@ def _attention(
         query, key, value = query.float(), key.float(), value.float()
     if scoring.softcap is not None or sinks is not None:
         mask = _causal_mask(num_queries, width, local, query.device)
-        return written_out_attention(
-            query, key, value, mask, scoring.scale, scoring.softcap, sinks
-        ).to(dtype)
+        return eager_attention(query, key, value, mask, scoring.scale, scoring.softcap, sinks).to(
+            dtype
+        )
     needs_mask = is_local or num_queries < width
     return scaled_dot_product_attention(
         query,
@@ -317,7 +317,7 @@ def _attention(
     ).to(dtype)
 
 
-def written_out_attention(
+def eager_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -401,10 +401,10 @@ def packed_rows(
     """
     if not takes_layout(module):
         return nullcontext()
-    return attending_by(module, PACKED, _attention_by(kernel, compiled), _local_mask)
+    return override_attention(module, PACKED, _attention_by(kernel, compiled), _local_mask)
 
 
-def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function marked so that no compiled graph includes it."""
     disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
@@ -414,7 +414,7 @@ def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., Any]:
     """Return one function per kernel: another function object would recompile compiled layers."""
     attention = partial(packed_attention, kernel=kernel)
-    return outside_of_graphs(attention) if compiled else attention
+    return exclude_from_graphs(attention) if compiled else attention
 
 
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from workers.models.state import own_part
+from workers.models.state import local_shard
 
 
 class WeightAverage:
@@ -26,17 +26,17 @@ class WeightAverage:
     def update(self) -> None:
         """Move to decay x average + (1 - decay) x weights."""
         for name, weight in self._weights().items():
-            average = own_part(self.tensors[name])
-            new = own_part(weight).to(average.device, average.dtype)
+            average = local_shard(self.tensors[name])
+            new = local_shard(weight).to(average.device, average.dtype)
             average.lerp_(new, 1.0 - self.decay)
 
-    def put_in_place(self) -> None:
+    def swap_in(self) -> None:
         """Swap the average in."""
         weights = self._weights()
         self.put_aside = {name: weight.clone() for name, weight in weights.items()}
         _copy(self.tensors, weights)
 
-    def take_out(self) -> None:
+    def swap_out(self) -> None:
         """Swap the weights back in, bit for bit."""
         _copy(self.put_aside, self._weights())
         self.put_aside = {}
@@ -53,4 +53,4 @@ class WeightAverage:
 @torch.no_grad()
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     for name, tensor in source.items():
-        own_part(target[name]).copy_(own_part(tensor))
+        local_shard(target[name]).copy_(local_shard(tensor))

@@ -10,9 +10,9 @@ from workers.models.support.proof import Support
 from workers.parallel import tensor
 from workers.parallel.dims import ParallelDims
 from workers.parallel.experts import check_experts
-from workers.training.parts.compile import why_not_over
+from workers.training.parts.compile import blocking_axis
 from workers.training.parts.stage_check import check_stages
-from workers.training.row_proof import NOT_ASKED, refuse_split
+from workers.training.row_proof import NOT_ASKED, check_split
 
 
 def check_axes(
@@ -24,11 +24,11 @@ def check_axes(
     """
     attention = config.attn_implementation
     support = Support.of(module.config, "" if attention == "auto" else attention)
-    if config.compile == "on" and (reason := why_not_over(dims)):
+    if config.compile == "on" and (reason := blocking_axis(dims)):
         raise ConfigError(f"model.compile=on: {section}.{reason}; set model.compile=auto.")
     if dims.sp > 1:
         why_not = "" if config.use_remove_padding else NOT_ASKED
-        refuse_split(support, dims.sp, why_not, section)
+        check_split(support, dims.sp, why_not, section)
     if dims.pp > 1:
         check_stages(module, support, dims.pp, pp_schedule, dims.ep, section)
     if dims.tp > 1:

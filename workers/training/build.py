@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.models.attention import head_size, say_once
+from workers.models.attention import head_size, log_once
 from workers.models.causal_lm import empty_model
 from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
@@ -92,4 +92,4 @@ def _choose_row_passes(model: Model) -> None:
     model.row_passes = prove_rows(
         model.module, model.support, may_pack=config.use_remove_padding, group=model.groups.sp
     )
-    say_once(describe(model.module, model.packs, model.kernel, why_not))
+    log_once(describe(model.module, model.packs, model.kernel, why_not))

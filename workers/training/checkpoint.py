@@ -27,15 +27,15 @@ from torch import Tensor, nn
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from verl_like.files import file_fault, fingerprint, put_in_place
+from verl_like.files import file_fault, fingerprint, replace_folder
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
 from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
-from workers.training.file_copies import SavesInBackground
+from workers.training.file_copies import BackgroundSaves
 from workers.training.hf_export import export_huggingface
-from workers.training.manifest import loaded_files, read_manifest, refuse_damaged, write_manifest
+from workers.training.manifest import loaded_files, read_manifest, reject_damaged, write_manifest
 from workers.training.shards import read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Checkpointed(SavesInBackground):
+class Checkpointed(BackgroundSaves):
     """Adds saving and loading to a worker with a `TrainEngine`, `self.engine`.
 
     `self.config` is the section of the worker, with `checkpoint.save_contents`.
@@ -74,7 +74,7 @@ class Checkpointed(SavesInBackground):
         try:
             self._write_part(ranks, part, step, contents)
             if part != folder:
-                ranks.first_does(lambda: put_in_place(part, folder))
+                ranks.run_on_first(lambda: replace_folder(part, folder))
         except CheckpointError:
             if ranks.mine == 0:
                 shutil.rmtree(part, ignore_errors=True)
@@ -89,23 +89,23 @@ class Checkpointed(SavesInBackground):
         writer = self.copies or AT_ONCE
         tensors = weights(engine) | averages(self.average) if "model" in contents else {}
         tensors |= optimizer_state(engine) if "optimizer" in contents else {}
-        tensors = without_copies(engine, tensors)
-        ranks.first_does(lambda: _make_empty(part))
+        tensors = drop_copies(engine, tensors)
+        ranks.run_on_first(lambda: _make_empty(part))
         if tensors:
             shards, num_holders = part / "shards", engine.dims.per_stage
-            ranks.all_do(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
+            ranks.run_on_all(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
         if "extra" in contents:
-            ranks.all_do(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
+            ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
         if engine.model_config.lora_rank > 0:
             adapter, folder = _adapter_tensors(engine), part / "lora_adapter"
-            ranks.first_does(
+            ranks.run_on_first(
                 lambda: save_adapter(
                     folder, engine.whole_module, engine.model_config, adapter, writer
                 )
             )
         if "hf_model" in contents:
             exported, is_first = part / "huggingface", ranks.mine == 0
-            ranks.all_do(lambda: export_huggingface(engine, exported, is_first, writer=writer))
+            ranks.run_on_all(lambda: export_huggingface(engine, exported, is_first, writer=writer))
 
         manifest = {
             "step": step,
@@ -116,14 +116,14 @@ class Checkpointed(SavesInBackground):
             "skipped_in_a_row": engine.guard.in_a_row,
             "files": ranks.share_files(part, fingerprint),
         }
-        ranks.first_does(lambda: write_manifest(part, manifest))
+        ranks.run_on_first(lambda: write_manifest(part, manifest))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, path: str) -> None:
         """Write the model into the folder `path` for `from_pretrained`."""
         ranks = Ranks(self.engine.groups.world, f"the model {path} was not written")
         is_first = ranks.mine == 0
-        ranks.all_do(lambda: export_huggingface(self.engine, Path(path), is_first))
+        ranks.run_on_all(lambda: export_huggingface(self.engine, Path(path), is_first))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
@@ -133,24 +133,24 @@ class Checkpointed(SavesInBackground):
         """
         folder, engine, average = Path(path), self.engine, self.average
         ranks = Ranks(engine.groups.world, f"the checkpoint {folder} was not loaded")
-        manifest = ranks.all_do(lambda: read_manifest(folder))[ranks.mine]
+        manifest = ranks.run_on_all(lambda: read_manifest(folder))[ranks.mine]
         files = {folder / name: facts for name, facts in manifest["files"].items()}
         faults = ranks.share_files(
             folder, lambda path: file_fault(path, files[path]), loaded_files(manifest)
         )
-        refuse_damaged(folder, faults)
+        reject_damaged(folder, faults)
 
         shards = folder / "shards"
         saved = stored_tensors(shards) if shards.is_dir() else {}
         has_adapter = engine.model_config.lora_rank > 0
         whole = stored_weights(engine.whole_module, has_adapter)
         shapes = {name: list(tensor.shape) for name, tensor in whole.items()}
-        refuse_other_model(folder, shapes, saved)
+        reject_other_model(folder, shapes, saved)
         with engine.running(engine.optimizer):
             state = empty_optimizer_state(engine, saved)
             averaged = {name: shard for name, shard in averages(average).items() if name in saved}
             tensors = weights(engine) | state | averaged
-            ranks.all_do(lambda: read_shards(tensors, shards))
+            ranks.run_on_all(lambda: read_shards(tensors, shards))
             put_optimizer_state(engine, state)
             if average is not None and not averaged:
                 logger.warning("%s holds no moving average: it starts from the weights.", folder)
@@ -165,7 +165,9 @@ class Checkpointed(SavesInBackground):
             engine.guard.total = manifest["skipped_steps"]
             engine.guard.in_a_row = manifest["skipped_in_a_row"]
             if manifest["num_ranks"] == ranks.count:
-                ranks.all_do(lambda: load_random_state(folder / "random" / f"{ranks.mine}.json"))
+                ranks.run_on_all(
+                    lambda: load_random_state(folder / "random" / f"{ranks.mine}.json")
+                )
 
 
 def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
@@ -194,7 +196,7 @@ def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def without_copies(engine: TrainEngine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_copies(engine: TrainEngine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that this rank writes: all except copies that belong to another stage."""
     copies = tuple(f".{name}" for name in engine.layers.copies)
     return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
@@ -268,7 +270,7 @@ def put_optimizer_state(engine: TrainEngine, state: dict[str, Tensor]) -> None:
         engine.optimizer.state[parameters[name]][key] = value
 
 
-def refuse_other_model(
+def reject_other_model(
     folder: Path,
     here: dict[str, list[int]],
     saved: dict[str, Any],

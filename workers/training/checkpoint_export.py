@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_like.errors import CheckpointError
-from verl_like.files import file_fault, put_in_place
+from verl_like.files import file_fault, replace_folder
 from workers.models.causal_lm import Head, empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
 from workers.models.memory_shapes import meta_model
 from workers.models.state import named_state
-from workers.training.checkpoint import refuse_other_model, stored_weights
+from workers.training.checkpoint import reject_other_model, stored_weights
 from workers.training.hf_export import write_model_folder
-from workers.training.manifest import loaded_files, read_manifest, refuse_damaged
+from workers.training.manifest import loaded_files, read_manifest, reject_damaged
 from workers.training.shards import read_shards, stored_tensors
 
 if TYPE_CHECKING:
@@ -61,26 +61,26 @@ def export_checkpoint(
             weights = ((name, weight.detach()) for name, weight in named_state(module))
             merged = merged_tensors(module, weights)
             write_model_folder(module, model_config, merged, part, settings)
-        put_in_place(part, out)
+        replace_folder(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def refuse_if_of_other_model(checkpoint: Path, model_config: ModelConfig, head: Head) -> None:
+def check_checkpoint_model(checkpoint: Path, model_config: ModelConfig, head: Head) -> None:
     """Reject a role's folder whose weight shapes are not those of the model."""
     try:
         saved = stored_tensors(checkpoint / "shards")
     except CheckpointError:
         return  # damaged: loading it reports which files
     weights = stored_weights(meta_model(model_config, head), model_config.lora_rank > 0)
-    refuse_other_model(checkpoint, {n: list(weight.shape) for n, weight in weights.items()}, saved)
+    reject_other_model(checkpoint, {n: list(weight.shape) for n, weight in weights.items()}, saved)
 
 
 def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool) -> Any:
     """Return the module on the CPU: trained weights from the checkpoint, others from the base."""
     manifest = read_manifest(checkpoint)
     names = [name for name in loaded_files(manifest) if name.startswith("shards/")]
-    refuse_damaged(checkpoint, {n: file_fault(checkpoint / n, manifest["files"][n]) for n in names})
+    reject_damaged(checkpoint, {n: file_fault(checkpoint / n, manifest["files"][n]) for n in names})
     saved = stored_tensors(checkpoint / "shards")
     has_adapter = model_config.lora_rank > 0
 
@@ -92,7 +92,7 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
 
     weights = stored_weights(module, has_adapter)
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    refuse_other_model(checkpoint, shapes, saved, OTHER_BASE)
+    reject_other_model(checkpoint, shapes, saved, OTHER_BASE)
     if of_average:
         averages = [name for name in saved if name.startswith("average.")]
         if not averages:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import Head, to_training
+from workers.models.causal_lm import Head, set_training_mode
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.sharding import settle
@@ -138,7 +138,7 @@ class TrainEngine(Model):
         if balancing is not None:
             balanced = balancing.added_to(loss, self.passes, batch, budget)
             loss = balanced.loss
-        to_training(self.module)
+        set_training_mode(self.module)
         try:
             if self.is_alone and balanced is None and pieces is None and not self.has_gradients:
                 train = partial(self.passes.train, batch, loss=loss)

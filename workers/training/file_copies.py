@@ -1,7 +1,7 @@
 """Copies of checkpoint files in host memory that are written while training continues:
 `trainer.async_save`.
 
-The driver calls, on every rank of a role that `SavesInBackground`:
+The driver calls, on every rank of a role that `BackgroundSaves`:
 
     start_checkpoint(path, step)     # in the queue: copies; training continues
     write_checkpoint()               # concurrent with the steps: writes
@@ -51,7 +51,7 @@ Files = dict[str, dict[str, int]]
 logger = logging.getLogger(__name__)
 
 
-class SavesInBackground(Worker):
+class BackgroundSaves(Worker):
     """A worker whose `save_checkpoint` passes its large files to `self.copies`."""
 
     background_from_bytes: ClassVar[int] = LEAST_BYTES
@@ -71,7 +71,7 @@ class SavesInBackground(Worker):
             self.save_checkpoint(path, step)
         finally:
             self.copies = None
-        return self._own_copies.are_there
+        return self._own_copies.has_files
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
@@ -109,7 +109,7 @@ class FileCopies(FileWriter):
         self._is_waited_for = self._is_dropped = self._has_warned = False
 
     @property
-    def are_there(self) -> bool:
+    def has_files(self) -> bool:
         """True if there are files to write."""
         return bool(self._files)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from workers.models.state import own_part
+from workers.models.state import local_shard
 from workers.parallel.groups import Groups
 from workers.training.microbatch import all_reduce
 
@@ -24,7 +24,7 @@ def norm_by_shares(gradients: Sequence[Tensor], groups: Groups) -> Tensor:
     """
     num_holders = groups.dims.world // groups.dims.pp
     shares = [_num_shards(gradient) / num_holders for gradient in gradients]
-    norms = torch.stack(torch._foreach_norm(_own_parts(gradients), dtype=torch.float32))
+    norms = torch.stack(torch._foreach_norm(_local_parts(gradients), dtype=torch.float32))
     total = (norms.square() * norms.new_tensor(shares)).sum()
     return all_reduce(total, groups.world).sqrt()
 
@@ -41,8 +41,8 @@ def _num_shards(tensor: Tensor) -> int:
 
 def scale_to(gradients: Sequence[Tensor], longest: float, norm: Tensor) -> None:
     """Scale gradients of norm `norm` down to `longest`, unless they are shorter."""
-    torch._foreach_mul_(_own_parts(gradients), (longest / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_(_local_parts(gradients), (longest / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [own_part(tensor) for tensor in tensors]
+def _local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [local_shard(tensor) for tensor in tensors]

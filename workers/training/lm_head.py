@@ -31,7 +31,7 @@ from verl_like.tensor_ops import (
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
 from workers.models.forward import replaced_forward
-from workers.models.state import own_part
+from workers.models.state import local_shard
 from workers.models.support.proof import Proof, Support
 from workers.models.support.stand_in import VOCABULARY
 from workers.parallel.vocabulary import Words, stats_of_words
@@ -74,7 +74,7 @@ def token_columns(
     """
     compute = functools.partial(columns_of_logits, wanted=wanted, words=words)
     num_words = None if words is None else words.most
-    num_rows = positions_at_once(
+    num_rows = positions_per_chunk(
         module.config, len(labels), may_chunk, num_words, labels.device.type
     )
     if num_rows < len(labels):
@@ -101,7 +101,7 @@ def columns_of_logits(
     return columns
 
 
-def positions_at_once(
+def positions_per_chunk(
     config: Any,
     num_positions: int,
     may_chunk: bool = True,
@@ -113,7 +113,7 @@ def positions_at_once(
     If ranks share the vocabulary, `num_words` is the count of the rank with the most words.
     """
     num_rows = rows_per_chunk(config, num_words, device_type)
-    if may_chunk and num_positions > num_rows and not why_not_chunked(config):
+    if may_chunk and num_positions > num_rows and not chunking_blocker(config):
         return num_rows
     return num_positions
 
@@ -233,8 +233,8 @@ class _Chunks(torch.autograd.Function):
         for start in range(0, len(states), ctx.num_rows):
             chunk = slice(start, start + ctx.num_rows)
             some = states[chunk].detach().requires_grad_()
-            linear_sums = dict(zip(names, map(own_part, sums), strict=False))
-            with torch.enable_grad(), _adding_up(ctx.head.layer, linear_sums):
+            linear_sums = dict(zip(names, map(local_shard, sums), strict=False))
+            with torch.enable_grad(), _accumulate_into(ctx.head.layer, linear_sums):
                 outputs = [*ctx.compute(ctx.head.logits(some), labels[chunk]).values()]
             wanted = [number for number, grad in enumerate(grads) if grad is not None]
             grad_chunk, *of_others = torch.autograd.grad(
@@ -250,7 +250,7 @@ class _Chunks(torch.autograd.Function):
         return None, None, None, None, None, grad_states, *results
 
 
-class _AddingLinear(torch.autograd.Function):
+class _AccumulatingLinear(torch.autograd.Function):
     """A linear layer that adds the gradients of its weights to sums that the caller owns.
 
     Returned gradients would need the same memory again for every chunk.
@@ -295,23 +295,23 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
 
 
 @contextmanager
-def _adding_up(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
+def _accumulate_into(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
     """Context in which the gradients of this layer's weights are added to `sums`, if any."""
     if not sums:
         yield
         return
 
-    weight, multiply = own_part(layer.weight), layer.forward
+    weight, multiply = local_shard(layer.weight), layer.forward
 
     def forward(states: Tensor) -> Tensor:
-        result: Tensor = _AddingLinear.apply(states, weight, multiply, sums)
+        result: Tensor = _AccumulatingLinear.apply(states, weight, multiply, sums)
         return result
 
     with replaced_forward(layer, forward):
         yield
 
 
-def why_not_chunked(config: Any) -> str:
+def chunking_blocker(config: Any) -> str:
     """Return why the head of such a model does not run in chunks; "" if it does."""
     reason = Support.of(config, "eager").why_not(head_in_chunks)
     if reason:
@@ -336,7 +336,7 @@ def _error_of_chunks(model: Any) -> float:
     """Return the largest relative error of values and gradients against whole logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ValueError("its head computes every position")
-    positions = Ragged.of_rows([torch.arange(12)] * 2, 12)
+    positions = Ragged.from_rows([torch.arange(12)] * 2, 12)
     tokens = 3 + torch.arange(24) * 7 % (VOCABULARY - 3)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = positions.with_values(positions.values > 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import CheckpointError, DamagedCheckpointError
-from verl_like.files import file_fault, read_json_object, refuse_other_form, write_whole
+from verl_like.files import check_form, file_fault, read_json_object, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -44,7 +44,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 "does not read. Continue with that version (commit.json names it), or export the "
                 "model with it and start from the export."
             )
-        refuse_other_form(manifest, FORM)
+        check_form(manifest, FORM)
     except FileNotFoundError as error:
         problem = "there is no such folder"
         if folder.is_dir():
@@ -60,7 +60,7 @@ def loaded_files(manifest: dict[str, Any]) -> list[str]:
     return [name for name in manifest["files"] if name.startswith(("shards/", "random/"))]
 
 
-def refuse_missing(folder: Path) -> None:
+def reject_missing(folder: Path) -> None:
     """Reject a folder with missing files or wrong sizes, without reading the files."""
     manifest = read_manifest(folder)
     for name in loaded_files(manifest):
@@ -68,7 +68,7 @@ def refuse_missing(folder: Path) -> None:
             raise DamagedCheckpointError(f"{folder / name} {fault}")
 
 
-def refuse_damaged(folder: Path, faults: dict[str, str]) -> None:
+def reject_damaged(folder: Path, faults: dict[str, str]) -> None:
     """Raise if any file has a fault; `faults` maps names to descriptions."""
     bad = [f"{name} {fault}" for name, fault in sorted(faults.items()) if fault]
     if bad:

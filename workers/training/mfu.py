@@ -24,7 +24,7 @@ from torch import nn
 
 from workers.models.causal_lm import body_of
 from workers.training.microbatch import Rows, all_reduce
-from workers.training.packing import by_segment, needed_lengths
+from workers.training.packing import needed_lengths, split_segments
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -95,7 +95,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     names = ("input_ids", "attention_mask", "position_ids", "response_mask")
     taken = Rows.take(data, names, engine.dims.data_size).columns
     reads = engine.reading.reads(taken)
-    lengths = needed_lengths(by_segment(taken, reads)).double()
+    lengths = needed_lengths(split_segments(taken, reads)).double()
 
     whole = engine.whole_module
     body, head = body_of(whole), whole.get_output_embeddings()

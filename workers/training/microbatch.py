@@ -89,7 +89,7 @@ class Rows:
     total: int
     """Rows of the whole batch."""
     names: list[str]
-    given: Column
+    mask: Column
     """The response mask (or the first column) as it arrived, with pad rows."""
 
     @classmethod
@@ -127,7 +127,7 @@ class Rows:
         rows = torch.tensor([row for numbers in order for row in numbers], dtype=torch.int64)
         if isinstance(pieces[0], Tensor):
             column = torch.cat([piece for piece in pieces if isinstance(piece, Tensor)])
-            result = torch.zeros((len(self.given), *column.shape[1:]))
+            result = torch.zeros((len(self.mask), *column.shape[1:]))
             result[rows] = column.float().cpu()
             return result
 
@@ -136,10 +136,10 @@ class Rows:
         places = mask.with_values(torch.arange(len(values))).index_select(0, rows).values
         values[places] = torch.cat([piece.values for piece in pieces]).float().cpu()
         restored: Ragged = mask.with_values(values)
-        num_padded = len(self.given) - len(self)
-        if not isinstance(self.given, Ragged):
+        num_padded = len(self.mask) - len(self)
+        if not isinstance(self.mask, Ragged):
             return torch.cat([restored.padded(), torch.zeros(num_padded, *restored.shape[1:])])
-        padding = self.given[len(self) :]
+        padding = self.mask[len(self) :]
         return join_ragged([restored, padding.with_values(torch.zeros(len(padding.values)))])
 
 
@@ -164,7 +164,7 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
         begin = mask.width - responses.shape[-1]  # the first column of responses
         starts = (mask.starts - begin).clamp(min=0)
         lengths = (mask.starts + mask.lengths - begin).clamp(min=0) - starts
-        spans[responses.shape] = Ragged.of_rectangle(responses, lengths, starts)
+        spans[responses.shape] = Ragged.from_rectangle(responses, lengths, starts)
 
     ragged: RowColumns = {}
     for name, column in columns.items():
@@ -192,7 +192,7 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> Ragged:
         )
     starts, lengths = begins.int().argmax(dim=1), flat.sum(dim=1)
     shape = mask.shape[:-1]
-    return Ragged.of_rectangle(mask, lengths.view(shape), starts.view(shape))
+    return Ragged.from_rectangle(mask, lengths.view(shape), starts.view(shape))
 
 
 def sample_names(data: DataProto, start: int) -> list[str]:

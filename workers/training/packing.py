@@ -68,7 +68,7 @@ def last_token_reads(columns: RowColumns) -> Ragged:
     return ids.with_values(reads)
 
 
-def by_segment(columns: RowColumns, reads: Ragged) -> Ragged:
+def split_segments(columns: RowColumns, reads: Ragged) -> Ragged:
     """Return the reads with one row per segment; a segment begins where positions restart at 0.
 
     A trajectory has several segments if the chat template rewrote its history.
@@ -89,7 +89,7 @@ def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
 
     `whole` rows keep the tokens after it.
     """
-    lengths, rows = reads.lengths.flatten(), reads.row_of_values()
+    lengths, rows = reads.lengths.flatten(), reads.value_rows()
     if whole:
         return lengths * (reads.sums().flatten() > 0)
     up_to = _places_in_rows(reads) + 1
@@ -99,7 +99,7 @@ def needed_lengths(reads: Ragged, *, whole: bool = False) -> Tensor:
 
 def _places_in_rows(column: Ragged) -> Tensor:
     lengths = column.lengths.flatten()
-    return torch.arange(len(column.values)) - (lengths.cumsum(0) - lengths)[column.row_of_values()]
+    return torch.arange(len(column.values)) - (lengths.cumsum(0) - lengths)[column.value_rows()]
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ def _needed(columns: RowColumns, reads: Ragged, whole: bool) -> tuple[dict[str, 
 
     Each segment is a separate row. If no row is read, there is one dummy token, which is not read.
     """
-    reads = by_segment(columns, reads)
+    reads = split_segments(columns, reads)
     lengths = needed_lengths(reads, whole=whole)
-    needed = _places_in_rows(reads) < lengths[reads.row_of_values()]
+    needed = _places_in_rows(reads) < lengths[reads.value_rows()]
     tokens = {name: columns[name].values[needed] for name in ("input_ids", "position_ids")}
     tokens["reads"] = reads.values[needed]
     if ROUTED in columns:  # counted from 1, so that 0 marks padding

@@ -118,7 +118,7 @@ class RowScores(Reading):
         reads = self.reads(columns)
         feed = model.feed(columns, reads)
         numbers = feed.gathered({"": read(model.module, feed)[:, 0].float()})[""]
-        rows = to_device(reads.row_of_values()[reads.values], device)
+        rows = to_device(reads.value_rows()[reads.values], device)
         sums = torch.zeros(len(reads), device=device).index_add(0, rows, numbers)
         return {"scores": sums / to_device(reads.sums().clamp(min=1), device)}
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.models.state import named_state, own_part, own_rows, persistent_buffers
+from workers.models.state import local_rows, local_shard, named_state, persistent_buffers
 from workers.models.tensor_files import AT_ONCE
 from workers.parallel.collectives import Ranks
-from workers.training.checkpoint import without_copies
+from workers.training.checkpoint import drop_copies
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies
 from workers.training.shards import read_shards, write_shards
-from workers.weights.module_writer import refuse_problems
+from workers.weights.module_writer import raise_problems
 
 
-class FollowingEngine(TrainEngine):
+class MovingAverageEngine(TrainEngine):
     """A frozen engine whose weights move to `decay` x itself + (1 - `decay`) x the policy.
 
     Weights narrower than float32 would round a small step to nothing, so float32 averages are
@@ -67,7 +67,7 @@ class FollowingEngine(TrainEngine):
             else:
                 self._move(name, target, whole)
 
-        refuse_problems(
+        raise_problems(
             "frozen model",
             missing=list(targets),
             unknown=unknown,
@@ -76,14 +76,14 @@ class FollowingEngine(TrainEngine):
 
     def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
         """Move this rank's rows of one parameter."""
-        average = own_part(self.averages.get(name, weight))
-        new = own_rows(weight, whole).to(average.device, average.dtype)
+        average = local_shard(self.averages.get(name, weight))
+        new = local_rows(weight, whole).to(average.device, average.dtype)
         if self.decay == 0:
             average.copy_(new)
         else:
             average.lerp_(new, 1.0 - self.decay)
         if name in self.averages:
-            own_part(weight).copy_(average)
+            local_shard(weight).copy_(average)
 
     def commit(self, version: int) -> None:
         self.version = version
@@ -91,18 +91,18 @@ class FollowingEngine(TrainEngine):
     def save(self, folder: Path, copies: FileCopies | None = None) -> None:
         """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.groups.world, f"the reference's weights were not written into {folder}")
-        tensors, writer = without_copies(self, self._saved()), copies or AT_ONCE
+        tensors, writer = drop_copies(self, self._saved()), copies or AT_ONCE
         count = self.dims.per_stage
-        ranks.all_do(lambda: write_shards(tensors, folder, ranks.mine, count, writer))
+        ranks.run_on_all(lambda: write_shards(tensors, folder, ranks.mine, count, writer))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load the weights that any number of ranks wrote into `folder`; collective."""
         ranks = Ranks(self.groups.world, f"the reference's weights were not loaded from {folder}")
-        ranks.all_do(lambda: read_shards(self._saved(), folder))
+        ranks.run_on_all(lambda: read_shards(self._saved(), folder))
         weights = dict(self.module.named_parameters())
         for name, average in self.averages.items():
-            own_part(weights[name]).copy_(own_part(average))
+            local_shard(weights[name]).copy_(local_shard(average))
 
     def _saved(self) -> dict[str, Tensor]:
         state = {name: weight.detach() for name, weight in named_state(self.module)}

@@ -32,12 +32,12 @@ from workers.training.attention import packed_rows, takes_layout
 from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import (
     Feed,
-    by_segment,
     model_inputs,
     needed_lengths,
     packed_feed,
     padded_feed,
     read,
+    split_segments,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class RowPasses:
 
     def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
         """Return the arguments of a pass over these rows, with each segment as a separate row."""
-        if self.apart and by_segment(columns, reads) is not reads:
+        if self.apart and split_segments(columns, reads) is not reads:
             raise ConfigError(SPLITS)
         whole = self.border is not None
         if self.kind == "packed":
@@ -118,7 +118,7 @@ def prove_rows(
     kind, reason = row_kind(support, may_pack)
     ranks = None
     if group is not None:
-        refuse_split(support, group.size(), reason)
+        check_split(support, group.size(), reason)
         ranks = SequenceRanks(group, support.config.num_attention_heads)
     if reason not in ("", NOT_ASKED):
         logger.warning(
@@ -157,7 +157,7 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
     )
 
 
-def refuse_split(
+def check_split(
     support: Support, num_ranks: int, why_not_packed: str = "", section: str = "parallel"
 ) -> None:
     """Raise a ConfigError if ranks cannot share the tokens of this model's packed rows.
@@ -178,7 +178,7 @@ def refuse_split(
     if reason:
         reason = f"its rows do not run packed: {reason}"
     else:
-        reason = support.why_not(rows_over_ranks)
+        reason = support.why_not(find_split_fault)
     if reason:
         raise ConfigError(
             f"{section}.sp={num_ranks}: model type {support.model_type} cannot have a row on "
@@ -189,16 +189,16 @@ def refuse_split(
 @Proof
 def rows_packed(model: Any) -> str:
     """Return what is wrong with packed rows on this model."""
-    return _what_is_wrong("packed", model)
+    return _find_fault("packed", model)
 
 
 @Proof
 def rows_padded(model: Any) -> str:
     """Return what is wrong with padded rows on this model."""
-    return _what_is_wrong("padded", model)
+    return _find_fault("padded", model)
 
 
-def _what_is_wrong(kind: Kind, model: Any) -> str:
+def _find_fault(kind: Kind, model: Any) -> str:
     try:
         expected = _rows_alone(model)
     except MODEL_ERRORS as error:
@@ -210,7 +210,7 @@ SLICES = (slice(0, 12), slice(12, 140), slice(140, None))
 """Test parts of a packed row: before every limit, across rows, and the rest."""
 
 
-class _OneOfRanks:
+class _RecordedRank:
     """Stands in for ranks: records inputs and outputs of attention, then returns parts of them."""
 
     def __init__(self) -> None:
@@ -236,11 +236,11 @@ class _OneOfRanks:
 
 
 @Proof
-def rows_over_ranks(model: Any) -> str:
+def find_split_fault(model: Any) -> str:
     """Return what is wrong if a pass computes a part of a packed row, with recorded attention."""
     columns, reads = probe_rows()
     feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
-    ranks = _OneOfRanks()
+    ranks = _RecordedRank()
     feed.inputs["row_layout"].ranks = ranks
     with packed_rows(model):
         inputs = model_inputs(model, feed)
@@ -260,11 +260,11 @@ def rows_over_ranks(model: Any) -> str:
 def probe_rows() -> tuple[RowColumns, Ragged]:
     """Return some rows, and marks where they are read, which excludes their last tokens."""
     rows = [torch.arange(length) for length in LENGTHS]
-    positions = Ragged.of_rows(rows, POSITIONS)
+    positions = Ragged.from_rows(rows, POSITIONS)
     tokens = 3 + torch.arange(len(positions.values)) * 7 % (VOCABULARY - 3)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = [(row >= len(row) // 3) & (row < len(row) - 2) for row in rows]
-    return columns, Ragged.of_rows(reads, POSITIONS)
+    return columns, Ragged.from_rows(reads, POSITIONS)
 
 
 @torch.no_grad()

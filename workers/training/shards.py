@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl_like.errors import DamagedCheckpointError
-from workers.models.state import own_part
+from workers.models.state import local_shard
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_tensors
 from workers.parallel.placements import Piece, is_first_replica, pieces_of
 
@@ -70,7 +70,7 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) ->
             is_mine = writer == rank % num_ranks
         if not is_mine or not tensor.numel():
             continue
-        local = own_part(tensor)
+        local = local_shard(tensor)
         for number, piece in enumerate(pieces_of(tensor)):
             files += [{}] if number == len(files) else []
             files[number][name] = piece.place, local[piece.local]
@@ -107,7 +107,7 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
         broken = [name for name, tensor in tensors.items() if not _is_covered(tensor.size, tensor)]
     except DAMAGE as error:
         raise _damaged(folder, error) from error
-    _refuse_broken(folder, broken)
+    _reject_broken(folder, broken)
     return tensors
 
 
@@ -120,7 +120,7 @@ def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     stored = stored_tensors(folder)
     missing = [name for name in wanted if not _is_covered(wanted[name].shape, stored.get(name))]
-    _refuse_broken(folder, missing)
+    _reject_broken(folder, missing)
     try:
         for path in sorted(folder.glob("*.safetensors")):
             _read_file(wanted, path)
@@ -135,16 +135,16 @@ def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
         for name in tensors.keys() & {*opened.keys()}:
             tensor, stored = tensors[name], opened.get_slice(name)
             if not tensor.dim():
-                own_part(tensor).copy_(opened.get_tensor(name))
+                local_shard(tensor).copy_(opened.get_tensor(name))
                 continue
             there = Piece.at(places[name]["saved_offsets"], stored.get_shape())
             for piece in pieces_of(tensor):
-                if shared := piece.shared_with(there):
+                if shared := piece.overlap_with(there):
                     here, of_file = shared
-                    own_part(tensor)[here].copy_(stored[of_file])
+                    local_shard(tensor)[here].copy_(stored[of_file])
 
 
-def _refuse_broken(folder: Path, names: Sequence[str]) -> None:
+def _reject_broken(folder: Path, names: Sequence[str]) -> None:
     if names:
         raise DamagedCheckpointError(
             f"{folder} does not hold every element of {len(names)} tensors once: "

@@ -19,7 +19,7 @@ from workers.training.microbatch import Rows
 SAMPLE_NUMBER = "sample_number"
 
 
-def passes_over(rows: Rows, epochs: int, seed: int | None, update_call: int) -> list[Rows]:
+def epoch_rows(rows: Rows, epochs: int, seed: int | None, update_call: int) -> list[Rows]:
     """Return the rows of each epoch of an update; without a seed all epochs are the same.
 
     Mini-batch k of K contains the samples whose position is k mod K.

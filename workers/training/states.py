@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
 from workers.models.lora import NAME, adapted_layers, initial_value
-from workers.models.state import own_part, own_rows
+from workers.models.state import local_rows, local_shard
 from workers.training.engine import TrainEngine
 
 BASE = ""
@@ -55,14 +55,14 @@ class TrainedStates:
         self.parameters = {name: weight for name, weight in named if weight.requires_grad}
         self.rank: int = engine.model_config.lora_rank
         self.alpha = engine.model_config.lora_alpha
-        self.held = {BASE: TrainedState(self.rank, {})}
+        self.states = {BASE: TrainedState(self.rank, {})}
         self.current = BASE
 
     def add(
         self, name: str, rank: int, seed: int | None = None, frozen: frozenset[str] = frozenset()
     ) -> None:
         """Add a state with the base's weights; new adapters have this rank and seed."""
-        if name in self.held:
+        if name in self.states:
             raise ConfigError(f"there is a state {name!r} already.")
         if (rank == 0) != (self.rank == 0):
             kind = "adapters (lora_rank > 0)" if self.rank else "all weights (lora_rank=0)"
@@ -74,23 +74,23 @@ class TrainedStates:
                 f"model with lora_rank={rank}."
             )
         weights = self._initial(rank, seed) if rank else self._clones(BASE)
-        self.held[name] = TrainedState(rank, weights, frozen)
+        self.states[name] = TrainedState(rank, weights, frozen)
 
     def copy(self, source: str, name: str) -> None:
         """Copy the current weights of `source` to another name."""
         state = self._state(source)
-        self.held[name] = TrainedState(state.rank, self._clones(source), state.frozen)
+        self.states[name] = TrainedState(state.rank, self._clones(source), state.frozen)
 
     def drop(self, name: str) -> None:
         """Delete a state; the base stays."""
         if name == self.current:
             self.use(BASE)
         if name != BASE:
-            self.held.pop(name, None)
+            self.states.pop(name, None)
 
     def use(self, name: str) -> None:
         """Put a state into the module, and store the previous one."""
-        state, before = self._state(name), self.held[self.current]
+        state, before = self._state(name), self.states[self.current]
         if name == self.current:
             return
         engine, optimizer, parameters = self.engine, self.engine.optimizer, self.parameters
@@ -106,7 +106,7 @@ class TrainedStates:
             if engine.is_whole:
                 weight.data = state.weights[key]
             else:
-                own_part(weight).copy_(state.weights[key])
+                local_shard(weight).copy_(state.weights[key])
             weight.grad = state.gradients.get(key)
         optimizer.state.clear()
         optimizer.state.update(state.moments)
@@ -129,7 +129,7 @@ class TrainedStates:
     @contextmanager
     def without_frozen(self) -> Iterator[None]:
         """Context in which a step does not change the frozen parameters of the state in use."""
-        frozen = [self.parameters[name] for name in self.held[self.current].frozen]
+        frozen = [self.parameters[name] for name in self.states[self.current].frozen]
         for weight in frozen:
             weight.grad = None
             weight.requires_grad_(False)
@@ -140,15 +140,15 @@ class TrainedStates:
                 weight.requires_grad_(True)
 
     def _state(self, name: str) -> TrainedState:
-        if name not in self.held:
-            raise ConfigError(f"there is no state {name!r}.{nearest(name, self.held)}")
-        return self.held[name]
+        if name not in self.states:
+            raise ConfigError(f"there is no state {name!r}.{nearest(name, self.states)}")
+        return self.states[name]
 
     def _present(self) -> dict[str, Tensor]:
-        return {name: own_part(weight) for name, weight in self.parameters.items()}
+        return {name: local_shard(weight) for name, weight in self.parameters.items()}
 
     def _clones(self, name: str) -> dict[str, Tensor]:
-        tensors = self._present() if name == self.current else self.held[name].weights
+        tensors = self._present() if name == self.current else self.states[name].weights
         return {key: tensor.clone() for key, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class TrainedStates:
             elif ".lora_B." in name:
                 shape[1] = rank
             value = initial_value(name, torch.Size(shape), seed)
-            rows = own_rows(weight, value) if rank == self.rank else value
+            rows = local_rows(weight, value) if rank == self.rank else value
             weights[name] = rows.to(weight.device, weight.dtype, copy=True)
         return weights
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, count_mini_batches, mini_batch
 from workers.training.optim import StepSettings
-from workers.training.shuffle import SAMPLE_NUMBER, passes_over
+from workers.training.shuffle import SAMPLE_NUMBER, epoch_rows
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -42,7 +42,7 @@ def update(
     others = [(engine.take(extra, of.columns), of) for extra, of in beside]
 
     count = count_mini_batches(rows.total, mini_batch_size)
-    orders = passes_over(rows, epochs, shuffle_seed, engine.scheduler.num_steps)
+    orders = epoch_rows(rows, epochs, shuffle_seed, engine.scheduler.num_steps)
     places = [(order, index) for order in orders for index in range(count)]
     group, device = engine.groups.data, engine.device
     steps: list[Metrics] = []

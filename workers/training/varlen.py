@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.models.attention import INSTALL_FLASH, warn_once, why_no_kernel
+from workers.models.attention import INSTALL_FLASH, kernel_blocker, warn_once
 from workers.training.attention import Attend, RowLayout, VarlenKernel, packed_attention
 
 LARGEST_ERROR = 0.05
@@ -49,7 +49,7 @@ class Library:
             name = f"{self.package} {importlib.metadata.version(self.package)}"
         except importlib.metadata.PackageNotFoundError:
             name = self.package
-        attend = through_flash_attn(function, self.unbounded)
+        attend = flash_attn_kernel(function, self.unbounded)
         return VarlenKernel(name, attend, dtype, has_softcap=True)
 
 
@@ -68,7 +68,7 @@ LIBRARIES = {
 """By `model.attn_implementation`, the fastest first."""
 
 
-def through_flash_attn(function: Callable[..., Any], unbounded: int | None = -1) -> Attend:
+def flash_attn_kernel(function: Callable[..., Any], unbounded: int | None = -1) -> Attend:
     """Return attention by a `flash_attn_varlen_func` of any version."""
 
     def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:
@@ -92,7 +92,7 @@ def through_flash_attn(function: Callable[..., Any], unbounded: int | None = -1)
     return attend
 
 
-def through_torch(function: Callable[..., Any]) -> Attend:
+def torch_varlen_kernel(function: Callable[..., Any]) -> Attend:
     """Return attention by torch's `varlen_attn`.
 
     Its first versions need as many key heads as query heads.
@@ -118,7 +118,7 @@ def find_kernel(
     """Return the kernel for `model.attn_implementation`, or None, and why no better one runs."""
     if wanted != "auto" and wanted not in LIBRARIES:
         return None, f"model.attn_implementation={wanted}"
-    reason = why_no_kernel(device, dtype)
+    reason = kernel_blocker(device, dtype)
     if reason:
         return None, reason
 
@@ -146,7 +146,7 @@ def _torch_varlen(dtype: torch.dtype) -> VarlenKernel:
 
     if "window_size" not in inspect.signature(varlen_attn).parameters:
         raise ImportError("its varlen_attn has no windows yet")
-    return VarlenKernel("torch.nn.attention.varlen", through_torch(varlen_attn), dtype)
+    return VarlenKernel("torch.nn.attention.varlen", torch_varlen_kernel(varlen_attn), dtype)
 
 
 def _checked(

@@ -41,7 +41,7 @@ from workers.weights.connection import (
     Connection,
     Connections,
     Manifest,
-    explained,
+    name_errors,
 )
 
 ALIGNMENT = 16
@@ -183,7 +183,7 @@ class Channel:
         """Return memory for a bucket; two buffers alternate, since fresh pages are slow."""
         which = number % 2
         if len(self._rooms[which]) < num_bytes:
-            self._rooms[which] = new_room(num_bytes, self.device)
+            self._rooms[which] = allocate_buffer(num_bytes, self.device)
         return self._rooms[which][:num_bytes]
 
     def send(
@@ -235,7 +235,7 @@ class Channel:
     def all_agree(self, ok: bool) -> bool:
         """Return True if every rank, including the sender, votes ok."""
         votes = torch.tensor([0 if ok else 1])
-        with explained("a rank left before the vote"):
+        with name_errors("a rank left before the vote"):
             options = dist.AllreduceOptions()
             options.timeout = TRANSFER_TIMEOUT
             self.connection.group.allreduce([votes], options).wait()
@@ -302,7 +302,7 @@ class Channel:
         """Start broadcasting these bytes; the result waits until they have arrived."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
-        with explained("a broadcast could not begin"):
+        with name_errors("a broadcast could not begin"):
             work: dist.Work = (group or self.connection.group).broadcast([tensor], options)
         return partial(_wait, work)
 
@@ -337,11 +337,11 @@ def receiving(
         yield Channel(connection, store, rank, device)
 
 
-def new_room(num_bytes: int, device: torch.device = HOST) -> Tensor:
+def allocate_buffer(num_bytes: int, device: torch.device = HOST) -> Tensor:
     """Allocate memory that returns to the system when freed; every sync allocates its own."""
-    from workers.cpu.allocator import freed_at_once
+    from workers.cpu.allocator import free_immediately
 
-    with freed_at_once():
+    with free_immediately():
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -351,5 +351,5 @@ def _finish(begun: Iterable[Finish]) -> None:
 
 
 def _wait(work: dist.Work) -> None:
-    with explained("a broadcast broke off; a worker died or fell behind"):
+    with name_errors("a broadcast broke off; a worker died or fell behind"):
         work.wait()

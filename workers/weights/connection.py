@@ -86,7 +86,7 @@ def join_weight_store(place: str) -> dist.TCPStore:
     host, _, port = place.rpartition(":")
     join = partial(dist.TCPStore, host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
     joining = call_in_thread("joining its store", join)
-    with explained(f"cannot reach the sender's store at {place}"):
+    with name_errors(f"cannot reach the sender's store at {place}"):
         while not wait([joining], LOOK_S).done:
             with suppress(TimeoutError):
                 socket.create_connection((host, int(port)), LOOK_S).close()
@@ -105,7 +105,7 @@ class Connection:
     """Gloo group for votes, and for buckets unless there are `gpus`."""
     gpus: Any = None
     """NCCL group, if every rank has its own GPU."""
-    held: Manifest = field(default_factory=dict)
+    manifest: Manifest = field(default_factory=dict)
     """On the sender, for syncs of changes: the tensors that every receiver has."""
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Connections:
         self, address: Address, store: SignedStore, num_receivers: int, device: torch.device
     ) -> Iterator[Connection]:
         """Open the sender's end of the groups, once all receivers are connected."""
-        with explained("who has come is not known"):
+        with name_errors("who has come is not known"):
             others = wait_for_receivers(store, num_receivers)
         receivers = str(others[0]["name"])
         existing = self._by_receivers.pop(receivers, None)
@@ -230,16 +230,16 @@ def wait_for_sender(
     store: SignedStore, rank: int, num_receivers: int, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Register this receiver; return the sender's reply once all have registered."""
-    with explained("cannot reach the sender's store"):
+    with name_errors("cannot reach the sender's store"):
         store.set(f"joined/{rank}", json.dumps(facts))
-    with explained("the sender is gone"), _naming_absent(store, num_receivers):
+    with name_errors("the sender is gone"), _naming_absent(store, num_receivers):
         store.wait(["complete"], JOIN_TIMEOUT)
         return _read(store, "complete")
 
 
 def wait_for_receivers(store: SignedStore, num_receivers: int) -> list[dict[str, Any]]:
     """Return what every receiver registered; raise an error that names the missing ones."""
-    with explained("cannot reach the sender's store"):
+    with name_errors("cannot reach the sender's store"):
         store.set("joined/0", "{}")
     keys = [f"joined/{rank}" for rank in range(1, num_receivers + 1)]
     with _naming_absent(store, num_receivers):
@@ -267,14 +267,12 @@ def form_groups(
     address: Address, store: SignedStore, rank: int, size: int, has_own_gpus: bool
 ) -> Connection:
     """Create the groups of ranks that are all connected."""
-    with explained("the group of sender and receivers did not form"):
+    with name_errors("the group of sender and receivers did not form"):
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
         options._devices = _gloo_devices(store.host)
         own_store = dist.PrefixStore("weights", store)
-        group = unless_given_up(
-            partial(dist.ProcessGroupGloo, own_store, rank, size, options), store
-        )
+        group = form_group(partial(dist.ProcessGroupGloo, own_store, rank, size, options), store)
         connection = Connection(address.place, address.number, size, group)
         if has_own_gpus:
             # NCCL threads use their store as long as the group lives
@@ -303,7 +301,7 @@ def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def unless_given_up(form: Callable[[], Any], store: SignedStore) -> Any:
+def form_group(form: Callable[[], Any], store: SignedStore) -> Any:
     """Return the group that `form` creates; ranks may have died since they connected.
 
     Gloo waits 20 s for them, on one connection five times as long, and cannot be interrupted. Once
@@ -311,7 +309,7 @@ def unless_given_up(form: Callable[[], Any], store: SignedStore) -> Any:
     """
     forming = call_in_thread("forming its group", form)
     while not wait([forming], LOOK_S).done:
-        with explained("the sender is gone"):
+        with name_errors("the sender is gone"):
             _read(store.over(join_weight_store(f"{store.host}:{store.port}")), "complete")
     return forming.result()
 
@@ -337,14 +335,14 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
         yield
     except dist.DistStoreError as error:
         ranks = range(num_receivers + 1)
-        absent = ", ".join(_who(rank) for rank in ranks if not _has_come(store, rank))
+        absent = ", ".join(_who(rank) for rank in ranks if not _has_joined(store, rank))
         raise WeightSyncError(
             f"weight sync: waited {JOIN_TIMEOUT.total_seconds():.0f} s for {absent or _who(0)}: "
             "not there. Is that worker alive, and not busy with another call?"
         ) from error
 
 
-def _has_come(store: SignedStore, rank: int) -> bool:
+def _has_joined(store: SignedStore, rank: int) -> bool:
     key = f"joined/{rank}"
     return store.check([key]) and store.get(key) != GIVEN_UP.encode()
 
@@ -354,7 +352,7 @@ def _who(rank: int) -> str:
 
 
 @contextmanager
-def explained(action: str) -> Iterator[None]:
+def name_errors(action: str) -> Iterator[None]:
     """Context that turns torch's transport errors into `WeightSyncError`s that name the action."""
     try:
         yield

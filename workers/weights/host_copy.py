@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
-from workers.models.adapters import PARTS, merged_weight, misfit
+from workers.models.adapters import PARTS, merged_weight, shapes_differ
 from workers.weights.channel import HOST, Channel, dtype_of
 from workers.weights.checksum import byte_view, hash_of
 from workers.weights.connection import Manifest
-from workers.weights.module_writer import describe_problems, refuse_problems
+from workers.weights.module_writer import describe_problems, raise_problems
 from workers.weights.sparse import PREFIX, apply_changes
 
 
@@ -82,7 +82,7 @@ class HostCopy:
         unsent = [name for name, fact in whole.items() if self.manifest.get(name) != fact]
         self.manifest = {name: whole[name] for name in whole if name not in unsent}
         self.tensors = {name: self.tensors[name] for name in self.manifest}
-        refuse_problems("transfer", **{"neither sent nor held": unsent})
+        raise_problems("transfer", **{"neither sent nor held": unsent})
         self.merging = channel.summary["merging"]
         self._check_adapters()
 
@@ -95,9 +95,9 @@ class HostCopy:
             if absent:
                 continue
             base, a, b = (self.tensors[name] for name in parts)
-            if misfit(base, a, b, adapter["transposed"]):
+            if shapes_differ(base, a, b, adapter["transposed"]):
                 shapes = " + ".join(str(list(tensor.shape)) for tensor in (base, b, a))
                 unfit.append(f"{layer} (base, B, A: {shapes})")
         if missing or unfit:
             self.manifest = {}
-        refuse_problems("adapters", missing=missing, **{"of another shape": unfit})
+        raise_problems("adapters", missing=missing, **{"of another shape": unfit})

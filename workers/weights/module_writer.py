@@ -47,7 +47,7 @@ class ModuleWriter:
         first_names = {id(weight): name for name, weight in reversed(self.targets.items())}
         missing = [name for key, name in first_names.items() if key not in self.received][::-1]
         other = {"of another shape": self.unfit, "that lost bits": self.changed}
-        refuse_problems(who, missing=missing, unknown=self.extra, **other)
+        raise_problems(who, missing=missing, unknown=self.extra, **other)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -64,7 +64,7 @@ def describe_problems(who: str, **problems: list[str]) -> str:
     return f"{who}: {'; '.join(parts)}." if parts else ""
 
 
-def refuse_problems(who: str, **problems: list[str]) -> None:
+def raise_problems(who: str, **problems: list[str]) -> None:
     """Raise a `WeightSyncError` that describes these problems, if there are any."""
     text = describe_problems(who, **problems)
     if text:

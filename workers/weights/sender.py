@@ -20,7 +20,15 @@ from torch import Tensor
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from workers.models.lora import adapter_facts
-from workers.weights.channel import HOST, Bucket, Channel, SyncReport, new_room, pack, sending
+from workers.weights.channel import (
+    HOST,
+    Bucket,
+    Channel,
+    SyncReport,
+    allocate_buffer,
+    pack,
+    sending,
+)
 from workers.weights.checksum import NamedTensors, Stopwatch, byte_view, hash_of
 from workers.weights.connection import Address, Connections, Manifest
 from workers.weights.sparse import PREFIX, encode_changes
@@ -159,7 +167,7 @@ class WeightSender:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, address: str, num_receivers: int) -> SyncReport:
         """Send the version reserved for this address to the receivers that connect."""
-        snapshot, previous = self.snapshots.held[address]
+        snapshot, previous = self.snapshots.by_address[address]
 
         def send(channel: Channel) -> None:
             drops = self._is_to_drop(snapshot.version)
@@ -173,7 +181,7 @@ class WeightSender:
         try:
             return self._send_through(address, num_receivers, HOST, send)
         finally:
-            del self.snapshots.held[address]
+            del self.snapshots.by_address[address]
 
     def _full_tensors(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
@@ -213,7 +221,7 @@ class WeightSender:
                 send(channel)
                 agreed = channel.all_agree(True)
                 if not agreed:
-                    channel.connection.held = {}
+                    channel.connection.manifest = {}
         except WeightSyncError as error:
             return SyncReport(f"actor rank {self.rank}: {error}", voted=False)
         problem = None if agreed else "a rollout rank refused the weights"
@@ -235,7 +243,7 @@ def send_changes(
     `stores`, changed tensors are copied into `sent`.
     """
     whole: Manifest = {}
-    received = channel.connection.held
+    received = channel.connection.manifest
 
     def changed() -> Iterator[tuple[str, Tensor]]:
         for name, weight in tensors:
@@ -260,7 +268,7 @@ def send_changes(
         return {"manifest": whole, "merging": merging}
 
     channel.send(pack(changed(), limit, channel.room, channel.watch), summary, drops_first)
-    channel.connection.held = whole
+    channel.connection.manifest = whole
 
 
 class Snapshot:
@@ -293,9 +301,9 @@ class Snapshot:
     def _room(self, number: int, num_bytes: int) -> Tensor:
         """Return the memory of a bucket, reused if it is large enough."""
         if number == len(self._rooms):
-            self._rooms.append(new_room(num_bytes))
+            self._rooms.append(allocate_buffer(num_bytes))
         elif len(self._rooms[number]) < num_bytes:
-            self._rooms[number] = new_room(num_bytes)
+            self._rooms[number] = allocate_buffer(num_bytes)
         return self._rooms[number][:num_bytes]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -322,7 +330,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.newest: Snapshot | None = None
-        self.held: dict[str, tuple[Snapshot, Snapshot]] = {}
+        self.by_address: dict[str, tuple[Snapshot, Snapshot]] = {}
         """Snapshot of each delivery and the one before it, by the delivery's address."""
         self._previous = Snapshot()
         self._lock = threading.Lock()
@@ -341,7 +349,7 @@ class Snapshots:
         """
         before = self.newest
         with self._lock:
-            is_read = any(self._previous in pair for pair in self.held.values())
+            is_read = any(self._previous in pair for pair in self.by_address.values())
             snapshot = Snapshot() if is_read else self._previous
             self._previous = Snapshot()
         snapshot.fill(version, tensors, bucket_mb, merging)
@@ -355,7 +363,7 @@ class Snapshots:
         return PublishReport(num_bytes, snapshot.watch.seconds, share)
 
     def hold(self, version: int | None, address: str) -> Snapshot:
-        """Return the snapshot of this version, or the newest, unchanged while it is in `held`."""
+        """Return the snapshot of this version, or the newest, unchanged until it is released."""
         with self._lock:
             newest = None if self.newest is None else self.newest.version
             if self.newest is None or version not in (newest, None):
@@ -367,5 +375,5 @@ class Snapshots:
                     "actor.publish_weights(version) makes one, which replaces the previous one."
                 )
             sends_changes = self.newest.merging is not None
-            self.held[address] = self.newest, self._previous if sends_changes else Snapshot()
+            self.by_address[address] = self.newest, self._previous if sends_changes else Snapshot()
             return self.newest

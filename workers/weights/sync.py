@@ -31,7 +31,7 @@ ALONE_S = 3.0
 """Time that one side of a sync may continue after the other has failed."""
 
 
-class WeightsRefusedError(WeightSyncError):
+class WeightsRejectedError(WeightSyncError):
     """All ranks were connected, and at least one rejected the weights."""
 
 
@@ -59,7 +59,7 @@ def sync_weights(
             _transfer(actor_group, rollout_group, version, address, send), version, start
         )
 
-    return _once_more_if_refused(sync)
+    return _retry_if_rejected(sync)
 
 
 def publish_weights(
@@ -82,7 +82,7 @@ def publish_weights(
     if shares:
         figures["training/weights_changed_share"] = min(shares)
         if min(shares) == 0:
-            _warn_of_weights_that_stand_still()
+            _warn_of_unchanged_weights()
     return figures
 
 
@@ -113,14 +113,14 @@ def deliver_weights(
             _transfer(actor_group, rollout_group, sent_version, address, send), sent_version, start
         )
 
-    return _once_more_if_refused(deliver)
+    return _retry_if_rejected(deliver)
 
 
-def _once_more_if_refused(sync: Callable[[], dict[str, float]]) -> dict[str, float]:
+def _retry_if_rejected(sync: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Return the figures of a sync; repeat it once if the ranks rejected the weights."""
     try:
         return sync()
-    except WeightsRefusedError as error:
+    except WeightsRejectedError as error:
         logger.warning("%s. They are sent once more.", error)
         return sync()
 
@@ -189,12 +189,12 @@ def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
     errors = [report.error for report in reports if report.error]
     if errors:
         was_voted = all(report.voted for report in reports)
-        kind = WeightsRefusedError if was_voted else WeightSyncError
+        kind = WeightsRejectedError if was_voted else WeightSyncError
         raise kind(f"version {version} was not taken over: " + "; ".join(errors))
 
 
 @cache
-def _warn_of_weights_that_stand_still() -> None:
+def _warn_of_unchanged_weights() -> None:
     logger.warning(
         "A new version of the weights is bit for bit the one before: no update in between has "
         "moved what a rollout gets. Are all advantages zero, is actor.optim.lr too small for the "

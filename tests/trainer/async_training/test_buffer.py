@@ -22,7 +22,7 @@ from trainer.async_training.samplers import (
     chosen,
     up_to,
 )
-from trainer.report.async_training import log_in_words
+from trainer.report.async_training import describe_log
 from trainer.roadside.sample_log import IN_FLIGHT, QUEUED
 from verl_like.errors import LedgerError
 
@@ -104,7 +104,7 @@ def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
     with pytest.raises(EndOfSamples, match="4 samples are left, a batch has 6"):
         buffer.take(Demand(6))
     assert buffer.log.open(QUEUED) == [name for one in left for name in one.names]
-    line = log_in_words(buffer.log.state_dict()).splitlines()[1]
+    line = describe_log(buffer.log.state_dict()).splitlines()[1]
     assert line.split() == ["generator", "0", "4", "0", "4", "0", "0"]
 
 

@@ -302,8 +302,8 @@ def test_a_replay_keeps_the_numbers_of_processes_on_one_machine(
     assert "processes of their own, as in the run: global_pool;" in announcement(
         saved, start, 3, again
     )
-    as_it_was = settings_of_replay(config, start, scratch, "run")
-    assert (as_it_was.trainer.backend, as_it_was.trainer.nnodes) == ("ray", 2)
+    undo_rows = settings_of_replay(config, start, scratch, "run")
+    assert (undo_rows.trainer.backend, undo_rows.trainer.nnodes) == ("ray", 2)
 
 
 def test_stages_are_those_of_ppos_own_step() -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.workers.samples import make_batch
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.update import filters
-from trainer.report.async_training import log_in_words
+from trainer.report.async_training import describe_log
 from trainer.roadside.sample_log import (
     OWN_CODE,
     QUEUED,
@@ -56,7 +56,7 @@ def test_every_sample_and_token_is_somewhere() -> None:
     tokens = {"drawn": 35, "trained": 10, "queued": 20, "left_out": {GIVEN_UP: 5}}
     assert state["tokens"] == tokens
     assert state["staleness"] == {"1": 1, "2": 1}
-    text = log_in_words(state)
+    text = describe_log(state)
     assert text.splitlines()[1].split() == ["generator", "0", "6", "2", "2", "0", "2"]
     assert text.splitlines()[3].split() == ["all", "8", "2", "2", "2", "2"]
     assert "dropped: 2 (lost with its generator)" in text

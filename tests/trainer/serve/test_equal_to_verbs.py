@@ -79,7 +79,7 @@ def over_http(url: str, base: str, rank: int) -> tuple[list[Any], list[Any]]:
 
 
 def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int) -> Ragged:
-    return Ragged.of_rows([torch.tensor(row, dtype=dtype) for row in rows], width)
+    return Ragged.from_rows([torch.tensor(row, dtype=dtype) for row in rows], width)
 
 
 def rows_of(ids: list[list[int]], **numbers: list[list[float]]) -> DataProto:
@@ -113,7 +113,7 @@ def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
         for step in range(STEPS):
             sync_weights(actor, rollout, step + 1)
             prompts = [torch.tensor(p) for p in PROMPTS for _ in range(GROUP)]
-            ids = Ragged.of_rows(prompts, config.data.max_prompt_length, at_end=True)
+            ids = Ragged.from_rows(prompts, config.data.max_prompt_length, at_end=True)
             sampling = {
                 "temperature": 0.9,
                 "max_tokens": LENGTH,

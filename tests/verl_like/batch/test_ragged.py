@@ -11,7 +11,7 @@ from verl_like.errors import BatchError, MissingColumnError
 
 
 def column(**options) -> Ragged:
-    return Ragged.of_rows([torch.tensor([5, 6]), torch.tensor([7])], 3, **options)
+    return Ragged.from_rows([torch.tensor([5, 6]), torch.tensor([7])], 3, **options)
 
 
 def test_it_stands_for_a_rectangle():
@@ -95,6 +95,6 @@ def test_a_batch_of_ragged_columns_alone_knows_its_rows():
 
 
 def test_columns_of_other_widths_are_not_concatenated():
-    wide = Ragged.of_rows([torch.tensor([1])], 4)
+    wide = Ragged.from_rows([torch.tensor([1])], 4)
     with pytest.raises(BatchError, match=r"\(1, 4\) in part 1, but torch.int64 \(2, 3\)"):
         DataProto.concat([DataProto.from_dict({"ids": c}) for c in (column(), wide)])

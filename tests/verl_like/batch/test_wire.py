@@ -82,7 +82,7 @@ def test_any_layout_of_tensor_travels(column, tmp_path):
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_padding_does_not_travel_and_comes_back_bit_for_bit(dtype, protocol, tmp_path):
     rows = [(torch.randn(row % 40 + 1) * 100).to(dtype) for row in range(64)]
-    names = {f"{at_end}": Ragged.of_rows(rows, 4096, at_end=at_end) for at_end in (False, True)}
+    names = {f"{at_end}": Ragged.from_rows(rows, 4096, at_end=at_end) for at_end in (False, True)}
     data = DataProto.from_dict(names)
     content = pickle.dumps(data, protocol=protocol)
     tokens = sum(row.nbytes for row in rows)

@@ -17,9 +17,9 @@ from tests.verl_like.sample_workers import Adder, Faulty
 from verl_like.calls import diagnose
 from verl_like.calls.diagnose import (
     HangWatch,
+    describe_ranks,
     likely_cause,
     ranks_alike,
-    ranks_in_words,
     stacks_of_calls,
     who_waits,
 )
@@ -57,10 +57,10 @@ def test_a_rank_at_a_lock_is_said_to_wait_for_one(inner: str) -> None:
 
 
 def test_ranks_that_follow_each_other_are_one_span() -> None:
-    assert ranks_in_words([3]) == "rank 3"
-    assert ranks_in_words([2, 1]) == "rank 1, 2"
-    assert ranks_in_words([*range(512), *range(513, 1024)]) == "rank 0-511, 513-1023"
-    assert ranks_in_words(range(0, 100, 2)).endswith(", 28, 30 and 34 more")
+    assert describe_ranks([3]) == "rank 3"
+    assert describe_ranks([2, 1]) == "rank 1, 2"
+    assert describe_ranks([*range(512), *range(513, 1024)]) == "rank 0-511, 513-1023"
+    assert describe_ranks(range(0, 100, 2)).endswith(", 28, 30 and 34 more")
 
 
 def test_the_value_of_the_fewest_ranks_comes_first() -> None:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_like.process.garbage import Others, no_collection, old_objects_kept
+from verl_like.process.garbage import FrozenObjects, ignore_old_objects, pause_collection
 
 
 @pytest.fixture
 def nothing_is_kept() -> Iterator[None]:
     """As in a process that nobody has prepared; that of the tests keeps its modules."""
     gc.unfreeze()
-    Others.are_known = False
+    FrozenObjects.are_known = False
     yield
     gc.freeze()
 
@@ -27,7 +27,7 @@ def looked_at() -> set[int]:
 def test_within_the_collector_leaves_alone_what_exists_already() -> None:
     before = [{} for _ in range(1000)]
 
-    with old_objects_kept():
+    with ignore_old_objects():
         new: list[int] = []
         within = looked_at()
 
@@ -39,7 +39,7 @@ def test_within_the_collector_leaves_alone_what_exists_already() -> None:
 def test_afterwards_it_looks_at_all_again_however_the_run_ended() -> None:
     before: list[int] = []
 
-    with pytest.raises(KeyError), old_objects_kept():
+    with pytest.raises(KeyError), ignore_old_objects():
         raise KeyError("a step failed")
 
     assert id(before) in looked_at()
@@ -48,20 +48,20 @@ def test_afterwards_it_looks_at_all_again_however_the_run_ended() -> None:
 @pytest.mark.usefixtures("nothing_is_kept")
 def test_what_somebody_keeps_for_longer_stays_kept() -> None:
     before: list[int] = []
-    with old_objects_kept():
+    with ignore_old_objects():
         pass  # when nobody did yet
     gc.freeze()
     new: list[int] = []
 
-    with old_objects_kept():
+    with ignore_old_objects():
         assert id(new) in looked_at()
 
     assert id(before) not in looked_at()
 
 
 def test_the_collector_rests_within_and_works_again_if_it_did_before() -> None:
-    with no_collection():
-        with no_collection():
+    with pause_collection():
+        with pause_collection():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()

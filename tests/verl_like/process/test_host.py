@@ -62,7 +62,7 @@ def test_a_header_arrives_as_it_was_packed():
 
 def started(roles: list[str], facts: ProcessFacts, monkeypatch) -> WorkerHost:
     """A host that thinks it has a process of its own, and leaves this one's environment alone."""
-    monkeypatch.setattr(WorkerHost, "_own_the_process", lambda *_: None)
+    monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
     host = WorkerHost({role: (Late, (), {}) for role in roles}, facts)
     assert host.start(("127.0.0.1", 1)).error is None
     return host
@@ -122,7 +122,7 @@ def test_a_secret_of_the_configuration_alone_is_masked_in_a_worker_s_log(tmp_pat
     known: set[str] = set()
     monkeypatch.setattr(masking, "_known", lambda: known)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(WorkerHost, "_own_the_process", lambda *_: None)
+    monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
     facts = ProcessFacts("talkative", log_dir=str(tmp_path))
     host = WorkerHost({"talkative": (Talkative, (Rewarded(),), {})}, facts)
     assert host.start(("127.0.0.1", 1)).error is None
@@ -283,7 +283,7 @@ def test_in_the_drivers_own_thread_ctrl_c_alone_passes() -> None:
 
 def started_with(role: type[Worker], monkeypatch: pytest.MonkeyPatch) -> WorkerHost:
     """A host of one role that thinks it has a process of its own."""
-    monkeypatch.setattr(WorkerHost, "_own_the_process", lambda *_: None)
+    monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
     host = WorkerHost({role.__name__.lower(): (role, (), {})}, ProcessFacts("role", 0, 1, 0))
     assert host.start(("127.0.0.1", 1)).error is None
     return host

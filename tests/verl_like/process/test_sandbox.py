@@ -10,7 +10,12 @@ import pytest
 
 from trainer import PPO, run
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import MARK, _keep_writes_in, isolate_network, visible_environment
+from verl_like.process.sandbox import (
+    MARK,
+    _restrict_with_landlock,
+    isolate_network,
+    visible_environment,
+)
 
 
 def test_of_the_environment_it_sees_what_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +46,7 @@ def test_a_machine_without_landlock_keeps_nobody_from_writing(
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: NoNamespaces)
     with pytest.raises(ConfigError, match="Linux 5.13 or newer with Landlock"):
-        _keep_writes_in("/tmp")
+        _restrict_with_landlock("/tmp")
 
 
 def test_a_machine_without_namespaces_keeps_nobody_from_the_network(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.process.supervisor import _memory_of_descriptors, _Printed, remove_folder
+from verl_like.process.supervisor import _memory_of_descriptors, _OutputForwarder, remove_folder
 
 DEPTH = 1100
 """More levels than `shutil.rmtree` of Python 3.11 can recurse into."""
@@ -49,7 +49,7 @@ def test_a_deep_folder_is_removed_and_what_it_links_to_is_not(folder: Path) -> N
 
 def test_what_the_console_does_not_take_is_dropped() -> None:
     with open("/dev/full", "wb") as console:
-        _Printed().forward(console.fileno(), b"printed")
+        _OutputForwarder().forward(console.fileno(), b"printed")
 
 
 def test_memory_files_and_pipes_count_as_memory() -> None:

@@ -13,7 +13,7 @@ from verl_like.process.environment import OWN_PROCESS
 from workers.cpu import allocator
 from workers.cpu.allocator import keep_freed_memory
 from workers.training.on_cpu import prepare_cpu_process
-from workers.weights.channel import new_room
+from workers.weights.channel import allocate_buffer
 
 BUFFER, SYNCS = 2**24, 30
 FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -37,7 +37,7 @@ def print_growth() -> None:
     settled = []
     before = bytes_of_heap()
     for _ in range(SYNCS):
-        room = new_room(BUFFER)
+        room = allocate_buffer(BUFFER)
         del room
         settled.append(torch.empty(2**18, dtype=torch.uint8))
     print(bytes_of_heap() - before)

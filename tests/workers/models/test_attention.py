@@ -87,10 +87,10 @@ def test_a_card_too_old_or_a_type_too_wide_has_no_flash_attention(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
-    assert "not a Tesla T4" in attention.why_no_kernel(cuda, torch.bfloat16)
+    assert "not a Tesla T4" in attention.kernel_blocker(cuda, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert attention.why_no_kernel(cuda, torch.bfloat16) == ""
-    assert "compute in float32" in attention.why_no_kernel(cuda, torch.float32)
+    assert attention.kernel_blocker(cuda, torch.bfloat16) == ""
+    assert "compute in float32" in attention.kernel_blocker(cuda, torch.float32)
 
 
 def test_a_kernel_is_tried_at_the_size_of_the_model_s_own_heads() -> None:

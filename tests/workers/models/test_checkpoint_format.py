@@ -111,7 +111,7 @@ def test_what_was_read_for_one_group_is_gone_before_the_next_is_read(
 ) -> None:
     """So loading takes the module's weights and one group beside them, however many layers."""
     saved(tmp_path, "mixtral")
-    read, slices, held, calls = load.own_rows, load._end_to_end, list[weakref.ref[Tensor]](), []
+    read, slices, held, calls = load.local_rows, load._end_to_end, list[weakref.ref[Tensor]](), []
 
     def remembered(tensor: Tensor) -> Tensor:
         held.append(weakref.ref(tensor))
@@ -121,7 +121,7 @@ def test_what_was_read_for_one_group_is_gone_before_the_next_is_read(
         calls.append(len([tensor for tensor in held if tensor() is not None]))
         return remembered(read(weight, stored))
 
-    monkeypatch.setattr(load, "own_rows", watched)
+    monkeypatch.setattr(load, "local_rows", watched)
     monkeypatch.setattr(load, "_end_to_end", lambda *args: remembered(slices(*args)))
     load_model(tiny_config(tmp_path).actor_rollout_ref.model, "token")
     assert len(held) > len(calls) > 1

@@ -15,7 +15,7 @@ from tests.workers.prompts import prompt_batch
 from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
-from workers.models.attention import say_once
+from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.load import load_model
 from workers.models.lora import (
@@ -242,7 +242,7 @@ def test_all_linear_of_a_mixture_of_experts_is_what_peft_loads_and_merges(
     model_config, ids = ModelConfig(path="none", lora_rank=2), torch.arange(6, 12)[None]
     module = build_tiny(tiny_model_config(case))
     before = module(ids).logits
-    say_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO):
         add_adapter(module, model_config)
     said = [record.getMessage() for record in caplog.records if "LoRA" in record.getMessage()]

@@ -23,7 +23,7 @@ from workers.cpu.allocator import keep_freed_memory
 from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
-from workers.models.state import own_part
+from workers.models.state import local_shard
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training import model as model_module
@@ -180,7 +180,7 @@ def held_by_a_rank(small: Path) -> tuple[int, int]:
     model_module.cpu_kernels = lambda _: nullcontext()
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
-    own: Any = [own_part(weight) for weight in actor.engine.parameters()]
+    own: Any = [local_shard(weight) for weight in actor.engine.parameters()]
     with actor.engine.running():
         kept, _ = kept_by(lambda: actor.engine.passes.outputs(columns())["log_probs"].values, own)
     return sum(weight.nbytes for weight in own), kept

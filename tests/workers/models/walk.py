@@ -25,7 +25,7 @@ from tests.workers.models.architectures import VOCAB, build_tiny, tiny_model_con
 from tests.workers.samples import started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import to_training
+from workers.models.causal_lm import set_training_mode
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.hf import HFEngine
@@ -183,7 +183,7 @@ def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
         return weighted, {"loss": weighted}
 
     batch = mini_batch(Rows.take(data, (*INPUTS, "advantages"), 1), 0, 1, None)
-    to_training(engine.module)
+    set_training_mode(engine.module)
     with engine.running(engine.optimizer):
         engine.forward_backward(batch, Budget(rows=2), Loss("weighted", loss))
     engine.module.eval()

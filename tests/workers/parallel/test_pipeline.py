@@ -13,7 +13,7 @@ from tests.workers.training.test_sequence_ranks import FAMILIES, SIZES, saved
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.memory import HeldModel, LargestPass, memory_of
-from workers.parallel.pipeline import Action, most_waiting, num_chunks, schedule
+from workers.parallel.pipeline import Action, max_pending_passes, num_chunks, schedule
 from workers.parallel.stages import deal, stage_ranges
 from workers.training.microbatch import spread
 
@@ -111,7 +111,7 @@ def test_one_rank_goes_forward_and_back_pass_by_pass() -> None:
     assert schedule("1f1b", 0, 1, 2) == [
         *(Action(True, 0, 0), Action(False, 0, 0), Action(True, 0, 1), Action(False, 0, 1))
     ]
-    assert [most_waiting("1f1b", rank, 4) for rank in range(4)] == [4, 3, 2, 1]
+    assert [max_pending_passes("1f1b", rank, 4) for rank in range(4)] == [4, 3, 2, 1]
 
 
 def fits(costs: list[float], first: float, last: float, ranges: list[range]) -> list[float]:

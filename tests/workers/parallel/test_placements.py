@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
-from workers.models.state import own_part, own_rows
+from workers.models.state import local_rows, local_shard
 from workers.parallel.fsdp import full_tensor, tensor_on_first
 
 SHARDED_TWICE = (_StridedShard(0, split_factor=2), Shard(0))
@@ -70,7 +70,7 @@ def is_right(rows: int) -> list[tuple[bool, bool, bool]]:
             )
         first = tensor_on_first(tensor)
         on_first = torch.equal(first, whole) if first is not None else worker.rank != 0
-        part = torch.equal(own_rows(tensor, whole), own_part(tensor))
+        part = torch.equal(local_rows(tensor, whole), local_shard(tensor))
         found.append((torch.equal(full_tensor(tensor), whole), on_first, part))
     return found
 

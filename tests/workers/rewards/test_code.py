@@ -15,7 +15,7 @@ import pytest
 
 from verl_like.errors import ConfigError
 from verl_like.process.machine import descendants
-from verl_like.process.sandbox import can_keep_writes
+from verl_like.process.sandbox import can_restrict_writes
 from workers.rewards.asserts import read_assert
 from workers.rewards.code import _runners, code_of, find_open_assert, is_expected, run_tests
 from workers.rewards.functions import default_compute_score
@@ -205,7 +205,7 @@ print([tried(act) for act in acts].count("yes"), tried(lambda: open("mine", "w")
 
 
 def test_a_program_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
-    if not can_keep_writes():
+    if not can_restrict_writes():
         pytest.skip("this machine has no Landlock")
     (tmp_path / "old").write_text("x")
     with subprocess.Popen(["sleep", "60"]) as other:

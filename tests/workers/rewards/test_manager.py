@@ -243,7 +243,7 @@ def test_one_of_several_rewards_is_refused_by_its_own_keys(
         ("def f(:", "broken.py, line 1: invalid syntax: def f"),
         ("import sys; sys.exit(2)", r"SystemExit: it called sys.exit\(2\)"),
         (
-            "from verl_like.process.sandbox import refuse_runs_inside as run\nrun()",
+            "from verl_like.process.sandbox import reject_nested_run as run\nrun()",
             "Put what starts the run under `if __name__ == '__main__':`",
         ),
         ("import os; os._exit(3)", "the reward process ended with exit code 3. What its process"),

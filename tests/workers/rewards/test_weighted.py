@@ -14,16 +14,16 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongBufferConfig, RewardConfig
 from workers.rewards import weighted
-from workers.rewards.failures import MOST_KINDS, SaidOnce, by_kind
+from workers.rewards.failures import MOST_KINDS, FailureLog, group_by_kind
 from workers.rewards.manager import FAILURES, Scored
 from workers.rewards.weighted import (
     SKIPPED,
-    Part,
-    PartScores,
     Rewards,
+    RewardTerm,
+    TermScores,
+    neutralize_skipped,
     normalized,
     overlong_punishment,
-    without_influence,
 )
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [0, 0, 0]])
@@ -58,7 +58,7 @@ class Told:
         columns = {f"reward_extra/{name}": np.array(v) for name, v in self.extras.items()}
         numbers = {"reward/num_failed": float(self.sums.isnan().sum())}
         numbers["reward/num_timed_out"] = 0.0
-        failures = by_kind((str(row), "no") for row in failed.nonzero().flatten().tolist())
+        failures = group_by_kind((str(row), "no") for row in failed.nonzero().flatten().tolist())
         done: Future[Scored] = Future()
         done.set_result((DataProto.from_dict(tensors, columns, {FAILURES: failures}), numbers))
         return done
@@ -71,7 +71,7 @@ def batch() -> DataProto:
     return DataProto.from_dict({"response_mask": MASK}, {"uid": np.array(["a", "a", "a", "b"])})
 
 
-def scores_of(*parts: Part, normalize: bool = True, overlong: Any = None) -> Any:
+def scores_of(*parts: RewardTerm, normalize: bool = True, overlong: Any = None) -> Any:
     def call_model(config: RewardConfig) -> Done:
         return Done(DataProto.from_dict({"rm_scores": torch.full((4, 3), config.weight)}))
 
@@ -80,9 +80,9 @@ def scores_of(*parts: Part, normalize: bool = True, overlong: Any = None) -> Any
 
 def part(
     name: str, sums: list[float], extras: Any = None, max_failed_share: float = 1.0, **settings: Any
-) -> Part:
+) -> RewardTerm:
     told: Any = Told(sums, **(extras or {}))
-    return Part(RewardConfig(name=name, **settings), told, max_failed_share)
+    return RewardTerm(RewardConfig(name=name, **settings), told, max_failed_share)
 
 
 class Slow:
@@ -104,7 +104,7 @@ def test_while_a_function_is_waited_for_a_lost_worker_ends_the_wait(
 
     monkeypatch.setattr(weighted, "CHECK_S", 0.01)
     never: Any = Slow()
-    scores = Rewards([Part(RewardConfig(name="judge"), never)]).launch(
+    scores = Rewards([RewardTerm(RewardConfig(name="judge"), never)]).launch(
         batch(), lambda _: None, check=check
     )
     with pytest.raises(WorkerDiedError, match=r"idle during rewards \(judge\): it ended"):
@@ -125,14 +125,16 @@ def test_a_function_that_does_not_answer_is_waited_for_once(
 
     monkeypatch.setattr(Future, "result", noted)
     never: Any = Slow()
-    scores = Rewards([Part(RewardConfig(name="judge"), never)]).launch(batch(), lambda _: None)
+    scores = Rewards([RewardTerm(RewardConfig(name="judge"), never)]).launch(
+        batch(), lambda _: None
+    )
     with pytest.raises(TimeoutError):
         scores.get(timeout=0.01)
     assert waits == [0], "its time has passed"
 
 
 def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
-    model = Part(RewardConfig(name="style", kind="model", weight=0.5), None)
+    model = RewardTerm(RewardConfig(name="style", kind="model", weight=0.5), None)
     right = part("right", [1.0, 0.0, 1.0, 0.0], weight=2.0)
     found, metrics = scores_of(right, model)
     sums = found.batch["token_level_scores"].sum(-1)
@@ -179,7 +181,7 @@ def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> 
 
 def test_equal_scores_normalise_to_zero() -> None:
     scores, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
-    found = normalized(PartScores(scores, mask, torch.zeros(2).bool()), mask)
+    found = normalized(TermScores(scores, mask, torch.zeros(2).bool()), mask)
     assert found.scores.sum(-1).abs().max() < 1e-6
 
 
@@ -218,9 +220,9 @@ def test_failures_of_a_kind_are_logged_once_and_counted_at_the_end(
 
 
 def test_kinds_of_failures_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    said = SaidOnce()
+    said = FailureLog()
     for number in range(100):
-        said.note("judge", 1, "get 0", by_kind([("0", f"words {number}")]))
+        said.note("judge", 1, "get 0", group_by_kind([("0", f"words {number}")]))
     said.close()
     assert len(caplog.records) == MOST_KINDS + 2  # one for all others, and the sums
     assert "0 and 89 more: words 10" in caplog.text
@@ -254,7 +256,7 @@ def test_a_group_that_is_skipped_whole_scores_zero() -> None:
     scores = torch.ones(4, 3)
     skipped = torch.tensor([False, False, False, True])
     uids = np.array(["a", "a", "a", "b"])
-    found = without_influence(scores, MASK.bool(), skipped, uids)
+    found = neutralize_skipped(scores, MASK.bool(), skipped, uids)
     assert found[:3].equal(scores[:3])
     assert found[3].tolist() == [0.0, 0.0, 0.0]
 

@@ -31,7 +31,7 @@ SAMPLES = [
 
 def ragged_batch() -> DataProto:
     prompts = [torch.tensor(one.prompt) for one in SAMPLES]
-    responses = Ragged.of_rows([one.tokens for one in SAMPLES], R, fill=0)
+    responses = Ragged.from_rows([one.tokens for one in SAMPLES], R, fill=0)
     versions = torch.cat([one.versions for one in SAMPLES])
     places = [torch.arange(len(one.prompt) + len(one.tokens)) for one in SAMPLES]
     places[0][4:] = torch.arange(2)
@@ -39,7 +39,7 @@ def ragged_batch() -> DataProto:
     starts = P - torch.tensor([len(one.prompt) for one in SAMPLES])
     lengths = torch.tensor([len(row) for row in whole])
     columns = {
-        "prompts": Ragged.of_rows(prompts, P, at_end=True, fill=0),
+        "prompts": Ragged.from_rows(prompts, P, at_end=True, fill=0),
         "responses": responses,
         "attention_mask": Ragged(torch.cat(whole), lengths, P + R, starts, 0),
         "position_ids": Ragged(torch.cat(places), lengths, P + R, starts, 0),

@@ -19,7 +19,7 @@ from tests.workers.training.test_sequence_ranks import SIZES, WITH_ROUTER_LOSS, 
 from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.load import Folder
-from workers.models.state import named_state, own_part
+from workers.models.state import local_shard, named_state
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -98,7 +98,7 @@ def trained(folder: Path, family: str, change: dict[str, Any], num_rows: int) ->
     budget = Budget(rows=rows) if rows else Budget(tokens=change["tokens"])
     experts = [w for name, w in actor.engine.module.named_parameters() if ".experts." in name]
     return {
-        "held": sum(own_part(weight).numel() for weight in experts),
+        "held": sum(local_shard(weight).numel() for weight in experts),
         **three_updates(actor, critic, piece_of(actor, num_rows), budget),
     }
 

@@ -93,7 +93,7 @@ def test_a_small_file_is_written_at_once_and_has_the_name_that_it_is_given(tmp_p
     copies.add(tmp_path / "draft", CONTENTS[:8].numpy().tobytes(), [CONTENTS[8:]])
     copies.rename(tmp_path / "draft", tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENTS.numpy().tobytes()
-    assert not copies.are_there
+    assert not copies.has_files
 
 
 def test_when_somebody_waits_the_rest_is_written_at_once(

@@ -20,7 +20,7 @@ from workers.models.support import proof
 from workers.models.support.proof import Proof
 from workers.roles.actor import ActorWorker
 from workers.training import lm_head
-from workers.training.lm_head import Wanted, positions_at_once, rows_per_chunk, why_not_chunked
+from workers.training.lm_head import Wanted, chunking_blocker, positions_per_chunk, rows_per_chunk
 from workers.training.microbatch import Budget
 
 ROWS_OF_A_CHUNK = 3
@@ -99,7 +99,7 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
     data = make_batch(BATCH)
     actor = actor_of(folders(head))
     engine = actor.engine
-    assert why_not_chunked(engine.module.config) == ""
+    assert chunking_blocker(engine.module.config) == ""
     found = engine.forward_rows(data, Budget(rows=BATCH), Wanted(0.7, entropy=True))
     expected = expected_columns(folders(head), data, temperature=0.7)
     for name, column in expected.items():
@@ -247,7 +247,7 @@ def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
 def test_a_model_that_goes_around_its_base_model_keeps_whole_logits(
     forgotten_proofs: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert "does not call its base model" in why_not_chunked(transformers.OPTConfig())
+    assert "does not call its base model" in chunking_blocker(transformers.OPTConfig())
     assert "the logits of a pass stand whole" in caplog.text
 
 
@@ -261,7 +261,7 @@ def test_a_chunk_on_a_card_has_a_thousand_rows_at_least_however_many_words() -> 
     for words, rows in ((151_936, 1024), (32_000, 2097)):
         config = transformers.Qwen2Config(vocab_size=words)
         assert rows_per_chunk(config, device_type="cuda") == rows
-        assert positions_at_once(config, 5000, device_type="cuda") == rows
+        assert positions_per_chunk(config, 5000, device_type="cuda") == rows
 
 
 def test_a_pass_asks_for_the_chunks_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_a_pass_asks_for_the_chunks_of_its_own_device(monkeypatch: pytest.Monkey
         asked.append(args[-1])
         return 4
 
-    monkeypatch.setattr(lm_head, "positions_at_once", noted)
+    monkeypatch.setattr(lm_head, "positions_per_chunk", noted)
     monkeypatch.setattr(lm_head, "read", lambda *_: torch.empty(4, VOCAB, device="meta"))
     module, labels = nn.Module(), torch.zeros(4, dtype=torch.long, device="meta")
     module.config = None

@@ -30,7 +30,7 @@ def errors(is_tied: bool) -> dict[str, float]:
     words = tensor.apply(own, mesh).words
     lm_head.CHUNK_BYTES = 4 * 64 * 3
 
-    positions = Ragged.of_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
+    positions = Ragged.from_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
     tokens = torch.arange(2 * POSITIONS) * 7 % config.vocab_size
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     feed = padded_feed(columns, positions.with_values(positions.values > 2), torch.device("cpu"))

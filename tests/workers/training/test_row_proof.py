@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import to_training
+from workers.models.causal_lm import set_training_mode
 from workers.models.rotary import factor_border
 from workers.models.support import proof
 from workers.models.support.proof import Support
@@ -169,7 +169,7 @@ def by_the_engine(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Columns and gradients, in passes of several rows."""
     found = engine.forward_rows(data, NEIGHBOURS, Wanted(entropy=True))
-    to_training(engine.module)
+    set_training_mode(engine.module)
     batch = mini_batch(Rows.take(data, INPUTS), 0, 1, None)
     with engine.running(engine.optimizer):
         loss = Loss("both", sum_of_both, wanted=Wanted(entropy=True))

@@ -24,7 +24,7 @@ from workers.models.support.proof import Support
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.microbatch import Budget
-from workers.training.row_proof import refuse_split
+from workers.training.row_proof import check_split
 
 NUM_ROWS = 7
 SIZES = {
@@ -195,7 +195,7 @@ def test_a_model_whose_rows_cannot_be_shared_is_refused(
 
     config = getattr(transformers, name)(**{**SIZES, **own})
     with pytest.raises(ConfigError, match=f"parallel.sp={num_ranks}.*{message}"):
-        refuse_split(Support.of(config, attention), num_ranks)
+        check_split(Support.of(config, attention), num_ranks)
 
 
 def saved_by_ranks(folder: Path) -> tuple[str, list[dict[str, float]]]:

@@ -16,7 +16,7 @@ from verl_like.errors import BatchError, MissingColumnError
 from workers.columns import write_columns
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Rows, mini_batch
-from workers.training.shuffle import SAMPLE_NUMBER, passes_over
+from workers.training.shuffle import SAMPLE_NUMBER, epoch_rows
 
 NAMES = ("responses", "response_mask", "attention_mask", SAMPLE_NUMBER)
 ROWS = 12
@@ -33,7 +33,7 @@ def mini_batches(
     found: list[set[int]] = [set() for _ in range(6)]
     for piece in split_rows(batch, world_size):
         rows = Rows.take(piece, NAMES, world_size)
-        for epoch, ordered in enumerate(passes_over(rows, 2, seed, call)):
+        for epoch, ordered in enumerate(epoch_rows(rows, 2, seed, call)):
             for index in range(3):
                 chosen = mini_batch(ordered, index, 3, None).columns[SAMPLE_NUMBER]
                 found[3 * epoch + index] |= set(chosen.tolist())
@@ -73,7 +73,7 @@ def test_they_are_the_same_samples_on_ranks_balanced_by_tokens(world_size: int) 
 def test_samples_taken_out_after_they_were_numbered_are_refused() -> None:
     rows = Rows.take(numbered().select_idxs([0, 2, 11]), NAMES)
     with pytest.raises(BatchError, match="sample_number 11 in a batch of 3 samples"):
-        list(passes_over(rows, 1, 7, 0))
+        list(epoch_rows(rows, 1, 7, 0))
 
 
 def actor_of(one_layer_dir: Path) -> ActorWorker:

@@ -29,7 +29,7 @@ from tests.workers.training.test_sequence_ranks import (
 )
 from tests.workers.training.three_updates import piece_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
-from workers.models.state import own_part
+from workers.models.state import local_shard
 from workers.parallel import sharding
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
@@ -164,7 +164,7 @@ def updated_and_saved(folder: Path, parallel: ParallelConfig, lora_rank: int) ->
     actor.save_checkpoint(str(folder / "first"))
     for weight in actor.engine.parameters():
         if isinstance(weight, DTensor) and weight.placements[-1].is_replicate():
-            own, group = own_part(weight), actor.engine.groups.tp
+            own, group = local_shard(weight), actor.engine.groups.tp
             of_ranks = [torch.empty_like(own) for _ in range(dims.tp)]
             torch.distributed.all_gather(of_ranks, own, group=group)
             assert all(other.equal(own) for other in of_ranks)

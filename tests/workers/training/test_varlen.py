@@ -26,15 +26,15 @@ from workers.models import attention as model_attention
 from workers.roles.actor import ActorWorker
 from workers.training import build, varlen
 from workers.training.attention import RowLayout, VarlenKernel, describe, packed_attention
-from workers.training.varlen import find_kernel, through_flash_attn, through_torch
+from workers.training.varlen import find_kernel, flash_attn_kernel, torch_varlen_kernel
 
 CPU, BFLOAT16, FLOAT32 = torch.device("cpu"), torch.bfloat16, torch.float32
-FLASH = VarlenKernel("flash-attn", through_flash_attn(flash_attn_varlen_func), FLOAT32, True)
-FLASH_4 = through_flash_attn(flash_attn_4_varlen_func, None)
+FLASH = VarlenKernel("flash-attn", flash_attn_kernel(flash_attn_varlen_func), FLOAT32, True)
+FLASH_4 = flash_attn_kernel(flash_attn_4_varlen_func, None)
 KERNELS = [
     FLASH,
-    VarlenKernel("torch", through_torch(varlen_attn), FLOAT32),
-    VarlenKernel("torch 2.11", through_torch(varlen_attn_without_groups), FLOAT32),
+    VarlenKernel("torch", torch_varlen_kernel(varlen_attn), FLOAT32),
+    VarlenKernel("torch 2.11", torch_varlen_kernel(varlen_attn_without_groups), FLOAT32),
     VarlenKernel("flash-attn-4", FLASH_4, FLOAT32, True),
 ]
 
@@ -66,8 +66,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an A100, with torch's kernel and without flash-attn."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     installed({"flash-attn": "2.8.3"}, monkeypatch)
-    monkeypatch.setattr(varlen, "why_no_kernel", lambda *_: "")
-    monkeypatch.setattr(model_attention, "why_no_kernel", lambda *_: "")
+    monkeypatch.setattr(varlen, "kernel_blocker", lambda *_: "")
+    monkeypatch.setattr(model_attention, "kernel_blocker", lambda *_: "")
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     for library in varlen.LIBRARIES.values():
         monkeypatch.setitem(sys.modules, library.module, None)
@@ -108,7 +108,7 @@ def test_states_wider_than_the_kernel_s_type_are_cast_and_the_output_is_of_the_v
         seen.append(query.dtype)
         return flash_attn_varlen_func(query, *states, **settings)
 
-    kernel = VarlenKernel("flash-attn", through_flash_attn(function), BFLOAT16)
+    kernel = VarlenKernel("flash-attn", flash_attn_kernel(function), BFLOAT16)
     states = [torch.randn(1, 2, 4, 8) for _ in range(3)]
     output = attended(states, RowLayout([4], CPU), kernel)
     assert (seen, output.dtype) == ([BFLOAT16], FLOAT32)
@@ -122,7 +122,7 @@ def test_states_that_a_kernel_takes_are_not_copied_for_it() -> None:
         seen.extend(part.data_ptr() for part in given[:3])
         return flash_attn_varlen_func(*given, **settings)
 
-    attended(states, RowLayout([4], CPU), VarlenKernel("", through_flash_attn(function), FLOAT32))
+    attended(states, RowLayout([4], CPU), VarlenKernel("", flash_attn_kernel(function), FLOAT32))
     assert seen == [part.data_ptr() for part in states]
 
 
@@ -288,7 +288,7 @@ def test_on_a_cpu_nothing_is_said_above_information(
         None,
         "flash-attn runs on CUDA devices, not on cpu",
     )
-    model_attention.say_once.cache_clear()
+    model_attention.log_once.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             started(ActorWorker, tiny_config(tiny_dir), 1)
@@ -321,7 +321,7 @@ def test_a_model_trains_by_a_kernel_as_without(
         calls.append(settings)
         return flash_attn_varlen_func(*states, **settings)
 
-    kernel = VarlenKernel("flash-attn", through_flash_attn(function), FLOAT32, has_softcap=True)
+    kernel = VarlenKernel("flash-attn", flash_attn_kernel(function), FLOAT32, has_softcap=True)
     for own in (kernel, None):
         monkeypatch.setattr(build, "find_kernel", lambda *_, own=own: (own, ""))
         actor = started(ActorWorker, tiny_config(tmp_path, entropy_coeff=0.01), 1)

@@ -129,14 +129,14 @@ def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     publish_weights(actor, 0)
     with pytest.raises(WeightSyncError, match="rollout rank 1: not there"):
         deliver_weights(actor, alone, 0)
-    assert not actor.workers[0].snapshots.held
+    assert not actor.workers[0].snapshots.by_address
 
 
 def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
     actor: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
     share = "training/weights_changed_share"
-    sync._warn_of_weights_that_stand_still.cache_clear()
+    sync._warn_of_unchanged_weights.cache_clear()
     assert share not in publish_weights(actor, 0)
     assert share not in publish_weights(actor, 0)
     assert not caplog.messages
@@ -166,7 +166,7 @@ def test_a_snapshot_stays_as_it_is_while_it_is_read_and_memory_is_used_again() -
         new = dict(snapshots.hold(version, "another").tensors())
         assert new["weight"].tolist() == [version] * 4
         places.append(new["weight"].data_ptr())
-        del snapshots.held["another"]
+        del snapshots.by_address["another"]
     assert old["weight"].tolist() == [0.0] * 4
     assert old["weight"].data_ptr() not in places
     assert len(set(places)) == 2

@@ -123,13 +123,13 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         if not wait_futures([done], limit_s).done:
-            what = "a Ray cluster of this machine's own"
+            subject = "a Ray cluster of this machine's own"
             look = "Look into session_latest/logs of Ray's folder (TMPDIR/verl-like-<user id>)"
             if address:
-                what = f"the Ray cluster at {address}"
+                subject = f"the Ray cluster at {address}"
                 look = "Check the address and, with `ray status`, the head"
             raise WaitTimeoutError(
-                f"the driver waited {limit_s:g} s (timeouts.connect_s) for {what}, and its head "
+                f"the driver waited {limit_s:g} s (timeouts.connect_s) for {subject}, and its head "
                 f"did not answer. {look}; if it is only slow, raise timeouts.connect_s. Start this "
                 "program again to try again."
             )
@@ -241,12 +241,12 @@ class ClusterProbe:
         """Return the network address of a node."""
         return str(self._nodes[node_id]["NodeManagerAddress"])
 
-    def why_node_gone(self, node_id: str) -> str | None:
+    def node_failure(self, node_id: str) -> str | None:
         """Return why no process on that node can answer, or None while the node lives."""
         address, port = self.address(node_id), self._nodes[node_id]["NodeManagerPort"]
         return _silent_node(node_id, address, port) if self._is_gone(address, port) else None
 
-    def why_head_gone(self) -> str | None:
+    def head_failure(self) -> str | None:
         """Return why no worker of the cluster can answer, or None while the head lives."""
         host, port = self._head
         if not self._is_gone(host, port):
@@ -265,7 +265,7 @@ class ClusterProbe:
             return self._silent[place] >= NUM_TRIES
 
 
-def why_gone(node_id: str) -> str | None:
+def node_failure_cause(node_id: str) -> str | None:
     """Return why no worker can be started on that node, or None while it lives."""
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     if node is None or not node["Alive"]:
@@ -292,20 +292,20 @@ def _answers(place: tuple[str, int]) -> bool:
 # ------------------------------------------------------------------------------------------ its end
 
 
-def within(seconds: float, work: Callable[[], None], what: str) -> bool:
+def within(seconds: float, work: Callable[[], None], subject: str) -> bool:
     """Run `work` in a thread, and return whether it ended in time; its failure is logged."""
 
     def attempt() -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - a run that ends has its own error to raise
-            logger.warning("%s failed: %s", what, error)
+            logger.warning("%s failed: %s", subject, error)
 
-    thread = threading.Thread(target=attempt, name=what, daemon=True)
+    thread = threading.Thread(target=attempt, name=subject, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        logger.warning("%s did not end within %.0f s, and is left alone", what, seconds)
+        logger.warning("%s did not end within %.0f s, and is left alone", subject, seconds)
     return not thread.is_alive()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_like.backends.ray.host import HostActor, own_packages
+from verl_like.backends.ray.host import HostActor, local_packages
 from verl_like.backends.ray.pools import Bundle, RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.diagnose import Deadlines
@@ -163,7 +163,7 @@ def _start_actors(
     options: Mapping[str, Any],
 ) -> list[Any]:
     """Start an actor on every place, without its roles."""
-    packages = own_packages()
+    packages = local_packages()
     actors = []
     for name, fact, bundle in zip(names, facts, bundles, strict=True):
         place = {

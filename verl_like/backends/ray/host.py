@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from verl_like.backends import rpc
-from verl_like.calls.wire import Answer, Call, answer_of
+from verl_like.calls.wire import Answer, Call, combine_answer
 from verl_like.errors import WorkerError
 from verl_like.process.child import ROOT
 from verl_like.process.facts import ProcessFacts
@@ -34,9 +34,9 @@ class RayHost:
     Calls run in turn, in the main thread: Ray's own threads would slow down every call.
     """
 
-    def __init__(self, recipes: bytes, facts: ProcessFacts, own_packages: list[str]) -> None:
+    def __init__(self, recipes: bytes, facts: ProcessFacts, local_packages: list[str]) -> None:
         """The roles come pickled, because they import modules after the import path was set."""
-        prefer_own_packages(own_packages)
+        prefer_local_packages(local_packages)
         import torch
 
         torch.set_num_threads(1)
@@ -48,7 +48,7 @@ class RayHost:
 
     def location(self) -> Answer:
         """Return the `Location` where a driver connects to ask past the queue of calls."""
-        return answer_of(*self._host.located(self._wait_for_driver))
+        return combine_answer(*self._host.located(self._wait_for_driver))
 
     def _wait_for_driver(self) -> Location:
         # on one machine no driver comes from another one
@@ -72,7 +72,7 @@ class RayHost:
         """Construct the roles again."""
         return self._host.construct_again().packed()
 
-    def roles_there(self) -> bytes:
+    def start_header(self) -> bytes:
         """Return the header of `start`, from which another driver learns the meshes."""
         return self._host.started().packed()
 
@@ -83,7 +83,7 @@ class RayHost:
         only Ray can pickle it.
         """
         payload, header = self._host.call(_unpacked(call), parts)
-        return answer_of(payload, header)
+        return combine_answer(payload, header)
 
     @ray.method(num_returns=2)
     def call_for_batch(self, call: bytes | tuple[Any, ...], *parts: Any) -> tuple[Any, bytes]:
@@ -124,7 +124,7 @@ def _unpacked(
     return Call(role, method, args, kwargs, returns_batch, counts)
 
 
-def own_packages() -> list[str]:
+def local_packages() -> list[str]:
     """Return the imported packages that are in the same folder as ours."""
     packages = []
     for name, module in list(sys.modules.items()):
@@ -134,7 +134,7 @@ def own_packages() -> list[str]:
     return packages
 
 
-def prefer_own_packages(names: Iterable[str]) -> None:
+def prefer_local_packages(names: Iterable[str]) -> None:
     """Move folders with packages of the same names behind our folder on the import path.
 
     Ray puts the driver's folder first.

@@ -155,9 +155,9 @@ class RayResourcePool(ResourcePool):
         waiting = [group.ready() for group in groups]
         while waiting:
             waiting = ray.wait(waiting, num_returns=len(waiting), timeout=clock.remaining())[1]
-            if waiting and clock.over():
+            if waiting and clock.is_over():
                 raise WaitTimeoutError(
-                    f"{clock.what}: the cluster did not give {wanted} within "
+                    f"{clock.summary}: the cluster did not give {wanted} within "
                     f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: {free_resources()}. "
                     "Lower cpus_per_process or the pool's size, or stop what holds them."
                 )

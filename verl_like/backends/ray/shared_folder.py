@@ -26,7 +26,7 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
     probe = folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     try:
-        blind = nodes_without(probe, nodes)
+        blind = nodes_without_path(probe, nodes)
     finally:
         probe.unlink()
     if blind:
@@ -38,7 +38,7 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
         )
 
 
-def nodes_without(path: Path, nodes: Iterable[Node]) -> list[str]:
+def nodes_without_path(path: Path, nodes: Iterable[Node]) -> list[str]:
     """Return the names of the nodes that have no such path, or do not answer within a minute."""
     node_of_answer = {}
     for key, node in {node.key: node for node in nodes}.items():

@@ -39,7 +39,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.wire import SHARED_BYTES, Call, Pending, payload_of
-from verl_like.errors import WorkerDiedError, WorkerError, cannot_travel
+from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.facts import ProcessFacts
 
 MOST_APART = 64
@@ -99,7 +99,7 @@ class RayTransport(ProcessTransport):
     def _start(self, master_port: int | None) -> list[Any]:
         """Return references to the headers of the roles' construction."""
         if master_port is None:
-            return [actor.roles_there.remote() for actor in self.actors]
+            return [actor.start_header.remote() for actor in self.actors]
         master = self.actors[0].open_store.remote(master_port)
         return [actor.start.remote(master) for actor in self.actors]
 
@@ -155,11 +155,11 @@ class RayTransport(ProcessTransport):
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None
-            raise WorkerError(cannot_travel(error.cause)) from None
+            raise WorkerError(pickling_message(error.cause)) from None
         except RaySystemError as error:
             reason = error.client_exc
             if isinstance(reason, Exception):  # raised by a class that was to be unpickled here
-                text = cannot_travel(f"{type(reason).__name__}: {reason}")
+                text = pickling_message(f"{type(reason).__name__}: {reason}")
                 raise WorkerError(text) from None
             raise WorkerError(f"Ray cannot bring the answer: {error}") from None
         except RayError as error:
@@ -184,10 +184,10 @@ class RayTransport(ProcessTransport):
         """Return the ranks whose cluster's head, node or process is gone, and why."""
         if not self._nodes:
             return {}
-        ranks, head = list(ranks), self._cluster.why_head_gone()
+        ranks, head = list(ranks), self._cluster.head_failure()
         lost = super().lost(ranks)
         for rank in ranks:
-            if why := head or self._cluster.why_node_gone(self._nodes[rank]):
+            if why := head or self._cluster.node_failure(self._nodes[rank]):
                 lost[rank] = why
         return lost
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from workers.models.attention import attending_by
+from workers.models.attention import override_attention
 
 NAME = "grouped_sdpa"
 """Name of `grouped_attention` in the attention interface of transformers."""
@@ -72,5 +72,5 @@ def grouped_decoding(module: Any) -> Iterator[None]:
         yield
         return
 
-    with attending_by(module, NAME, grouped_attention, grouped_mask):
+    with override_attention(module, NAME, grouped_attention, grouped_mask):
         yield

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.models.routing import Noted
+from workers.models.routing import RecordedChoices
 from workers.rollout.base import Budget, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import DirectForward
@@ -97,7 +97,7 @@ class Scheduler:
         self.table = SlotTable.empty(0, sampling)
         """A row for each slot; the rows of slots 0..num_active-1 are in use."""
         self.routers = engine.routers if sampling.routed_experts else None
-        self.noted: Noted | None = None
+        self.noted: RecordedChoices | None = None
         self.waiting: deque[_Waiting] = deque()
         self.num_active = self.longest = self.max_active = 0
         self.cache: SlotCache | None = None

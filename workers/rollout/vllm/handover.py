@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workers.rollout.vllm.setup import ExpectedWeights
 from workers.weights.checksum import NumberedTensor, checksum_of_hashes, float32_hash
-from workers.weights.module_writer import refuse_problems
+from workers.weights.module_writer import raise_problems
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Handover:
         """
         unplaced = set.intersection(*(set(rank.unplaced) for rank in arrivals))
         words = arrivals[0].unplaced
-        refuse_problems(
+        raise_problems(
             "engine",
             missing=[name for name in self.expected.shapes if name not in self._hashes],
             unknown=self._unknown,

@@ -29,13 +29,13 @@ def parts_of(model: Model) -> list[Part]:
 
         parts.append(StagePlan())  # from whole weights
     if dims.tp > 1:
-        from workers.training.parts.tensor import CutMatrices
+        from workers.training.parts.tensor import MatrixSplit
 
-        parts.append(CutMatrices())
+        parts.append(MatrixSplit())
     if dims.ep > 1:
-        from workers.training.parts.experts import SpreadExperts
+        from workers.training.parts.experts import ExpertSpread
 
-        parts.append(SpreadExperts())
+        parts.append(ExpertSpread())
     if settings.replays_routing:
         from workers.training.parts.router_replay import RouterReplay
 
@@ -49,9 +49,9 @@ def parts_of(model: Model) -> list[Part]:
 
         parts.append(Compile())
     if dims.pp > 1:
-        from workers.training.parts.pipeline import KeepStages
+        from workers.training.parts.pipeline import StageSelection
 
-        parts.append(KeepStages())
+        parts.append(StageSelection())
     if settings.router_aux_loss_coef:
         from workers.training.parts.load_balancing import LoadBalancing
 

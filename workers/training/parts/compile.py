@@ -73,7 +73,7 @@ class Compile(Part):
 
     def finish(self, model: Model) -> None:
         """Use the compiled layers if a short pass runs through them; collective over all ranks."""
-        reason = why_not_over(model.dims) or self._failure(model)
+        reason = blocking_axis(model.dims) or self._failure(model)
         failed = torch.tensor(float(bool(reason)), device=model.device)
         if all_reduce(failed, model.groups.world, torch.distributed.ReduceOp.MAX):
             reason = reason or "they do not run on another rank"
@@ -109,7 +109,7 @@ class Compile(Part):
 def run_short_pass(model: Model) -> None:
     """Run two short rows through the model."""
     vocabulary = body_of(model.module).get_input_embeddings().num_embeddings
-    positions = Ragged.of_rows([torch.arange(7), torch.arange(5)], 7)
+    positions = Ragged.from_rows([torch.arange(7), torch.arange(5)], 7)
     tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
@@ -118,7 +118,7 @@ def run_short_pass(model: Model) -> None:
         read(model.module, feed)
 
 
-def why_not_over(dims: ParallelDims) -> str:
+def blocking_axis(dims: ParallelDims) -> str:
     """Return the axis that prevents compiled layers; "" if none does."""
     axes = {"tp": "inside layers", "ep": "inside layers", "pp": "between stages of layers"}
     for axis, where in axes.items():

@@ -6,7 +6,7 @@ from workers.parallel.experts import spread_experts
 from workers.training.model import Model, Part
 
 
-class SpreadExperts(Part):
+class ExpertSpread(Part):
     """Keeps only this rank's experts of every layer."""
 
     def change(self, model: Model) -> None:

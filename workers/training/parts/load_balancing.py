@@ -42,12 +42,12 @@ class LoadBalancing(Part):
 
     def check(self, model: Model) -> None:
         """Reject schedules in which transformers does not report the routers of all stages."""
-        _refuse_interleaved(model.sharding.pp, model.sharding.pp_schedule)
+        _reject_interleaved(model.sharding.pp, model.sharding.pp_schedule)
 
     def finish(self, model: Model) -> None:
         """Hook the routers."""
         if not hasattr(model.module, "router_aux_loss_coef"):
-            raise ConfigError(no_routers(model.module.config.model_type))
+            raise ConfigError(missing_routers(model.module.config.model_type))
         self.num_chosen: int = model.module.num_experts_per_tok
         body = body_of(model.module)
         body.register_forward_pre_hook(_ask_routers, with_kwargs=True)
@@ -64,9 +64,11 @@ class LoadBalancing(Part):
         """Record the arguments of a pass."""
         self.feed, self.router_logits = feed, []
 
-    def added_to(self, loss: Loss, passes: Passes, batch: MiniBatch, budget: Budget) -> Balanced:
+    def added_to(
+        self, loss: Loss, passes: Passes, batch: MiniBatch, budget: Budget
+    ) -> BalancedLoss:
         """Count the expert choices of a mini-batch, and return its loss with this one added."""
-        return Balanced(self, loss, self.count_choices(passes, batch, budget))
+        return BalancedLoss(self, loss, self.count_choices(passes, batch, budget))
 
     def count_choices(self, passes: Passes, batch: MiniBatch, budget: Budget) -> Choices:
         """Count the choices of all ranks' tokens of the mini-batch.
@@ -112,7 +114,7 @@ class Choices(NamedTuple):
     """Number of layers of all ranks."""
 
 
-class Balanced:
+class BalancedLoss:
     """A loss plus the load-balancing loss of the last pass."""
 
     def __init__(self, part: LoadBalancing, loss: Loss, choices: Choices) -> None:
@@ -176,7 +178,7 @@ def load_balancing_loss(
     return total / num_layers
 
 
-def _refuse_interleaved(pp: int, schedule: str) -> None:
+def _reject_interleaved(pp: int, schedule: str) -> None:
     """Reject two stages per rank: transformers hooks only the routers of the first pass."""
     if pp > 1 and schedule == "interleaved":
         raise ConfigError(
@@ -188,13 +190,13 @@ def _refuse_interleaved(pp: int, schedule: str) -> None:
 def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
     """Reject a model class without a load-balancing loss, or a schedule that hides routers."""
     if parallel is not None:
-        _refuse_interleaved(parallel.pp, parallel.pp_schedule)
+        _reject_interleaved(parallel.pp, parallel.pp_schedule)
     config = read_hf_config(model_folder(path, weights=False))
     if not hasattr(config.get_text_config(), "router_aux_loss_coef"):
-        raise ConfigError(no_routers(config.model_type))
+        raise ConfigError(missing_routers(config.model_type))
 
 
-def no_routers(model_type: str) -> str:
+def missing_routers(model_type: str) -> str:
     """Return the message for a model type without such a loss."""
     return (
         "actor.router_aux_loss_coef is set, and transformers has no load-balancing loss for model "

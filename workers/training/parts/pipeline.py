@@ -1,7 +1,7 @@
 """Pipeline parallelism (`parallel.pp`): a rank has the layers of some stages.
 
-`StagePlan` divides the layers while the module is whole. `KeepStages` removes the layers of other
-ranks. After that, passes go through `PipelineLayers`, in the order of the schedule
+`StagePlan` divides the layers while the module is whole. `StageSelection` removes the layers of
+other ranks. After that, passes go through `PipelineLayers`, in the order of the schedule
 (`workers.parallel.pipeline`).
 """
 
@@ -19,9 +19,9 @@ from workers.parallel.fsdp import note_all_units
 from workers.parallel.pipeline import (
     Action,
     Pipeline,
-    exchanged_sum,
+    exchange_sum,
+    gather_stage_tensors,
     num_chunks,
-    stage_by_stage,
 )
 from workers.parallel.placements import local_part
 from workers.parallel.stages import Stages
@@ -31,7 +31,7 @@ from workers.training.microbatch import RowColumns
 from workers.training.model import Model, Part
 from workers.training.packing import model_inputs
 from workers.training.parts.stage_check import check_stages
-from workers.training.parts.tensor import CutMatrices
+from workers.training.parts.tensor import MatrixSplit
 
 if TYPE_CHECKING:
     from workers.training.passes import Passes
@@ -54,12 +54,12 @@ class StagePlan(Part):
         )
 
 
-class KeepStages(Part):
+class StageSelection(Part):
     """Keeps only the layers of this rank's stages in the module."""
 
     def change(self, model: Model) -> None:
         """Remove the other layers; collective over all ranks."""
-        config, plan, cut = model.model_config, model.part(StagePlan), model.part(CutMatrices)
+        config, plan, cut = model.model_config, model.part(StagePlan), model.part(MatrixSplit)
         assert plan is not None, "the stages are planned before"
         assert model.groups.pp is not None, "there are stages where ranks share layers"
         config_here = config if model.settings.trains else replace(config, lora_rank=0)
@@ -184,10 +184,10 @@ class PipelineLayers:
         if name is None or not (weight := self.model.module.get_parameter(name)).requires_grad:
             return
         gradient = local_part(weight.grad)
-        gradient.copy_(exchanged_sum(gradient, line))
+        gradient.copy_(exchange_sum(gradient, line))
 
     def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
         """Yield the tensors of all stages; `shapes` describes the tensors of this rank."""
         facts = [(name, tensor.shape, tensor.dtype) for name, tensor in shapes]
         is_first, line = self.model.groups.is_first_of_stage, self.pipeline.line
-        return stage_by_stage(line, facts, tensors, on_all_ranks, is_first, self.model.device)
+        return gather_stage_tensors(line, facts, tensors, on_all_ranks, is_first, self.model.device)

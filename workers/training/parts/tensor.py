@@ -6,7 +6,7 @@ from workers.parallel import tensor as tensor_parallel
 from workers.training.model import Model, Part
 
 
-class CutMatrices(Part):
+class MatrixSplit(Part):
     """Splits the module's matrices, and sums their partial gradients."""
 
     cut: tensor_parallel.Cut

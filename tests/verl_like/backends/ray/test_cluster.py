@@ -125,20 +125,20 @@ def network(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def of_the_head() -> Callable[[], str | None]:
-    return cluster.ClusterProbe().why_head_gone
+    return cluster.ClusterProbe().head_failure
 
 
 def of_a_node() -> Callable[[], str | None]:
     probe = cluster.ClusterProbe()
-    return lambda: probe.why_node_gone("n" * 56)
+    return lambda: probe.node_failure("n" * 56)
 
 
 @pytest.mark.parametrize("probed", [of_the_head, of_a_node])
 def test_who_does_not_listen_is_gone_before_a_death_is_late(
     network: SimpleNamespace, probed: Callable[[], Callable[[], str | None]]
 ) -> None:
-    why_gone, began = probed(), network.seconds
-    while (why := why_gone()) is None:
+    node_failure_cause, began = probed(), network.seconds
+    while (why := node_failure_cause()) is None:
         network.seconds += SLICE_S
         assert network.seconds - began <= DEATHS_S - SLICE_S, "it may have died after a look"
     assert "is gone" in why
@@ -148,8 +148,8 @@ def test_who_does_not_listen_is_gone_before_a_death_is_late(
 def test_who_listens_again_is_not_gone(
     network: SimpleNamespace, probed: Callable[[], Callable[[], str | None]]
 ) -> None:
-    why_gone = probed()
+    node_failure_cause = probed()
     for listens in (False, False, True, False, False):
         network.listens = listens
-        assert why_gone() is None
+        assert node_failure_cause() is None
         network.seconds += SLICE_S

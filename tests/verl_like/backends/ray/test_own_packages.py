@@ -13,17 +13,17 @@ pytestmark = pytest.mark.ray
 def test_folders_with_namesakes_of_our_packages_move_behind_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from verl_like.backends.ray.host import own_packages, prefer_own_packages
+    from verl_like.backends.ray.host import local_packages, prefer_local_packages
     from verl_like.process.child import ROOT
 
     for name in ("package", "module", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "package" / "verl_like").mkdir()
     (tmp_path / "module" / "tests.py").touch()
-    names = own_packages()
+    names = local_packages()
     assert "verl_like" in names
     assert "torch" not in names
     package, module, other = (str(tmp_path / name) for name in ("package", "module", "other"))
     monkeypatch.setattr(sys, "path", [package, other, ROOT, module])
-    prefer_own_packages(["verl_like", "tests"])
+    prefer_local_packages(["verl_like", "tests"])
     assert sys.path == [other, ROOT, package, module]

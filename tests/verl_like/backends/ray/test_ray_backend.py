@@ -272,8 +272,8 @@ def test_an_uneven_pool_starts_every_worker_and_a_lost_node_or_memory_is_noticed
     assert facts["seconds"] < 15
     assert "faulty.sleeps, faulty rank 1 of 3" in facts["died"]
     assert f"{tmp_path}/faulty-1.log" in facts["died"]
-    assert facts["why_gone"][0] is None
-    assert "is gone" in facts["why_gone"][1]
+    assert facts["node_failure_cause"][0] is None
+    assert "is gone" in facts["node_failure_cause"][1]
     assert facts["noticed_s"] < 15
     for message, method in ((facts["starved"], "takes_memory"), (facts["notes"][0], "sleeps")):
         assert f"greedy.{method}, greedy rank 0 of 1 (pid " in message

@@ -42,7 +42,7 @@ def test_whatever_differs_makes_another_batch() -> None:
 
 def test_a_batch_that_is_small_without_its_padding_goes_with_the_call() -> None:
     rows = [torch.arange(30) for _ in range(200)]
-    ragged = DataProto.from_dict({"tokens": Ragged.of_rows(rows, width=256, at_end=True)})
+    ragged = DataProto.from_dict({"tokens": Ragged.from_rows(rows, width=256, at_end=True)})
     whole = DataProto.from_dict({"tokens": torch.randint(9, (200, 256))})
     part, keeper = RayTransport.share(ragged)
     assert keeper is None

@@ -23,7 +23,7 @@ from workers.roles.actor import ActorWorker
 from workers.training.axes import check_axes
 from workers.training.microbatch import Budget
 from workers.training.parts import compile as compile_part
-from workers.training.parts.compile import Compile, why_not_over
+from workers.training.parts.compile import Compile, blocking_axis
 
 
 @pytest.fixture(autouse=True)
@@ -129,5 +129,5 @@ def test_layers_with_collectives_inside_are_not_compiled(tiny_dir: Path) -> None
     section = "actor_rollout_ref.actor.parallel"
     with pytest.raises(ConfigError, match=r"parallel.tp=2 has collectives inside layers; set"):
         check_axes(own.module, own.model_config, ParallelDims(tp=2), section)
-    assert why_not_over(ParallelDims(shard=4, sp=2)) == ""
-    assert why_not_over(ParallelDims(pp=2)).startswith("pp=2")
+    assert blocking_axis(ParallelDims(shard=4, sp=2)) == ""
+    assert blocking_axis(ParallelDims(pp=2)).startswith("pp=2")
