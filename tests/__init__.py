@@ -1,4 +1,4 @@
-"""A package of its own: an installed one of the same name cannot hide it from a test's process."""
+"""A package, so that an installed package named `tests` cannot hide it from a test's process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Programs that import little, such as the process of a reward, forked instead of started anew.
+"""Fork programs that import little, such as the process of a reward, instead of starting them.
 
 A new interpreter spends a tenth of a second on the standard library, more than a reward function of
 the tests on all its samples. `tests/forked.py` asks by `start_fork`; the server is this file, run.
@@ -29,7 +29,7 @@ DESCRIPTORS = 4
 
 
 class BareProcess:
-    """What the starters of children use of a `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that the starters of children use."""
 
     def __init__(self, answers: socket.socket) -> None:
         self._answers = answers
@@ -63,7 +63,7 @@ class BareProcess:
 
 
 class _Server:
-    """The process that forks, from the side of the tests; it ends when this one does."""
+    """The forking process, as the tests see it; it ends when this process does."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -88,7 +88,7 @@ class _Server:
         return BareProcess(ours)
 
     def end(self) -> int:
-        """End it, and return its exit status."""
+        """End the process, and return its exit status."""
         self._requests.close()
         return self._process.wait()
 
@@ -106,7 +106,7 @@ def end_server() -> None:
 def start_fork(
     program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> BareProcess:
-    """A process of `verl_like.process.child`: the same program, pipe, environment and output."""
+    """Start a process of `verl_like.process.child`: same program, pipe, environment and output."""
     request = [program, *arguments], dict(environment), os.getcwd()
     descriptors, asked = [pipe.fileno(), 1, 2], server()
     try:
@@ -126,7 +126,7 @@ def replace_server(lost: _Server) -> None:
 
 
 def serve(requests: socket.socket) -> tuple[list[int], Request]:
-    """Fork for every request, and say how each fork ends; gives a fork its descriptors and request.
+    """Fork for every request, and report how each fork ends.
 
     The server itself ends when nobody is left to ask.
     """
@@ -165,7 +165,7 @@ def serve(requests: socket.socket) -> tuple[list[int], Request]:
 
 
 def report_ended(running: dict[int, socket.socket]) -> None:
-    """Who asked for a fork that has ended is told its exit code."""
+    """Send the exit code of an ended fork to the process that requested it."""
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -176,7 +176,7 @@ def report_ended(running: dict[int, socket.socket]) -> None:
 
 
 def run_program(descriptors: Sequence[int], request: Request) -> None:
-    """What `python -m verl_like.process.child PROGRAM` does."""
+    """Do what `python -m verl_like.process.child PROGRAM` does."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
     pipe, *outputs = descriptors

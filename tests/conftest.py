@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share: a tiny model with its data."""
+"""Fixtures that several test folders share: a tiny model and its data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """One thread; the process that hands tests out to those of pytest-xdist needs no torch."""
+    """Use one thread; the scheduling process of pytest-xdist needs no torch."""
     if session.config.pluginmanager.hasplugin("dsession"):
         return
 
@@ -57,20 +57,20 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The modules stay to the end: the garbage collector need not walk them (a seventh of all)."""
+    """Freeze the modules: the garbage collector need not walk them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """What is left after the last test is looked through once: pytest does it five times."""
+    """Collect garbage once after the last test; pytest does it five times."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """The processes of pytest-xdist are forks, and what they fork is of the same server."""
+    """Fork the processes of pytest-xdist; their own forks come from the same server."""
     stack = ExitStack()
     stack.enter_context(fork_server())
     config.add_cleanup(stack.close)
@@ -80,7 +80,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def load(path: str) -> ModuleType:
-    """A file of the repository that is no part of a package, as a module.
+    """Load a file that is in no package as a module.
 
     It imports files beside it, as where it is run by hand.
     """
@@ -104,7 +104,7 @@ def make_tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `verl-like make-tiny DIR` writes: model/, train.parquet, val.parquet; and few.parquet.
+    """The output of `verl-like make-tiny DIR`: model/, train.parquet, val.parquet; and few.parquet.
 
     Read only.
     """
@@ -119,7 +119,7 @@ def tiny_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_dir: Path) -> Any:
-    """That of `tiny_dir`: a token a character. Read only."""
+    """The tokenizer of `tiny_dir`, one token per character. Read only."""
     from trainer.data.prompts import load_tokenizer
 
     return load_tokenizer(str(tiny_dir / "model"))
@@ -127,7 +127,7 @@ def tokenizer(tiny_dir: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def broken_pipes_are_errors() -> Iterator[None]:
-    """A command that only prints ends where nobody reads it; the tests' process does not."""
+    """Commands end when nobody reads their output; the test process must not."""
     yield
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
@@ -138,7 +138,7 @@ FIGURES = ("curves", "timeline", "shares", "activity")
 
 @pytest.fixture(scope="session", autouse=True)
 def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
-    """What draws the figures of reports, replaced in all tests and their fixtures.
+    """Replace the functions that draw figures, in all tests and fixtures.
 
     Drawing takes 0.8 s, twice as long as a tiny run: reports are written, most without figures.
     """
@@ -152,34 +152,33 @@ def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
 
 @pytest.fixture
 def figures(drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by a test that looks at the figures of a run's report."""
+    """Requested by tests that look at the figures of a run's report."""
     draw_figures(drawings, monkeypatch)
 
 
 def draw_figures(
     drawings: list[tuple[ModuleType, str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a fixture that several tests share."""
     for module, name, draw in drawings:
         monkeypatch.setattr(module, name, draw)
 
 
 def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a process of a test's own, too."""
+    """Turn figures off, also in a process that a test starts."""
     for drawing in FIGURES:
         monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[None]:
-    """The server of `tests/fork_server.py` is there, for whoever asks it."""
+    """Start the server of `tests/fork_server.py`."""
     with fork_server():
         yield
 
 
 @pytest.fixture(scope="session")
 def forked_python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What scripts take for `python`: its processes are forked, too, and those that they start."""
+    """An executable in place of `python`: scripts' processes and their children are forked."""
     return write_python(tmp_path_factory.mktemp("forked"))
 
 
@@ -199,7 +198,7 @@ def ray_session(forks: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def classifier(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sequence classifier of random weights on the tiny model's tokenizer."""
+    """A sequence classifier with random weights for the tiny model's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 

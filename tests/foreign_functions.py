@@ -45,7 +45,7 @@ Place = tuple[str, ...]
 
 
 def snapshot() -> dict[Place, object]:
-    """(module, name) and (module, class, name) -> the function or class that stands there."""
+    """Return (module, name) and (module, class, name) -> the function or class there."""
     seen: dict[Place, object] = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] not in ("torch", "transformers"):
@@ -61,24 +61,24 @@ def snapshot() -> dict[Place, object]:
 
 
 def changed(before: dict[Place, object]) -> list[str]:
-    """The places where something else stands now."""
+    """Return the places that now hold another function or class."""
     after = snapshot()
     return sorted(str(place) for place, value in before.items() if after.get(place) is not value)
 
 
 def loaded(*packages: str) -> list[str]:
-    """The modules of packages that are loaded."""
+    """Return the loaded modules of these packages."""
     inside = tuple(f"{package}." for package in packages)
     return [name for name in sys.modules if f"{name}.".startswith(inside)]
 
 
 def changed_variables(before: dict[str, str]) -> list[str]:
-    """The environment variables that have another value, or came or went."""
+    """Return the environment variables that changed, appeared or disappeared."""
     return sorted({name for name, _ in before.items() ^ os.environ.items()})
 
 
 def linear_on_meta() -> str:
-    """The class that stands for a linear layer where no CPU computes."""
+    """Return the class of a linear layer where no CPU computes."""
     from workers.rollout.native.linear import NARROW, build_linear, goes_by_onednn
 
     head = nn.Linear(NARROW, 2, device="meta")

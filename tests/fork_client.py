@@ -24,12 +24,12 @@ Request = tuple[list[str], dict[str, str], str]
 
 
 def packed(number: int) -> bytes:
-    """As it travels."""
+    """Return the message in its wire format."""
     return number.to_bytes(NUMBER, "little", signed=True)
 
 
 def read_number(connection: socket.socket) -> int:
-    """The other side's number. EOFError: nobody is there."""
+    """Return the other side's number; raise EOFError if nobody is there."""
     number = connection.recv(NUMBER, socket.MSG_WAITALL)
     if not number:
         raise EOFError("whoever was asked has ended")
@@ -37,14 +37,14 @@ def read_number(connection: socket.socket) -> int:
 
 
 def send(to: socket.socket, request: Request, descriptors: list[int]) -> None:
-    """A request with open files; `receive` is the other end."""
+    """Send a request with open files; `receive` reads it."""
     message = pickle.dumps(request)
     socket.send_fds(to, [packed(len(message))], descriptors)
     to.sendall(message)
 
 
 def receive(connection: socket.socket, num_descriptors: int) -> tuple[list[int], Request]:
-    """EOFError: nobody is there."""
+    """Read a request; raise EOFError if nobody is there."""
     size, descriptors, _, _ = socket.recv_fds(connection, NUMBER, num_descriptors)
     left, message = int.from_bytes(size, "little"), b""
     while left and (part := connection.recv(left)):  # and no byte of the next request
@@ -54,7 +54,7 @@ def receive(connection: socket.socket, num_descriptors: int) -> tuple[list[int],
 
 
 def main(arguments: list[str]) -> int:
-    """Gives the exit status."""
+    """Return the exit status."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS])
         send(connection, (arguments, dict(os.environ), os.getcwd()), [0, 1, 2])

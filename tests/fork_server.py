@@ -39,7 +39,8 @@ from tests.forked_ray import ask_for_forks
 
 @contextmanager
 def fork_server() -> Iterator[None]:
-    """Within, this process and its children find the server: one that is there, or their own.
+    """Context in which this process and its children find a fork server, an existing one or their
+    own.
 
     A server ends with whoever has started it.
     """
@@ -62,7 +63,7 @@ def fork_server() -> Iterator[None]:
 
 
 def write_python(folder: Path) -> Path:
-    """An executable for scripts that takes `python`'s arguments."""
+    """Write an executable for scripts that accepts `python`'s arguments."""
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec {_asking(AS_PYTHON)} "$@"\n')
     program.chmod(0o755)
@@ -70,7 +71,7 @@ def write_python(folder: Path) -> Path:
 
 
 def python_of_tests() -> str:
-    """The same as a command, for processes that run tests."""
+    """Return the same as a command, for processes that run tests."""
     return _asking(AS_TESTS)
 
 
@@ -79,7 +80,7 @@ def _asking(kind: str) -> str:
 
 
 def serve(listening: socket.socket, starter: Connection) -> None:
-    """A fork for every request, until the other end of `starter` is closed."""
+    """Fork for every request, until the other end of `starter` is closed."""
     asking = asking_until_their_end()
     ray_servers: dict[frozenset[tuple[str, str]], socket.socket] = {}
     while starter not in wait([listening, starter]):
@@ -112,7 +113,7 @@ def serve(listening: socket.socket, starter: Connection) -> None:
 
 
 def serve_ray(requests: socket.socket) -> None:
-    """Forks that have imported Ray, which reads its settings when it is loaded."""
+    """Serve forks that have imported Ray, which reads its settings when it is loaded."""
     importlib.import_module("ray")
     asking = asking_until_their_end()
     with suppress(EOFError):
@@ -124,12 +125,12 @@ def serve_ray(requests: socket.socket) -> None:
 
 
 def ray_settings(environment: dict[str, str]) -> frozenset[tuple[str, str]]:
-    """Ray's variables, which are the same for all workers of a daemon."""
+    """Return Ray's variables, which are the same for all workers of a daemon."""
     return frozenset((k, v) for k, v in environment.items() if k.startswith("RAY_"))
 
 
 def asking_until_their_end() -> dict[int, socket.socket]:
-    """Who asked for which fork, until that ends: then the fork is no zombie, and they are told."""
+    """Record who requested which fork until it ends: then reap the fork, and report its status."""
     asking: dict[int, socket.socket] = {}
     signal.signal(signal.SIGCHLD, lambda *_: reap(asking))
     return asking
@@ -142,7 +143,7 @@ def fork(
     asking: dict[int, socket.socket],
     ours: list[socket.socket | Connection],
 ) -> None:
-    """A process for the request, which `connection` asks for; `ours` are not for it."""
+    """Start a process for the request of `connection`; it closes the descriptors in `ours`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     process = os.fork()
     if process == 0:
@@ -162,7 +163,7 @@ def close(descriptors: list[int]) -> None:
 
 
 def reap(asking: dict[int, socket.socket]) -> None:
-    """Forks that have ended are gone from the list of processes at once; who asked is told."""
+    """Reap ended forks at once, and tell the processes that requested them."""
     with suppress(ChildProcessError):
         while True:
             process, status = os.waitpid(-1, os.WNOHANG)
@@ -177,7 +178,7 @@ def reap(asking: dict[int, socket.socket]) -> None:
 def run(
     descriptors: list[int], arguments: list[str], environment: dict[str, str], folder: str
 ) -> NoReturn:
-    """What `python ARGUMENTS`, or Ray's program with them, does; the process ends with it."""
+    """Do what `python ARGUMENTS`, or Ray's program with them, does; then end the process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -212,7 +213,7 @@ def run(
 
 
 def exit_status(end: SystemExit) -> int:
-    """What Python ends with, after it has printed a text."""
+    """Return Python's exit status, after printing a text if there is one."""
     if isinstance(end.code, str):
         print(end.code, file=sys.stderr)
     return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -229,7 +230,7 @@ def run_ray_worker(arguments: list[str]) -> None:
 
 
 def run_python(*arguments: str) -> None:
-    """`-c CODE`, `-m MODULE` or a file, and what follows; before them perhaps `-P` or `-u`."""
+    """Run `-c CODE`, `-m MODULE` or a file with its arguments; `-P` or `-u` may come first."""
     option, *rest = arguments
     adds_folder = option != "-P"
     if option == "-u":

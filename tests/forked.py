@@ -31,7 +31,7 @@ start_python = child._start_python
 
 
 class ForkedProcess:
-    """What the starters of children use of a `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that the starters of children use."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -48,7 +48,7 @@ class ForkedProcess:
 def start_forked(
     program: str, pipe: Connection, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Any:
-    """In the place of `child._start_python`."""
+    """Replacement of `child._start_python`."""
     if program in bare_forks.PROGRAMS:
         return bare_forks.start_fork(program, pipe, arguments, environment)
     if program not in FORKED:
@@ -64,16 +64,14 @@ def start_forked(
 
 
 def fork_children() -> None:
-    """In a process that was itself forked: its worker processes are forks of the same server."""
+    """Let a forked process fork its own worker processes from the same server."""
     multiprocessing.current_process()._config["daemon"] = False  # which may have no children
     forkserver._forkserver.ensure_running = lambda: None  # it runs, but is not this one's child
     child._start_python = start_forked
 
 
 class Descriptors:
-    """Files of this process, its own output and errors unless said otherwise, that become standard
-    output and error where this is unpickled.
-    """
+    """Files of this process that become standard output and error where this is unpickled."""
 
     def __init__(self, output: int = 1, errors: int = 2) -> None:
         self.numbers = output, errors
@@ -107,7 +105,7 @@ def _run(
 def run_program(
     program: Callable[[], None], *arguments: str, folder: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What `program()` does in a process of the server, with these `sys.argv[1:]`, in `folder`.
+    """Do what `program()` does, in a forked process with these `sys.argv[1:]`, in `folder`.
 
     For programs whose imports are not what is tested. The function must stand at the top of a file.
     """
@@ -143,9 +141,7 @@ def _run_program(
 
 
 def _mend_threads_of_torch() -> None:
-    """Torch makes its thread pool anew at the first use after a fork. Two threads that do so at
-    once, such as those that load a model, fail with "Invalid thread pool!".
-    """
+    """Work around torch's thread pool, which it creates again at the first use after a fork."""
     import torch  # here, since the process that hands tests out needs none
 
     torch.set_num_threads(1)
@@ -153,7 +149,7 @@ def _mend_threads_of_torch() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Any:
-    """Every test's worker processes are forked."""
+    """Fork every test's worker processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "_start_python", start_forked)
         yield

@@ -1,4 +1,4 @@
-"""Ray's worker processes of the tests forked instead of started anew.
+"""Fork Ray's worker processes in tests instead of starting them.
 
 The daemon of a cluster that is started here runs `tests/fork_client.py` for a worker, which asks
 the server of `tests/fork_server.py` for a fork.
@@ -15,7 +15,7 @@ from tests import fork_client
 
 
 def ask_for_forks(patch: pytest.MonkeyPatch) -> None:
-    """Clusters that this process starts fork their workers, if a test with a server runs it."""
+    """Let clusters that this process starts fork their workers, in tests with a server."""
     from ray._private.node import Node
 
     start_raylet = Node.start_raylet

@@ -16,7 +16,7 @@ MADV_COLLAPSE = 25
 
 
 def own_memory() -> Iterator[tuple[int, int]]:
-    """Where the process's own memory begins and ends, piece by piece; files are none of it."""
+    """Return the ranges of the process's memory that belong to no file."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             place, access, _, _, inode, *_ = line.split()
@@ -26,7 +26,7 @@ def own_memory() -> Iterator[tuple[int, int]]:
 
 
 def make_pages_huge() -> None:
-    """All that lie in one piece; a system without such pages leaves them as they are."""
+    """Use huge pages for the ranges; a system without them leaves the ranges unchanged."""
     madvise = ctypes.CDLL(None).madvise
     for first, last in list(own_memory()):
         for address in range(-(-first // HUGE) * HUGE, last - HUGE + 1, HUGE):

@@ -1,4 +1,4 @@
-"""The modules of the three packages and who imports whom, read from their source.
+"""The modules of the three packages and their imports, read from their source.
 
 An import is of one of three kinds: made when the module is imported, made by type checkers alone
 (`if TYPE_CHECKING`), or made inside a function when it is called.
@@ -20,7 +20,7 @@ AT_IMPORT, FOR_TYPES, IN_FUNCTION = "at import", "for types", "in a function"
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's claim on one module."""
+    """One imported module of one import statement."""
 
     importer: str
     imported: str
@@ -28,17 +28,17 @@ class Import:
 
 
 def sources(package: str) -> list[Path]:
-    """The Python files of a package."""
+    """Return the Python files of a package."""
     return sorted((ROOT / package).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    """`workers/roles/actor.py` as `workers.roles.actor`; a package by its own name."""
+    """Return `workers.roles.actor` for `workers/roles/actor.py`; for a package, its name."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(dotted name, kind) of everything that a file imports; of `from a import b` it is `a.b`."""
+    """Return (dotted name, kind) of all imports of a file; for `from a import b` it is `a.b`."""
     pending = [(tree, AT_IMPORT)]
     while pending:
         node, kind = pending.pop()
@@ -61,13 +61,13 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file, which nobody changes."""
+    """Return the syntax tree of a file, which nobody changes."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache
 def defined_in(path: Path) -> set[str]:
-    """Functions, classes, their methods and fields, and constants of a file."""
+    """Return functions, classes, their methods and fields, and constants of a file."""
     names: set[str] = set()
     for node in parsed(path).body:
         names |= _names_of(node)
@@ -77,7 +77,7 @@ def defined_in(path: Path) -> set[str]:
 
 
 def _names_of(node: ast.stmt) -> set[str]:
-    """The names that one statement defines."""
+    """Return the names that one statement defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if not isinstance(node, ast.Assign | ast.AnnAssign):
@@ -88,13 +88,12 @@ def _names_of(node: ast.stmt) -> set[str]:
 
 @functools.cache
 def imports_of_file(path: Path) -> list[tuple[str, str]]:
-    """`imported_names` of a file."""
     return list(imported_names(parsed(path)))
 
 
 @functools.cache
 def all_imports() -> tuple[Import, ...]:
-    """The imports between modules of the three packages."""
+    """Return the imports between modules of the three packages."""
     paths = {module_name(path): path for package in PACKAGES for path in sources(package)}
     found = {}
     for importer, path in paths.items():
@@ -106,7 +105,7 @@ def all_imports() -> tuple[Import, ...]:
 
 
 def cycles(imports: Iterable[Import]) -> list[list[str]]:
-    """The sets of modules that import each other."""
+    """Return the sets of modules that import each other."""
     followers: dict[str, list[str]] = {}
     for edge in imports:
         followers.setdefault(edge.importer, []).append(edge.imported)
@@ -121,7 +120,7 @@ def cycles(imports: Iterable[Import]) -> list[list[str]]:
 
 
 def _reachable(start: str, followers: dict[str, list[str]]) -> set[str]:
-    """The modules that one imports, through any number of others."""
+    """Return the modules that a module imports, directly or indirectly."""
     seen: set[str] = set()
     pending = list(followers[start])
     while pending:

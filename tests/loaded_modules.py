@@ -18,7 +18,7 @@ AFTER_TORCH = "--torch"
 
 
 def loaded_by(modules: Sequence[str], after_torch: Sequence[str]) -> dict[str, list[str]]:
-    """Module -> what is loaded once it has been imported alone, or alone beside torch."""
+    """Return module -> the modules that importing it alone, or after torch, loads."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__, *modules, AFTER_TORCH, *after_torch],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

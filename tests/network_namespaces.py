@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, each with its own loopback, joined by a cable.
+"""Two hosts on one machine: network namespaces with separate loopbacks, joined by a cable.
 
     with two_hosts() as hosts:
         subprocess.run(["ip", "netns", "exec", hosts[0], ...])
@@ -20,13 +20,13 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 def ip(*words: str) -> str:
-    """What is wrong, if anything."""
+    """Run an `ip` command; return its error text."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else ""
 
 
 def why_no_hosts() -> str:
-    """Why this machine lets nobody make network namespaces; empty where it does."""
+    """Return why this machine allows no network namespaces; "" if it allows them."""
     if shutil.which("ip") is None:
         return "there is no `ip` (iproute2)"
     name = f"vl-try-{os.getpid()}"
@@ -39,7 +39,7 @@ def why_no_hosts() -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
-    """The names of the two; their addresses are `ADDRESSES`."""
+    """Context with the names of the two hosts; `ADDRESSES` has their addresses."""
     first, second = (f"vl-{os.getpid()}-{number}" for number in (1, 2))
     peer = ("type", "veth", "peer", "name", CABLE, "netns", second)
     steps = [("netns", "add", first), ("netns", "add", second)]

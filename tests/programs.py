@@ -1,6 +1,4 @@
-"""Programs that tests run in a process of their own, such as those with a Ray cluster of their own,
-and what they tell.
-"""
+"""Programs that tests run in a separate process, and how their results come back."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ RESULT = "RESULT "
 
 
 def tell(found: Mapping[str, Any]) -> None:
-    """Print what this program found, for `found_by` in the test's process."""
+    """Print this program's result for `found_by` in the test's process."""
     print(RESULT + json.dumps(found), flush=True)
 
 
 def found_by(python: Path | str, module: str, *arguments: Path, limit_s: float) -> dict[str, Any]:
-    """What `python -m module arguments` tells."""
+    """Return the result of `python -m module arguments`."""
     done = subprocess.run(
         [python, "-m", module, *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False,

@@ -1,4 +1,4 @@
-"""Which TCP ports processes of this machine listen on, as /proc has it."""
+"""The TCP ports that processes of this machine listen on, read from /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 def listeners(pids: Iterable[int]) -> set[tuple[str, int, int]]:
-    """(address, port, pid) of every TCP socket that these processes listen on."""
+    """Return (address, port, pid) of every TCP socket that these processes listen on."""
     owners = {inode: pid for pid in pids for inode in _socket_inodes(pid)}
     found = set()
     for table in ("tcp", "tcp6"):
@@ -37,6 +37,6 @@ def _socket_inodes(pid: int) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """As /proc writes it: words of four bytes, each in the machine's order."""
+    """Parse an address of /proc: words of four bytes, each in the machine's byte order."""
     words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
     return str(ipaddress.ip_address(b"".join(words)))

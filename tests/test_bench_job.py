@@ -1,4 +1,4 @@
-"""`benchmarks/bench_job.py` makes its row and JSON from a run's own records."""
+"""`benchmarks/bench_job.py` writes its row and JSON from a run's own records."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HEADING = [
 
 
 def run_job() -> None:
-    """`bench_job.py` in a process of its own."""
+    """Run `bench_job.py` in a process of its own."""
     load("benchmarks/bench_job.py").main()
 
 
 def bench(tiny: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, whose environment a command changes."""
+    """Run the benchmark in a separate process, because a command changes its environment."""
     length = "trainer.total_training_steps"
     settings = [
         setting
@@ -48,7 +48,7 @@ def bench(tiny: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def job_done(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a job of three steps of two epochs, and what the command said."""
+    """The folder of a job of three steps of two epochs, and the command's output."""
     folder = tmp_path_factory.mktemp("job")
     epochs = "actor_rollout_ref.actor.ppo_epochs=2"
     done = bench(tiny_dir, folder, "--steps", "3", "--out", "made/job.json", epochs)
@@ -197,7 +197,7 @@ def test_a_job_on_cards_is_not_said_of_a_machine_without(
 
 
 def test_the_commit_is_of_the_packages_own_checkout() -> None:
-    """A release in a virtual environment inside some repository has none."""
+    """An installation in a virtual environment inside another repository has no commit."""
     assert RECORD.commit_of("pytest") == "-"
     assert RECORD.commit_of("no-such-package") == "-"
 

@@ -1,4 +1,4 @@
-"""Benchmarks are run by hand; what they import of the packages is there."""
+"""Benchmarks are run by hand; the names that they import from the packages exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = ("verl_like", "workers", "trainer")
 
 
 def imported(path: Path) -> list[tuple[str, str]]:
-    """(module, name) for every name that a file imports of the packages, at its top or later."""
+    """Return (module, name) for every name that a file imports from the packages."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES:
@@ -46,7 +46,7 @@ def test_a_benchmark_imports_names_that_exist(path: Path) -> None:
 
 
 def measure_algorithms() -> None:
-    """`bench_algorithms.py` in a process of its own."""
+    """Run `bench_algorithms.py` in a separate process."""
     load("benchmarks/bench_algorithms.py").main()
 
 

@@ -1,4 +1,4 @@
-"""The modules that processes of tests are forked with are there."""
+"""The modules that test processes are forked with exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loaded() -> list[str]:
 
 
 def print_loaded() -> None:
-    """What runs in the process of the test below."""
+    """Run in the process of the test below."""
     print(*loaded())
     sys.exit(f"in {Path.cwd()} with {sys.argv[1:]}")
 

@@ -20,7 +20,7 @@ NEVER_INSTALLED = ("_typeshed", "IPython")
 
 
 def imported(file: Path) -> set[str]:
-    """The top-level names of what a file imports, wherever in it."""
+    """Return the top-level names of all imports of a file."""
     names = set()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):

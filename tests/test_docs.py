@@ -1,4 +1,4 @@
-"""What the README and the docs show works: Python blocks run, commands compose, quotes are true.
+"""The blocks of the README and the docs work: Python runs, commands compose, quotes are true.
 
 The ```python blocks of one page share their names.
 """
@@ -53,7 +53,7 @@ def pages() -> list[object]:
 
 @functools.cache
 def messages(package: str) -> str:
-    """Every string of a package as the program says it, however its source is cut into lines."""
+    """Every string of a package as the program prints it."""
     return "\n".join(text for path in sources(package) for text in strings(parsed(path)))
 
 
@@ -111,7 +111,7 @@ SMALLER = {
 
 
 def load_and_plan(*arguments: Any) -> Any:
-    """A configuration of the docs, whose pools have room on the machines that it names."""
+    """Load a configuration of the docs, on the machines that it names."""
     config = load_config(*arguments)
     nominal_placement(config)
     return config
@@ -149,7 +149,7 @@ def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> 
 
 
 def commands() -> Iterator[object]:
-    """The settings of every command that starts a run; `...` stands for further ones.
+    """Return the settings of every command that starts a run; `...` stands for further settings.
 
     Numbers that a variable of the shell holds are left out.
     """

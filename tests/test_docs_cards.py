@@ -1,4 +1,4 @@
-"""Every algorithm has a whole card: formula, source, what to watch, an example, a curve."""
+"""Every algorithm has a complete card: formula, source, what to watch, an example, a curve."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def names_of(cards: list[Any]) -> set[str]:
 
 
 def in_backticks(text: str) -> list[str]:
-    """What is between backticks, but for names with a place for the user's own, `<name>`."""
+    """Return the texts in backticks, except names with a placeholder such as `<name>`."""
     return [word for word in re.findall(r"`([^`]+)`", text) if "<" not in word]
 
 
 @pytest.fixture(scope="module")
 def metrics() -> set[str]:
-    """Names of metrics: those of any step, of the engine, and what policy losses write out."""
+    """Return metric names: those of any step, of the engine, and of policy losses."""
     column = torch.ones(1, 2)
     columns = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
     batch = DataProto.from_dict(
@@ -85,7 +85,7 @@ def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.names[0])
 def test_what_to_watch_is_there(card: Any, metrics: set[str]) -> None:
-    """Metrics have a slash and keys a dot; a key may be named by its last parts."""
+    """Metrics have a slash and keys a dot; the last parts of a key are enough."""
     keys = list(named_keys(PPOConfig))
     words = in_backticks(card.watch)
     assert [word for word in words if "/" in word and word not in metrics] == []

@@ -1,4 +1,4 @@
-"""Paths that pages name exist, and the index and the nav have every page."""
+"""Paths on pages exist, and the index and the nav have every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables in the docs are those of the code; `python docs/make_tables.py` writes them."""
+"""The tables in the docs match the code; `python docs/make_tables.py` writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docstrings and comments of the packages name is there: modules, and what is in them.
+"""Modules and names in docstrings and comments of the packages exist.
 
 `trainer.save_freq` is a key of the configuration's section `trainer`, which has a package's name.
 """
@@ -15,7 +15,7 @@ DOTTED = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`")
 
 
 def module_of(dotted: str) -> tuple[Path | None, list[str]]:
-    """The file of the longest beginning that is a module below its package, and the rest."""
+    """Return the file of the longest prefix that is a module, and the rest of the name."""
     parts = dotted.split(".")
     for number in range(len(parts), 1, -1):
         base = ROOT.joinpath(*parts[:number])
@@ -26,7 +26,7 @@ def module_of(dotted: str) -> tuple[Path | None, list[str]]:
 
 
 def is_there(dotted: str, keys_of_trainer: str) -> bool:
-    """Whether it is a module, a name in one, a name of a package's own, or a key of a run."""
+    """True if the name is a module, a name in a module or package, or a configuration key."""
     path, rest = module_of(dotted)
     text = keys_of_trainer if path is None else path.read_text(encoding="utf-8")
     if path is None:

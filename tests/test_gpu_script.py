@@ -37,7 +37,7 @@ def hour() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def configs(hour: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of the real sizes without weights, and prompts."""
+    """Model folders of the real sizes without weights, and prompts."""
     folder = tmp_path_factory.mktemp("gpu")
     hour.write_configs(folder / "models", tiny=False)
     return folder
@@ -282,7 +282,7 @@ def test_a_part_runs_small_on_a_cpu_without_ray_and_vllm(part: str, tmp_path: Pa
 
 
 def main_without_ray_and_vllm() -> None:
-    """Run `gpu_side.py` where Ray and vLLM cannot be imported."""
+    """Run `gpu_side.py` without Ray and vLLM."""
     sys.meta_path.insert(0, Absent())
     load("benchmarks/gpu_side.py").main()
 

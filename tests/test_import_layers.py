@@ -94,13 +94,13 @@ PUBLIC_NAMES = "verl_like"
 
 
 def package_names(path: Path, kinds: tuple[str, ...] | None = None) -> set[str]:
-    """The top-level packages that a file imports: all of them, or by these kinds of import."""
+    """Return the top-level packages that a file imports, by all or these kinds of import."""
     imported = imports_of_file(path)
     return {name.split(".")[0] for name, kind in imported if kinds is None or kind in kinds}
 
 
 def room_of(module: str) -> tuple[str, str]:
-    """(package, room) of a module; a room that is in no order has its own name."""
+    """Return (package, room) of a module; a room without an order is named alone."""
     package, _, inside = module.partition(".")
     rooms = [room for row in ORDER[package] for room in row]
     found = [room for room in rooms if f"{inside or '__init__'}.".startswith(f"{room}.")]
@@ -108,7 +108,7 @@ def room_of(module: str) -> tuple[str, str]:
 
 
 def row_of(package: str, room: str) -> int | None:
-    """The number of a room's row, from the ground up."""
+    """Return the number of a room's row, counted from the bottom."""
     for number, row in enumerate(ORDER[package]):
         if room in row:
             return number
@@ -152,12 +152,12 @@ def test_no_string_names_a_module_of_a_higher_package(package: str) -> None:
 
 
 def names_a_module(dotted: str, modules: set[str]) -> bool:
-    """Whether a dotted name is a module, or something in one below its package."""
+    """True if a dotted name is a module, or something in a module below its package."""
     return dotted in modules or dotted.rpartition(".")[0] in modules - set(BELOW)
 
 
 def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, text) of every string in a file that is not documentation."""
+    """Return (line, text) of every string of a file that is not documentation."""
     statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
     documentation = {id(value) for value in statements}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/peers` run one job, and make one row of what each framework writes.
+"""The scripts of `benchmarks/peers` run one job, and read each framework's output into one row.
 
 The frameworks are not here: their commands are read as `verl-like migrate` reads them.
 """
@@ -66,7 +66,7 @@ SAME = {
 
 
 def printed(script: str, folder: Path, **job: str) -> str:
-    """The command of a script, which runs nothing."""
+    """Return the command of a script, which runs nothing."""
     done = subprocess.run(
         ["bash", str(PEERS / f"{script}_job.sh"), *job.pop("more", "").split()],
         env={**os.environ, **JOB, "PRINT": "1", "OUT": str(folder / "out"), **job},
@@ -84,7 +84,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def settings_of(script: str, command: str) -> list[str]:
-    """As our keys."""
+    """Return the settings as our keys."""
     if script == "verl_like":
         words = shlex.split(command)
         return [word for word in words if "=" in word and word != "trainer.device=cuda"]
@@ -161,7 +161,7 @@ WRITTEN = {
 
 
 def make_record() -> None:
-    """`record.py` in a process of its own."""
+    """Run `record.py` in a separate process."""
     load("benchmarks/peers/record.py").main()
 
 

@@ -1,4 +1,4 @@
-"""The names that the packages offer and the docs write down: there, sorted, and importable."""
+"""The names that the packages export and the docs use exist, are sorted, and can be imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTED = (
 
 
 def find(path: str) -> object:
-    """The module or the object at a dotted path."""
+    """Return the module or the object at a dotted path."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -87,7 +87,7 @@ def test_every_name_that_a_page_imports_is_on_a_page_of_the_interface() -> None:
 
 
 def documented() -> set[str]:
-    """The names on the pages of the interface."""
+    """Return the names on the page of the interface."""
     return {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", interface(), re.M)}
 
 

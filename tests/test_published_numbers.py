@@ -1,4 +1,4 @@
-"""The planner next to numbers that others have published: the data, and cases that are quick."""
+"""The planner next to published numbers: the data, and quick cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README says what the code says, and its links, tables and commands work."""
+"""The README agrees with the code, and its links, tables and commands work."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_readme_is_short_and_begins_with_the_status() -> None:
 
 
 def test_what_python_reads_is_made_by_a_command_above_it() -> None:
-    """tests/test_docs.py runs the blocks next to what `make-tiny` writes."""
+    """tests/test_docs.py runs the blocks next to the output of `make-tiny`."""
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     assert 0 <= text.find("verl-like make-tiny tiny") < text.index('"tiny/model"')
 

@@ -1,4 +1,4 @@
-"""What a release is: its sdist and wheel, commands without the checkout, images, CI hosts."""
+"""A release: its sdist and wheel, commands without the checkout, images, CI hosts."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def test_extras_are_as_declared(release: tuple[Path, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def installed(release: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel is installed in."""
+    """The folder in which the wheel is installed."""
     folder = tmp_path_factory.mktemp("installed")
     shutil.unpack_archive(release[1], folder, "zip")
     return folder
 
 
 def run(installed: Path, folder: Path, *command: str) -> str:
-    """What a command prints in an installation of the wheel, outside the checkout."""
+    """Return a command's output in an installation of the wheel, outside the checkout."""
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         command,

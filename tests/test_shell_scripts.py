@@ -1,4 +1,4 @@
-"""Scripts for machines that no test has are linted, by ShellCheck where it is installed."""
+"""Scripts for machines that tests do not have are linted by ShellCheck where it is installed."""
 
 from __future__ import annotations
 

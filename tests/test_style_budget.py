@@ -1,4 +1,4 @@
-"""Nothing grows, or is copied, without anyone noticing; a step fits on one screen; plain names."""
+"""Limits of files, functions and copies; a step fits on one screen; plain names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def files(*folders: str) -> list[Path]:
 
 
 def trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """(path, syntax tree) of every file."""
+    """Return (path, syntax tree) of every file."""
     for path in files(*folders):
         yield str(path.relative_to(ROOT)), parsed(path)
 
@@ -43,7 +43,7 @@ def functions(tree: ast.AST) -> list[Function]:
 
 
 def inner_statements(node: ast.AST) -> list[ast.AST]:
-    """The parts of a node that can hold a statement: an expression cannot."""
+    """Return the children of a node that can hold a statement: an expression cannot."""
     return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
 
 

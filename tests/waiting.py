@@ -1,4 +1,4 @@
-"""Waits for what another thread or process does: as short as can be, and long under load."""
+"""Waits for another thread or process: as short as possible, and long under load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and has not ended, though nobody may have waited for it."""
+    """True if a process exists and has not ended, even if nobody has waited for it."""
     return process_state(pid) not in (None, "Z")
 
 

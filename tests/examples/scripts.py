@@ -1,4 +1,4 @@
-"""What tests of examples share: running a script."""
+"""Run a script of `examples/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies learn to act in several turns, and use what they see; an agent that asks is trained."""
+"""Policies learn to act over several turns and to use observations; an agent is trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEARNED = 0.75
 def train(
     which: str, folder: Path, python: Path, *settings: str, run: str = "run"
 ) -> tuple[str, list[dict[str, float]]]:
-    """What the script printed, and its steps; a run goes to `run` in the folder."""
+    """Return the script's output and steps; the run's folder is `run`."""
     where = f"trainer.default_local_dir={folder / run}"
     done = bash(RUN, which, *settings, where, RUN_DIR=folder, PYTHON=python)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Generators and trainers: the ledger of every topology closes."""
+"""Generators and trainers: the ledger of every topology balances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.examples.scripts import EXAMPLES, bash
 
 
 def ledger_of(shown: str) -> dict[str, list[int]]:
-    """The final ledger: made, trained, queued, dropped and in flight for every generator."""
+    """Return the final ledger: generated, trained, queued, dropped and in flight per generator."""
     rows = re.findall(r"^(generator \d)((?: +\d+){5})$", shown, re.M)
     return {generator: [int(number) for number in numbers.split()] for generator, numbers in rows}
 

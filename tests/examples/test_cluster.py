@@ -1,4 +1,4 @@
-"""The scripts of `examples/cluster`: what they start where, and a run of theirs on two hosts."""
+"""The scripts of `examples/cluster`: the processes that they start, and a run on two hosts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stand_in(folder: Path, name: str, text: str) -> Path:
 def submit(
     folder: Path, nodes: list[str], *words: str, ahead: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """The script as Slurm starts it on the first of these nodes."""
+    """Run the script as Slurm does on the first of these nodes."""
     stand_in(folder, "scontrol", "#!/usr/bin/env bash\nprintf '%s\\n' " + " ".join(nodes) + "\n")
     own = {
         "PATH": f"{folder}:{os.environ['PATH']}",
@@ -81,7 +81,7 @@ def submit(
 
 
 def noted(folder: Path, **variables: str) -> tuple[int, list[str]]:
-    """The exit code and all that was started, on stand-ins that start nothing."""
+    """Return the exit code and the recorded commands, on stand-ins that start nothing."""
     stand_in(folder, "srun", SRUN + NOTED)
     python = stand_in(folder, "python", PYTHON)
     sizes = {"SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_ON_NODE": "8", "PYTHON": str(python)}
@@ -209,7 +209,7 @@ def test_the_image_has_what_kuberay_submits_a_job_to() -> None:
 
 
 def living_on(addresses: tuple[str, ...]) -> list[str]:
-    """Commands of processes that were given such an address."""
+    """Return the commands of processes that were passed such an address."""
     found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

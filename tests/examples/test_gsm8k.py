@@ -29,7 +29,7 @@ def test_the_script_learns_with_a_tiny_model(tmp_path: Path, forked_python: Path
 
 
 def settings_of_the_script() -> list[str]:
-    """The settings of the run with a real model."""
+    """Return the settings of the run with a real model."""
     command = SCRIPT.read_text().replace("\\\n", " ").partition("-m trainer.main_ppo")[2]
     command = command.partition("${changes")[0]
     return [word.replace("$", "") for word in shlex.split(command)]

@@ -1,4 +1,4 @@
-"""`tools/install.sh` where something is lacking: it says what, and the way out.
+"""`tools/install.sh` without one of its requirements names it and the way out.
 
 Python, pip and uv are stand-ins.
 """
@@ -36,7 +36,7 @@ esac
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with nothing but the script, what it reads, and a stand-in for every python."""
+    """A folder with only the script, the files that it reads, and a stand-in for every python."""
     shutil.copy(INSTALL, tmp_path)
     (tmp_path / "bin").mkdir()
     for name in ("python3", "python3.13", "python3.12", "python3.11", "python"):

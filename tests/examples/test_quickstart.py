@@ -1,4 +1,4 @@
-"""The quickstart, as a reader runs it: in a terminal, with the Python of its own environment."""
+"""The quickstart, run as a reader runs it: in a terminal, with its environment's Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.dry_run import ALL_FOUND
 def interrupted_in_a_terminal(
     script: Path, columns: int, ready: Path, **environment: object
 ) -> tuple[int, str]:
-    """Run the script in a terminal and press Ctrl-C once `ready` is there.
+    """Run the script in a terminal, and press Ctrl-C once `ready` exists.
 
     Gives the exit code and what was shown.
 

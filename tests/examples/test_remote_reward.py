@@ -1,4 +1,4 @@
-"""Rewards from a server: the numbers of the function in process, and no server is left."""
+"""A reward server gives the numbers of the function in process, and no server is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REMOTE = EXAMPLES / "remote_reward" / "run.sh"
 
 @pytest.fixture(scope="module")
 def remote_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the example with a reward server; its tiny model is made once."""
+    """The run folder of the example with a reward server; its tiny model is created once."""
     return tmp_path_factory.mktemp("remote")
 
 

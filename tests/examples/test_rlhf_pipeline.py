@@ -1,4 +1,4 @@
-"""From a base model to a policy: every step improves what it is for."""
+"""From a base model to a policy: every step improves its own metric."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIPELINE = EXAMPLES / "rlhf_pipeline" / "run.sh"
 
 
 def cells(report: str, first: str) -> list[float]:
-    """The numbers of the row of a Markdown table that begins with `first`."""
+    """Return the numbers of the Markdown table row that begins with `first`."""
     (row,) = re.findall(rf"^\| {first} \|(.*%.*)\|$", report, re.M)
     return [float(cell.strip().rstrip("%")) for cell in row.split("|")]
 

@@ -1,4 +1,4 @@
-"""Split placement: the tiny run, and the command for eight cards."""
+"""Split placement: the tiny run, and the command for eight GPUs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPLIT = EXAMPLES / "split_placement" / "run_deepseek7b_llm.sh"
 
 
 def settings_of(script: Path) -> list[str]:
-    """The entries of the script's `settings` array, without quotes."""
+    """Return the entries of the script's `settings` array, without quotes."""
     body = re.search(r"^settings=\(\n(.*?)^\)", script.read_text(), re.S | re.M)
     return [line.strip().replace('"', "").replace("$", "") for line in body[1].splitlines()]
 

@@ -1,4 +1,4 @@
-"""Scripts of examples hand signals on to their run: it stops with a checkpoint, and they go on."""
+"""Example scripts forward signals to their run, which stops with a checkpoint and resumes."""
 
 from __future__ import annotations
 

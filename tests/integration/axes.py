@@ -1,4 +1,4 @@
-"""Which layouts work with what else a run may have; `docs/parallel.md` says it in a sentence.
+"""Which layouts work with which other features of a run; `docs/parallel.md` summarizes it.
 
 `test_axes_together.py` runs every cell: one that works follows the numbers of one process, one that
 is rejected says its words before a process starts.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Axes of the role's ranks."""
+    """Parallel axes of the role's ranks."""
 
     num_ranks: int
     axes: tuple[str, ...]
@@ -19,7 +19,7 @@ class Layout(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a run has beside the layout."""
+    """A feature of the run in addition to the layout."""
 
     recipe: str
     settings: tuple[str, ...] = ()
@@ -87,5 +87,5 @@ REFUSED = {
 
 
 def refusal(beside: str, layout: str) -> str:
-    """The words of a cell that is refused; "" of one that works."""
+    """Return the error text of a rejected cell; "" if the cell works."""
     return REFUSED.get((beside, layout), REFUSED.get(("", layout), ""))

@@ -1,4 +1,4 @@
-"""Actors whose tiny model is written in the background, as large ones are."""
+"""Actors that write the checkpoint of their tiny model in the background, as large ones do."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LIMIT_S = 60.0
 
 
 class BackgroundActor(ActorWorker):
-    """Leaves all its shards to be written later."""
+    """Writes all its shards later."""
 
     background_from_bytes = 0
 
     @property
     def step_folder(self) -> Path:
-        """The unfinished `global_step_N.part` that is written."""
+        """Return the unfinished `global_step_N.part` that is being written."""
         assert self._own_copies is not None
         return self._own_copies.folder.parent
 
 
 class HeldBackActor(BackgroundActor):
-    """Writes the checkpoint of step 4 when step 5 has been made."""
+    """Writes the checkpoint of step 4 after step 5."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
@@ -41,7 +41,7 @@ class HeldBackActor(BackgroundActor):
 
 
 class KilledActor(BackgroundActor):
-    """In the driver's process; ends it with step 2 half written, and with step 4 not committed."""
+    """Kills the driver's process with step 2 half written, and with step 4 not committed."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:
@@ -57,7 +57,7 @@ class KilledActor(BackgroundActor):
 
 
 class FailingActor(BackgroundActor):
-    """Has no room for the checkpoint of step 4."""
+    """Has no disk space for the checkpoint of step 4."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def write_checkpoint(self) -> Files:

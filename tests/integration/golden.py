@@ -1,4 +1,4 @@
-"""The golden curve: five seeded PPO steps on the tiny task, number by number in `golden_ppo.json`.
+"""The golden curve: five seeded PPO steps on the tiny task, in `golden_ppo.json`.
 
     python -m tests.integration.golden    # writes it anew, after a change meant to move numbers
 
@@ -28,17 +28,17 @@ NAMES = (
 
 
 def on_all_prompts(tiny: Path, folder: Path, *more: str) -> list[str]:
-    """As `overrides`, on the prompts that the curve was made with."""
+    """Return `overrides`, with the prompts of the golden curve."""
     return overrides(tiny, folder, f"data.train_files={tiny}/train.parquet", *more)
 
 
 def settings(tiny: Path, folder: Path, *more: str) -> list[str]:
-    """Those of the five steps."""
+    """Return the settings of the five steps."""
     return on_all_prompts(tiny, folder, *SETTINGS, *more)
 
 
 def curve(tiny: Path, folder: Path) -> list[dict[str, float]]:
-    """The numbers of five steps in this process."""
+    """Return the numbers of five steps in this process."""
     run(load_config(settings(tiny, folder, "trainer.backend=local", "placement=colocate")))
     return [{name: line[name] for name in NAMES} for line in numbers(folder)]
 

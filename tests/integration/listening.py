@@ -1,4 +1,4 @@
-"""What the processes of a run on Ray listen on; run by `test_sockets.py`.
+"""List the sockets on which the processes of a run on Ray listen; run by `test_sockets.py`.
 
     python -m tests.integration.listening        tells it
 
@@ -23,7 +23,7 @@ from workers.weights.sender import WeightSender
 
 
 class Meeting(WeightSender, Worker):
-    """Opens all that a role opens."""
+    """Opens all sockets that a role opens."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def meet(self) -> int:
@@ -32,14 +32,14 @@ class Meeting(WeightSender, Worker):
 
 
 def kind_of(address: str) -> str:
-    """As `docs/security.md` has it."""
+    """Return the kind of address, as `docs/security.md` names it."""
     if address in ALL_INTERFACES:
         return "all"
     return "loopback" if address.startswith("127.") or address == "::1" else "node"
 
 
 def name_of(pid: int, workers: list[int]) -> str:
-    """Of a process, as `docs/security.md` has it; its command where it is not known."""
+    """Return a process's name in `docs/security.md`; for an unknown one, its command."""
     if pid in workers:
         return "worker"
     if pid == os.getpid():
@@ -51,7 +51,7 @@ def name_of(pid: int, workers: list[int]) -> str:
 
 
 def main() -> list[tuple[str, str]]:
-    """Process and kind of address of every socket."""
+    """Print process and kind of address of every socket."""
     connect()
     with start("ray", {"actor": (Meeting, ())}, [2]) as group:
         workers = group.meet()

@@ -1,4 +1,4 @@
-"""Runs whose cluster loses its head, then its node, in mid-run; run by `test_lost_cluster.py`.
+"""Runs whose cluster loses its head, then its node; run by `test_lost_cluster.py`.
 
 python -m tests.integration.lost_cluster RUN_DIR        tells what happened
 """
@@ -26,7 +26,7 @@ SETTINGS = ("trainer.logger=[]", f"trainer.total_training_steps={STEPS}", "train
 
 
 class LosesCluster(RegressionTrainer):
-    """In its third step a daemon of the cluster is gone."""
+    """Loses a daemon of the cluster in its third step."""
 
     kind: ClassVar[str]
     seen: ClassVar[list[int]]
@@ -41,7 +41,7 @@ class LosesCluster(RegressionTrainer):
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """The processes of the daemon that each run's steps have seen."""
+    """Print the daemon's processes that each run's steps have seen."""
     found = {}
     for kind in DAEMONS:
         LosesCluster.kind, LosesCluster.seen = kind, []

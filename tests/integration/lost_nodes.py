@@ -36,7 +36,7 @@ PLACEMENT_S = 15.0
 
 
 class Losing:
-    """What a trainer does that loses the node of a role in mid-run."""
+    """The part of a trainer that loses the node of a role."""
 
     cluster: ClassVar[Any]
     nodes: ClassVar[dict[str, Any]] = {}
@@ -45,7 +45,7 @@ class Losing:
 
     @classmethod
     def lose_node_of(cls, groups: Any, role: str) -> None:
-        """Its daemon is gone without a word, and its process a moment later."""
+        """Kill the node's daemon without warning, and its process a moment later."""
         pid = groups[role].transport.started[0].pid
         pool = groups.placement.role_mapping[role]
         (node,) = groups.placement.pools[pool].nodes
@@ -64,7 +64,7 @@ def pids(trainer: Any) -> dict[str, int]:
 
 
 class LosesRollout(PPOTrainer):
-    """The rollout's node goes while it generates."""
+    """The rollout's node is lost while it generates."""
 
     pids: ClassVar[list[dict[str, int]]] = []
     nodes: ClassVar[list[str]] = []
@@ -82,7 +82,7 @@ class LosesRollout(PPOTrainer):
 
 
 class LosesRole(RegressionTrainer):
-    """In the third step the node of a role goes."""
+    """The node of a role is lost in the third step."""
 
     role: ClassVar[str]
     pids: ClassVar[list[dict[str, int]]] = []
@@ -98,14 +98,14 @@ class LosesRole(RegressionTrainer):
 
 
 def lose_rollout(tiny: Path, folder: Path, *here: str) -> dict[str, Any]:
-    """The spare node takes it."""
+    """The spare node replaces the lost one."""
     Losing.lost_at.clear()
     run(load_config(overrides(tiny, folder, *PPO_POOLS, *SHORT, *here)), LosesRollout)
     return {"pids": LosesRollout.pids, "nodes": LosesRollout.nodes}
 
 
 class Waiting(restarts.Restarts):
-    """While it waits for a node, one comes; a node can be started by the main thread alone."""
+    """Starts a node while the run waits for one; only the main thread can start a node."""
 
     def _pause(self, seconds: float) -> None:
         super()._pause(seconds)
@@ -114,7 +114,7 @@ class Waiting(restarts.Restarts):
 
 
 def lose_role(folder: Path, role: str, waits: type, *here: str) -> dict[str, Any]:
-    """A run of two pools on two nodes, without a spare one."""
+    """Run two pools on two nodes, without a spare node."""
     Losing.lost_at.clear()
     LosesRole.role, LosesRole.pids, launch.Restarts = role, [], waits  # type: ignore[misc]
     settings = (f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={STEPS}")
@@ -128,7 +128,7 @@ def lose_role(folder: Path, role: str, waits: type, *here: str) -> dict[str, Any
 
 
 def main(tiny: Path, folder: Path) -> dict[str, Any]:
-    """Runs on one cluster, which has a node less after each that gets none instead."""
+    """Run on one cluster, which has one node less after each run that gets no new node."""
     Losing.cluster = cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )

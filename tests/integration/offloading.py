@@ -1,4 +1,4 @@
-"""Roles that offload on CPUs, as on GPUs: between two calls their tensors are in other memory."""
+"""Roles that offload on CPUs as on GPUs: between calls their tensors are in other memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.training import model
 
 @contextmanager
 def resident(module: Any, optimizer: Any, *_: Any) -> Iterator[None]:
-    """In the place of the engine's; whoever still reads the old memory finds NaN there."""
+    """Replacement of the engine's method; reads of the old memory find NaN."""
     _move(module, optimizer)
     yield
     _move(module, optimizer)
@@ -41,7 +41,7 @@ def _move(module: Any, optimizer: Any) -> None:
 
 
 class OffloadingActor(ActorWorker):
-    """With it, all roles of its process offload."""
+    """Makes all roles of its process offload."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

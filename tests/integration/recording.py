@@ -1,4 +1,4 @@
-"""A trainer that writes down what the roles' weights are, and a role of a user's own.
+"""A trainer that records the roles' weights, and a user's own role. Ray's workers import them.
 
 Ray's workers import them.
 """
@@ -18,7 +18,7 @@ from workers.rewards.weighted import place_at_last_token
 
 
 class RecordingTrainer(PPOTrainer):
-    """Keeps the weights' hash of every role after each sync."""
+    """Stores the weights' hash of every role after each sync."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -37,7 +37,7 @@ class RecordingTrainer(PPOTrainer):
 
 
 class LengthVerifier(Worker):
-    """A role of its own: one point for a response of even length."""
+    """A user's own role: one point for a response of even length."""
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Workers and trainers that misbehave, or write down what happens.
+"""Workers and trainers that fail, or record events. Worker processes import them from here.
 
 Worker processes import them from here.
 """
@@ -57,7 +57,7 @@ class TruncatingRollout(RolloutWorker):
 
 
 class NotedTrainer(PPOTrainer):
-    """Keeps the hooks' names in the order of their calls, and the samples of the last step."""
+    """Records the hooks in the order of their calls, and the samples of the last step."""
 
     notes: list[str]
     batch: DataProto

@@ -1,4 +1,4 @@
-"""Tiny runs for the tests: their overrides, and reading their run folders."""
+"""Overrides of tiny runs, and functions that read their run folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = {
 
 
 def overrides(tiny: Path, folder: Path, *more: str) -> list[str]:
-    """Of a run of three steps on few prompts: reading all takes a fifth as long as the steps."""
+    """Return the overrides of a run of three steps on few prompts."""
     has_critic = not any(NO_CRITIC.match(setting) for setting in more)
     return [
         f"actor_rollout_ref.model.path={tiny}/model",
@@ -44,7 +44,7 @@ FEW_ROWS = ("data.train_batch_size=4", "data.max_response_length=4")
 
 
 def with_experts(tiny: Path, folder: Path, family: str = "Qwen3Moe", **sizes: float) -> str:
-    """A small mixture of experts beside the tiny model's tokenizer; its key and path."""
+    """Create a small mixture of experts next to the tiny tokenizer; return its key and path."""
     import torch
     import transformers
 
@@ -62,13 +62,13 @@ def with_experts(tiny: Path, folder: Path, family: str = "Qwen3Moe", **sizes: fl
 
 
 def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Those of the steps' metrics, or of another file of the run folder."""
+    """Return the lines of the steps' metrics, or of another file of the run folder."""
     text = (folder / file).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """The metric lines without what depends on the clock or on the transport."""
+    """Return the metrics without those that depend on the clock or the transport."""
     return [
         {k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))}
         for line in lines(folder)
@@ -76,7 +76,7 @@ def numbers(folder: Path) -> list[dict[str, float]]:
 
 
 def calls(folder: Path, method: str = "") -> list[dict[str, Any]]:
-    """The events of a method, or of all; what the timeline says of their lanes is in `args`."""
+    """Return the events of a method, or of all methods; `args` has the lanes of the timeline."""
     lanes: dict[tuple[int, int], dict[str, Any]] = {}
     found = []
     for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]:

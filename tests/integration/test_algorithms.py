@@ -1,4 +1,4 @@
-"""Algorithms that need more than a name: several rewards, scores of steps, state between steps."""
+"""Algorithms with several rewards, scores per step, or state between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def settings(tiny: Path, folder: Path, *more: str) -> list[str]:
-    """A run without critic and reference; keys of `overrides` that nothing reads then are out."""
+    """Return a run without critic and reference, and without keys that nothing then reads."""
     out = ("critic.", "algorithm.use_kl_in_reward", "actor_rollout_ref.rollout.n=")
     base = [setting for setting in overrides(tiny, folder, *LOCAL) if not setting.startswith(out)]
     return [*base, "actor_rollout_ref.rollout.n=4", *more]

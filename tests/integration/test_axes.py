@@ -24,7 +24,7 @@ OF_TWO = {
 
 
 def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
-    """Of PPO on processes of this machine."""
+    """Run two PPO steps on processes of this machine."""
     where = "trainer.backend=local", "placement=colocate", "trainer.total_training_steps=2"
     run(load_config(overrides(tiny, folder, *where, *more)))
     return numbers(folder)
@@ -37,13 +37,13 @@ def of_one(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dic
 
 
 def on_two(tiny: Path, folder: Path, axes: list[str], *more: str) -> list[dict[str, float]]:
-    """Two steps of actor, reference and critic with these axes on two ranks."""
+    """Run two steps of actor, reference and critic with these axes on two ranks."""
     set_axes = [f"{section}.parallel.{axis}" for section, axis in zip(SECTIONS, axes, strict=True)]
     return two_steps(tiny, folder, "trainer.n_gpus_per_node=2", *set_axes, *more)
 
 
 def assert_follows(found: list[dict[str, float]], of_one: list[dict[str, float]]) -> None:
-    """Every number of every step, but for those that say how rows were dealt."""
+    """Compare every number of every step, except those about the distribution of rows."""
     for own, expected in zip(found, of_one, strict=True):
         shared = {name for name in expected.keys() & own.keys() if "seqlen" not in name}
         assert {"actor/pg_loss", "critic/vf_loss", "actor/grad_norm"} <= shared

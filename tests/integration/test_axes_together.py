@@ -1,4 +1,4 @@
-"""Every layout with everything else that a run may have: each cell of `axes.py`, run."""
+"""Every layout with every other feature of a run: each cell of `axes.py`, run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cells() -> list[Any]:
 
 
 class Runs:
-    """Two steps of what is beside a layout, with it or in one process."""
+    """Two steps of a feature, with a layout or in one process."""
 
     def __init__(self, tiny: Path, folder: Path, classifier: Path) -> None:
         self.folder, self.models = folder, {"dense": tiny / "model", "experts": folder / "experts"}
@@ -67,13 +67,12 @@ class Runs:
         self.count = 0
 
     def of_one(self, beside: str, model: str) -> Numbers:
-        """The numbers of one process, once for all layouts."""
+        """Return the numbers of one process, computed once for all layouts."""
         if (beside, model) not in self.alone:
             self.alone[beside, model] = self.two_steps(beside, axes.Layout(1, (), model))
         return self.alone[beside, model]
 
     def two_steps(self, beside: str, layout: Any) -> Numbers:
-        """On processes of this machine."""
         what, model = axes.BESIDE[beside], self.models[layout.model]
         self.count += 1
         folder = self.folder / str(self.count)

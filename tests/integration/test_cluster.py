@@ -1,5 +1,5 @@
-"""A run on a cluster of several nodes: joined, shipped to, refused without a shared folder, and
-told of a lost node.
+"""A run on a cluster of several nodes: joining, shipping code, a missing shared folder, a lost
+node.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ PAGE = ROOT / "docs" / "cluster.md"
 def two_nodes(
     tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, forked_python: Path
 ) -> dict[str, Any]:
-    """What `two_nodes.py` found, in a process of its own: this one may be connected to another
-    cluster.
-    """
+    """The output of `two_nodes.py`, in a process that is connected to no other cluster."""
     folder = tmp_path_factory.mktemp("two_nodes")
     found = found_by(forked_python, "tests.integration.two_nodes", tiny_dir, folder, limit_s=240)
     return {"folder": folder, **found}

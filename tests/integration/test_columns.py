@@ -51,7 +51,7 @@ def columns_of(batch: DataProto) -> Columns:
 
 
 class Recorder:
-    """The columns that methods return, and those of the batches that stages are given."""
+    """Records the columns that methods return, and those of the batches that stages receive."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.written: dict[str, Columns] = defaultdict(dict)
@@ -101,7 +101,7 @@ class Pair(Environment):
 def recorders(
     tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Recorder]:
-    """Of a step with every role and option that adds a column, and of two whose algorithms do."""
+    """Steps with every role and option that adds a column, and with two such algorithms."""
     folder = tmp_path_factory.mktemp("columns")
     every_role = [
         "reward_model.enable=true",
@@ -153,7 +153,7 @@ def recorders(
 
 
 def as_table_row(values: torch.Tensor | np.ndarray) -> tuple[str, str]:
-    """The shape in the table's letters and the dtype."""
+    """Return the shape in the table's letters and the dtype."""
     letters = {width: letter for letter, width in WIDTHS.items()}
     shape = ", ".join(["rows", *(letters[width] for width in values.shape[1:])])
     return f"[{shape}]", str(values.dtype).removeprefix("torch.")

@@ -1,6 +1,4 @@
-"""The driver's own behaviour: hooks, failures, what it sends, what it skips, and the samples it
-makes.
-"""
+"""The driver: hooks, failures, what it sends and skips, and the samples."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ ONE_STEP_PER_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
 def train(
     tiny: Path, folder: Path, *more: str, trainer: type[PPOTrainer] | None = NotedTrainer
 ) -> dict[str, float]:
-    """Run, and give the last line of metrics."""
+    """Run, and return the last line of metrics."""
     run(load_config(overrides(tiny, folder, *more)), trainer)
     return lines(folder)[-1]
 

@@ -19,7 +19,7 @@ STEPS = "trainer.total_training_steps=40"
 
 
 def run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of the page; `echo … |` is its input."""
+    """Run a line of the page; `echo … |` is its input."""
     echoed, _, words = command.rpartition(" | ")
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(shlex.split(echoed)[1:])))
     monkeypatch.setattr(sys, "argv", shlex.split(words))

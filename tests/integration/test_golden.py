@@ -1,6 +1,4 @@
-"""Five seeded steps give the numbers that were written down; `golden.py` says how to write them
-anew.
-"""
+"""Five seeded steps give the numbers in the golden file; `golden.py` rewrites it."""
 
 from __future__ import annotations
 

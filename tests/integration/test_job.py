@@ -1,6 +1,4 @@
-"""A run submitted to a cluster as a job, by the words of `docs/cluster.md`: how it ends, and where
-its lines are.
-"""
+"""A run submitted to a cluster as a job, as in `docs/cluster.md`: its end and its output."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def free_port() -> str:
 
 @pytest.fixture
 def job_environment(forked_python: Path) -> Iterator[dict[str, str]]:
-    """A local head, started as on a cluster's first machine, and the environment that submits to
-    it. The `python` of a job is forked.
-    """
+    """A local Ray head, and the environment that submits jobs to it. Jobs' `python` is forked."""
     folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets lie in it
     dashboard, agent, client = free_port(), free_port(), free_port()
     binaries = Path(sys.executable).parent
@@ -76,7 +72,7 @@ def job_environment(forked_python: Path) -> Iterator[dict[str, str]]:
 
 
 def submit(environment: dict[str, str], folder: Path, *words: str) -> str:
-    """What `ray job submit ...` says."""
+    """Return the output of `ray job submit ...`."""
     command = [shutil.which("ray", path=environment["PATH"]), "job", "submit", *words]
     done = subprocess.run(
         command,
@@ -91,7 +87,7 @@ def submit(environment: dict[str, str], folder: Path, *words: str) -> str:
 
 
 def wait_for_the_head(environment: dict[str, str]) -> None:
-    """Until it takes jobs: it is asked, for a command that fails costs seconds."""
+    """Wait until the head accepts jobs; a failing command would cost seconds."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
@@ -104,9 +100,7 @@ def wait_for_the_head(environment: dict[str, str]) -> None:
 
 
 def asked(environment: dict[str, str], path: str) -> Any:
-    """What the head says of its jobs: what the `ray job` commands
-    show, without a process for each.
-    """
+    """Return the head's answer about its jobs, without a `ray job` process for each question."""
     headers = {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"}
     request = urllib.request.Request(
         f"{environment['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}", headers=headers

@@ -1,4 +1,4 @@
-"""A run whose cluster is gone starts another and goes on, within the same command."""
+"""A run whose cluster is lost starts another one and continues, within the same command."""
 
 from __future__ import annotations
 

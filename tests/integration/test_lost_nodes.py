@@ -1,4 +1,4 @@
-"""A run that loses a node goes on where there is room, waits for room, or ends by name."""
+"""A run that loses a node continues where there is room, waits for room, or ends with an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ray
 def lost(
     tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, forked_python: Path
 ) -> dict[str, Any]:
-    """What `lost_nodes.py` found, in a process of its own."""
+    """The output of `lost_nodes.py`, in a separate process."""
     folder = tmp_path_factory.mktemp("lost") / "runs"
     found = found_by(forked_python, "tests.integration.lost_nodes", tiny_dir, folder, limit_s=600)
     return {"folder": folder, **found}
@@ -29,7 +29,7 @@ def lost(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe of `lost_nodes.LosesRole`, all of it."""
+    """The undisturbed run of `lost_nodes.LosesRole`."""
     folder = tmp_path_factory.mktemp("undisturbed")
     settings = ("trainer.backend=local", "trainer.logger=[]", f"trainer.default_local_dir={folder}")
     run(load_config([*settings, f"trainer.total_training_steps={STEPS}"], REGRESSION))

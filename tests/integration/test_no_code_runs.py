@@ -1,4 +1,4 @@
-"""What is loaded from a folder runs none of its code: a malicious file of each kind."""
+"""Loading a folder runs none of its code: a malicious file of each kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from workers.training.shards import read_shards
 
 
 class Witness:
-    """A pickle that makes a file when it is loaded."""
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, ran: Path) -> None:
         self.ran = ran
@@ -47,7 +47,7 @@ def code(ran: Path) -> str:
 
 
 def model_with(tiny_dir: Path, folder: Path, file: str, **fields: Any) -> Path:
-    """The tiny model's folder; a JSON file of it has these fields, and beside it is code."""
+    """The tiny model's folder with code, and with these fields in one of its JSON files."""
     shutil.copytree(tiny_dir / "model", folder)
     facts = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(facts | fields))

@@ -1,4 +1,4 @@
-"""Every partition of the five roles over pools: a step runs, and its numbers are the same bits."""
+"""On every partition of the five roles over pools a step gives the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Step = Callable[[list[list[str]], str], Metrics]
 def step(
     make_tiny: ModuleType, classifier: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Step]:
-    """The metrics of a first step of real roles on these pools, without those of the clock."""
+    """Return the metrics of a first step of real roles on these pools, without times."""
     folder = tmp_path_factory.mktemp("partitions")
     tiny = make_tiny.make(folder / "tiny", num_train=2, hidden_size=16, num_layers=1)
     files = (f"data.train_files={tiny}/train.parquet", f"reward_model.model.path={classifier}")

@@ -1,6 +1,4 @@
-"""Killed at any moment and started again with the same command, a run writes the lines it would
-have written.
-"""
+"""A run that is killed at any moment and restarted writes the lines of an unbroken run."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def settings_of(tiny: Path, folder: Path, *more: str) -> list[str]:
 
 
 def start(settings: list[str]) -> Any:
-    """A process of its own that runs these settings."""
+    """Start a process that runs these settings."""
     ray_token = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     process = multiprocessing.get_context("forkserver").Process(
         target=_run_beside, args=(settings, ray_token, Descriptors())
@@ -74,7 +72,7 @@ def finish(process: Any) -> None:
 
 
 def kill(process: Any, folder: Path, num_lines: int, seconds: float) -> None:
-    """`kill -9`, a moment after so many lines are written."""
+    """`kill -9` a moment after so many lines are written."""
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
     while not metrics.is_file() or metrics.read_bytes().count(b"\n") < num_lines:
         assert time.monotonic() < deadline, "the run writes no lines"
@@ -87,7 +85,7 @@ def kill(process: Any, folder: Path, num_lines: int, seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a run that nothing interrupted."""
+    """The run folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     finish(start(settings_of(tiny_dir, folder, *LOCAL)))
     assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
@@ -136,7 +134,7 @@ def test_a_run_killed_while_it_writes_in_the_background_goes_on_bit_for_bit(
 
 
 def files_of(checkpoint: Path) -> dict[str, bytes]:
-    """All but the run's settings, and the random state of the driver's process."""
+    """Return all files but the run's settings and the driver's random state."""
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     found = {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}
     del found["commit.json"], found["random.json"]
@@ -272,7 +270,7 @@ def test_a_split_run_on_ray_killed_and_started_again_agrees(
 
 
 def listed_in_the_docs() -> tuple[set[str], set[str]]:
-    """What docs/checkpoints.md lists in a checkpoint, and in the folder of a role that learns."""
+    """Return the files of a checkpoint and of a trained role, by docs/checkpoints.md."""
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     (listing,) = re.findall(r"^```text\n.*?^  global_step_\d+/\n(.*?)^```", page, re.M | re.S)
     found: dict[int, set[str]] = {4: set(), 6: set()}

@@ -1,4 +1,4 @@
-"""Several rewards of a run: functions, models on roles of their own, a server; what is refused."""
+"""Several rewards in a run: functions, models with roles of their own, a server; and errors."""
 
 from __future__ import annotations
 

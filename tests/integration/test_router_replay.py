@@ -28,7 +28,7 @@ def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
 def test_where_both_choose_alike_no_number_changes(
     family: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    """Of one update a step: before a second one the weights have moved, and choices with them."""
+    """One update per step: a second one would change the weights, and thus the routing."""
     model = with_experts(tiny_dir, tmp_path / "model", family)
     more = (model, f"{POLICY}.actor.ppo_mini_batch_size=8")
     plain = two_steps(tiny_dir, tmp_path / "plain", *more)

@@ -1,4 +1,4 @@
-"""What a run listens on is what `docs/security.md` says."""
+"""A run listens only on the sockets in `docs/security.md`."""
 
 from __future__ import annotations
 

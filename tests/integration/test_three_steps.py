@@ -1,4 +1,4 @@
-"""Five real PPO steps through every layer: what moves, what stays, what overlaps.
+"""Real PPO steps through every layer: which weights change, and which calls overlap.
 
 Placement and backend do not change the numbers, which are those of the golden curve.
 """
@@ -37,7 +37,7 @@ STEPS_BY_GRADIENTS = ("actor_rollout_ref.actor.optim.eps=1e-6", "critic.optim.ep
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path, ray_session: None) -> Any:
-    """Run folders by (backend, placement), each made once."""
+    """Run folders by (backend, placement), each created once."""
     return partial(folder_of, {}, tmp_path_factory, tiny_dir)
 
 
@@ -49,7 +49,7 @@ def folder_of(
     placement: tuple[str, ...],
     trainer: type[PPOTrainer] = PPOTrainer,
 ) -> Path:
-    """The folder of a run, from `made` or by running it."""
+    """Return the folder of a run, from `made` or by running it."""
     key = backend, placement
     if key not in made:
         made[key] = tmp_path_factory.mktemp("run")
@@ -89,7 +89,7 @@ def test_the_rollout_has_the_actors_weights_after_each_sync(split_run: Any) -> N
 
 
 def overlapping(some: list[Any], others: list[Any]) -> list[Any]:
-    """Those calls that ran while one of the others did."""
+    """Return the calls that ran at the same time as one of the others."""
     return [one for one in some if any(overlap(one, other) for other in others)]
 
 
@@ -175,9 +175,7 @@ def test_a_role_is_added_by_one_class_one_entry_and_one_override(
 def test_the_console_command_is_not_misled_by_namesakes(
     tiny_dir: Path, tmp_path: Path, backend: str, pools: tuple[str, ...]
 ) -> None:
-    """A folder with its own `trainer.py` and `workers/`, on the driver and inside the worker
-    processes.
-    """
+    """A folder with its own `trainer.py` and `workers/`, in the driver and in worker processes."""
     (tmp_path / "workers" / "roles").mkdir(parents=True)
     for name in ("trainer.py", "workers/__init__.py", "workers/roles/actor.py"):
         (tmp_path / name).write_text(

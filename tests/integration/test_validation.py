@@ -1,4 +1,4 @@
-"""Validation over the whole set with noise of its own, and what a run leaves in its folder.
+"""Validation over the whole set with separate noise, and the contents of the run folder.
 
 In process.
 """

@@ -45,7 +45,7 @@ class MyCritic(CriticWorker):
 
 
 def main(tiny: Path, folder: Path) -> dict[str, Any]:
-    """Both runs on one cluster."""
+    """Do both runs on one cluster."""
     code = folder / "code"
     code.mkdir(parents=True)
     (code / "my_critic.py").write_text(MY_CRITIC, encoding="utf-8")
@@ -65,7 +65,7 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
 
 
 def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: list[Any]) -> dict[str, Any]:
-    """A step on both nodes, then one that loses the critic's node."""
+    """Run a step on both nodes, then a step that loses the critic's node."""
     from trainer import load_config, run
 
     here = (

@@ -1,4 +1,4 @@
-"""Workers that are killed within a weight sync, where a file of the run folder says so."""
+"""Workers that are killed during a weight sync, when a file of the run folder says so."""
 
 from __future__ import annotations
 

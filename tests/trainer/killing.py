@@ -1,4 +1,4 @@
-"""PPO runs whose workers are killed on purpose, at a stage of a step, and what is left of them."""
+"""PPO runs whose workers are killed on purpose, at a stage of a step."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Killing(PPOTrainer):
 
 
 def pid_of(trainer: Any, role: str, rank: int = -1) -> int:
-    """The process of a rank, by default the last."""
+    """Return the process of a rank, by default the last."""
     return int(trainer.groups[role].transport.started[rank].pid)
 
 
 @dataclass(frozen=True)
 class Killed:
-    """What is left of a run whose workers were killed."""
+    """The processes and metrics after a run whose workers were killed."""
 
     folder: Path
     pids: list[dict[str, int]]
@@ -75,7 +75,7 @@ def killed(
     *more: str,
     late: tuple[int, str] | None = None,
 ) -> Killed:
-    """A short run with these kills; its warnings come from the loggers of `trainer`."""
+    """Do a short run with these kills; its warnings come from the loggers of `trainer`."""
     messages = logging.StreamHandler((folder / "log").open("w"))
     logging.getLogger("trainer").addHandler(messages)
     try:
@@ -93,5 +93,5 @@ def killed(
 
 
 def differing(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    """The roles that have other processes."""
+    """Return the roles whose processes changed."""
     return [role for role in ROLES if before[role] != after[role]]

@@ -1,4 +1,4 @@
-"""Both backends with every pool's workers in processes of their own, which a test can kill."""
+"""Both backends with workers in separate processes, which a test can kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = {
 def start_processes(
     backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Have the next run of this test start workers as children, or in the shared Ray session."""
+    """Let the next run of this test start workers as children, or in the shared Ray session."""
     if backend == "ray":
         request.getfixturevalue("ray_session")
         return

@@ -1,4 +1,4 @@
-"""What a run that has lost groups keeps of the others."""
+"""A run that has lost groups keeps the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLLOUT = frozenset({"rollout"})
 
 
 class Groups:
-    """Instead of a run's groups: actor, critic and rollout apart, or as `pools` says."""
+    """Replaces a run's groups: actor, critic and rollout apart, or as `pools` says."""
 
     def __init__(self, lost: list[str], **pools: list[str]) -> None:
         self.notes: list[str] = []
@@ -45,7 +45,7 @@ class Unstartable(Groups):
 
 
 class AtOnce:
-    """Instead of a run's restarts: there is room."""
+    """Replaces a run's restarts: there is always room."""
 
     def when_there_is_room(self, start: Callable[[], None], since: float) -> None:
         start()

@@ -1,4 +1,4 @@
-"""`trainer.dry_run=true` finds what is wrong with files, models, code and devices.
+"""`trainer.dry_run=true` finds errors in files, models, code and devices.
 
 No process of a worker starts, and nothing is written.
 """
@@ -48,7 +48,7 @@ def no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(name: str, tiny: Path, folder: Path) -> list[str]:
-    """A run of that recipe in which nothing is wrong."""
+    """Return a valid run of that recipe."""
     if name in ("ppo", "async"):
         return overrides(tiny, folder / "run", *DRY)
     home = f"trainer.default_local_dir={folder}/run"

@@ -1,4 +1,4 @@
-"""A run under faults that are drawn from a seed ends with the numbers of one without."""
+"""A run with faults drawn from a seed ends with the numbers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_ASYNC_RUNS = ("async/", "training/weights_changed_share")
 
 @dataclass(kw_only=True)
 class ChildConfig(PPOConfig):
-    """Actor and rollout have processes of their own."""
+    """Actor and rollout run in separate processes."""
 
     @property
     def child_pools(self) -> frozenset[str]:
@@ -69,7 +69,7 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of two runs that had every kind of fault."""
+    """The folders of two runs with every kind of fault."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "async")}
     more = (*LOCAL, *FAULTS, *OWN_PROCESS, "trainer.save_freq=5", "faults.seed=1138")
     run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
@@ -171,7 +171,7 @@ class Recorder:
 
 
 class Spread(Recorder):
-    """Groups whose processes are on several machines, but for those of the role `actor`."""
+    """Groups with processes on several machines, except those of the role `actor`."""
 
     def __init__(self) -> None:
         super().__init__()

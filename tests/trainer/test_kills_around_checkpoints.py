@@ -1,6 +1,5 @@
-"""Each kind of process is killed before a checkpoint, within it, as it is written and after it, in
-every recipe and on both backends, and the run goes on by itself to the numbers of an undisturbed
-one.
+"""Every process is killed before, during and after a checkpoint, in every recipe and backend; the
+run recovers to undisturbed numbers.
 """
 
 from __future__ import annotations
@@ -123,12 +122,12 @@ class Killer:
         self.kill("before")
 
     def gather(self, *saves: Any) -> list[Any]:
-        """In the place of the one that waits for what roles save, or load."""
+        """Replacement of the function that waits for roles to save or load."""
         self.kill("within")
         return self._own_gather(*saves)
 
     def commit(self, checkpoints: Checkpoints) -> list[Path]:
-        """In the place of the one that has workers write what they have copied."""
+        """Replacement of the function that lets workers write their copies."""
         committed = self._own_commit(checkpoints)
         self.kill("as it is written")
         return committed
@@ -177,7 +176,7 @@ def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
 
 
 def all_runs() -> list[Any]:
-    """Of every cell on each backend; what takes over 10 s is slow."""
+    """Return every cell on each backend; those over 10 s are slow."""
     found = []
     for cell, backend in product([*CELLS, *WIDE], BACKENDS):
         marks = [pytest.mark.ray] if backend == "ray" else []
@@ -194,7 +193,7 @@ def undisturbed(
     classifier: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Cell, Path]:
-    """A cell, and the folder of its run that nothing disturbs."""
+    """A cell, and the folder of its undisturbed run."""
     recipe, more, roles = request.param
     cell = recipe, tuple(key.replace(CLASSIFIER, str(classifier)) for key in more), roles
     folder = tmp_path_factory.mktemp("whole")

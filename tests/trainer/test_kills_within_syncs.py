@@ -1,6 +1,4 @@
-"""Who sends weights and who receives them is killed at each place of a sync, and the run goes on by
-itself to the numbers of an undisturbed one.
-"""
+"""Senders and receivers of weights are killed at each place of a sync; the run recovers."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ SLOW_ON_RAY = pytest.mark.ray, pytest.mark.slow
 
 
 class Orders:
-    """A callback: kills one after the other, each in a step of its own, or it would be poison."""
+    """A callback that kills one after the other, each in a step of its own."""
 
     last_step = 0
 

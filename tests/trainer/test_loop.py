@@ -1,4 +1,4 @@
-"""A recipe gets the loop, checkpoints, report, tracking, timeline and placement for nothing.
+"""The loop, checkpoints, report, tracking, timeline and placement work for any recipe.
 
 Shown on a regression of less than 60 lines, its YAML included, on a toy worker: no algorithm, no
 tokenizer, no prompts.
@@ -30,7 +30,7 @@ from verl_like.files import fingerprint
 
 
 def config(folder: Path, placement: str = "colocate", **trainer: Any) -> RegressionConfig:
-    """Six steps on one device a pool, with a checkpoint after every second one."""
+    """Six steps on one device per pool, with a checkpoint after every second one."""
     settings: dict[str, Any] = {"total_training_steps": 6, "save_freq": 2, "logger": []}
     settings |= {"backend": "local", "default_local_dir": folder, **trainer}
     settings["n_gpus_per_node"] = 2 if placement == "split" else 1
@@ -92,7 +92,7 @@ def test_a_split_run_on_ray_gives_the_same_numbers(
 
 
 def rewrite_driver_state(checkpoint: Path, more: dict[str, Any]) -> None:
-    """What an older version wrote beside what is written now."""
+    """Rewrite the driver's state as an older version wrote it."""
     path, marker = checkpoint / "trainer.json", checkpoint / "commit.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more), encoding="utf-8")
     facts = json.loads(marker.read_text())
@@ -233,7 +233,7 @@ def test_the_console_shows_the_numbers_of_the_recipe(
 
 
 class WithHeadline(RegressionTrainer):
-    """Says itself what of a step is worth a look."""
+    """Has its own headline."""
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`--multirun` goes on after a job that fails, and ends with the runs side by side."""
+"""`--multirun` continues after a job that fails, and ends with a comparison of the runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.sft.recipe import SFT
 def jobs(
     monkeypatch: pytest.MonkeyPatch, folder: Path, sweep: str, run: Any, recipe: Recipe[Any] = PPO
 ) -> pytest.ExceptionInfo[SystemExit] | None:
-    """The recipe's command with `run` in the place of a run; how the process ended."""
+    """Run the recipe's command with `run` as the run; return how the process ended."""
     monkeypatch.setattr("trainer.launch.run", run)
     policy = "" if recipe is SFT else "actor_rollout_ref."
     needed = [

@@ -1,4 +1,4 @@
-"""What a run prints of its plan before it starts."""
+"""The plan that a run prints before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that trains never ends for what its console cannot take."""
+"""A training command never ends because of its console."""
 
 from __future__ import annotations
 

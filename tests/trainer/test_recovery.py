@@ -1,4 +1,4 @@
-"""The loss of a worker ends its own group alone, and the run goes on to undisturbed numbers."""
+"""The loss of a worker ends only its own group, and the run recovers undisturbed numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAVED = ("trainer.save_freq=1",)
 
 @dataclass(kw_only=True)
 class ChildConfig(PPOConfig):
-    """Rollout and trained roles have processes of their own, as on Ray; the reference has none."""
+    """Rollout and trained roles have separate processes, as on Ray; the reference has none."""
 
     @property
     def child_pools(self) -> frozenset[str]:
@@ -42,7 +42,7 @@ CHILD = replace(PPO, schema=ChildConfig)
 
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of an undisturbed run, all in one process."""
+    """The run folder of an undisturbed run in one process."""
     folder = tmp_path_factory.mktemp("whole")
     run(load_config(overrides(tiny_dir, folder, "trainer.backend=local", *POOLS, *SHORT)))
     return folder

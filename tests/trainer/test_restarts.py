@@ -1,4 +1,4 @@
-"""A run that loses a worker goes on by itself, to the numbers of an undisturbed one."""
+"""A run that loses a worker recovers by itself, with the numbers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDi
 
 @dataclass(kw_only=True)
 class ChildConfig(RegressionConfig):
-    """The student has a process of its own."""
+    """The student has a separate process."""
 
     @property
     def child_pools(self) -> frozenset[str]:
@@ -40,7 +40,7 @@ class ChildConfig(RegressionConfig):
 
 
 class Killer(RegressionTrainer):
-    """Its student is killed in step 4, as often as `kills` says."""
+    """Its student is killed in step 4, `kills` times."""
 
     kills: ClassVar[int] = 0
 
@@ -52,7 +52,7 @@ class Killer(RegressionTrainer):
 
 
 class ChildrenConfig(RegressionConfig):
-    """Student and teacher have processes of their own."""
+    """Student and teacher have separate processes."""
 
     @property
     def child_pools(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ class ChildrenConfig(RegressionConfig):
 
 
 class Stopped(RegressionTrainer):
-    """Its fourth step loses the student, and the run is told to stop at some moment of that."""
+    """Its fourth step loses the student, and the run is told to stop during that."""
 
     is_told_before: ClassVar[bool] = False
 
@@ -82,7 +82,7 @@ class Poisoned(RegressionTrainer):
 
 
 class Starved(Killer):
-    """What Ray says, as its transport has it, when it has killed the student for its memory."""
+    """Raises Ray's error, as its transport reports it, after a kill for lack of memory."""
 
     def step(self) -> dict[str, float]:
         starved = bool(self.kills) and self.global_step == 4
@@ -95,7 +95,7 @@ class Starved(Killer):
 
 
 class Refusing(RegressionTrainer):
-    """In its third step a weight sync is refused, once."""
+    """In its third step a weight sync is rejected, once."""
 
     refusals: ClassVar[int] = 0
     made: ClassVar[weakref.WeakSet[RegressionTrainer]] = weakref.WeakSet()
@@ -110,13 +110,13 @@ class Refusing(RegressionTrainer):
 
 
 def moved(metrics: Mapping[str, float], _first: dict[str, float]) -> Found:
-    """A rule of a recipe's own."""
+    """A rule of a user's recipe."""
     if "student/moved" in metrics:
         yield "moved", "the student has moved"
 
 
 class Alarming(RegressionTrainer):
-    """Its third step is out of a band, and is made again: the fourth one is refused, once."""
+    """Its third step is out of a band, and is repeated; the fourth one is rejected, once."""
 
     alarm_rules = (moved,)
     refusals: ClassVar[int] = 0
@@ -137,7 +137,7 @@ def config(folder: Path, schema: type[RegressionConfig] = RegressionConfig, **tr
 
 @cache
 def recipe_of(schema: type[RegressionConfig]) -> Recipe[Any]:
-    """One for each schema: its tree is composed once, which takes longer than a run."""
+    """Return a recipe per schema, whose tree is composed only once."""
     return replace(REGRESSION, schema=schema)
 
 
@@ -307,7 +307,7 @@ def test_a_pause_ends_when_the_run_is_told_to_stop(
 
 
 def with_a_restart(folder: Path, stop: StopSignals | None = None, **timeouts: float) -> Any:
-    """Of a run that waits for nodes so long."""
+    """Run with this time limit for waiting for nodes."""
     waits = config(folder).timeouts | timeouts
     made = restarts.Restarts(changed(config(folder), {"timeouts": waits}), stop)
     made.wait_for_next(WorkerDiedError("gone"), 1)

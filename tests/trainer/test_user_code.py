@@ -1,4 +1,4 @@
-"""Code of the user's that could not be called is refused before a file is read, by its key."""
+"""User code that cannot be called is rejected by its key before a file is read."""
 
 from __future__ import annotations
 

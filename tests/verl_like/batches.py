@@ -1,4 +1,4 @@
-"""Batches for the tests of DataProto, and what it means for two to be the same."""
+"""Batches for the tests of DataProto, and their comparison."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ DTYPES = [
 
 
 def make(rows=4, **meta):
-    """A batch whose row numbers can be read off every column."""
+    """Return a batch whose row numbers can be read off every column."""
     return DataProto.from_dict(
         {
             "ids": torch.arange(rows * 2).reshape(rows, 2),
@@ -31,7 +31,7 @@ def make(rows=4, **meta):
 
 
 def of_every_dtype(rows=3):
-    """A batch with a tensor column of each of DTYPES, an array and objects."""
+    """Return a batch with a tensor column of each of DTYPES, an array and objects."""
     return DataProto.from_dict(
         {str(dtype): torch.arange(rows * 2).reshape(rows, 2).to(dtype) for dtype in DTYPES},
         {"n": np.arange(rows, dtype=np.int16), "uid": [f"{row}" for row in range(rows)]},

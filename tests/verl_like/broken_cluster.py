@@ -24,13 +24,13 @@ from verl_like.errors import WorkerDiedError
 
 
 def daemon(kind: str) -> int:
-    """The process of a daemon of this process's cluster."""
+    """Return the process of a daemon of this process's cluster."""
     (only,) = ray._private.worker._global_node.all_processes[kind]
     return int(only.process.pid)
 
 
 def get_sigterm() -> dict[str, Any]:
-    """Who hears the signal, and how many seconds later Ray's own handler aborts this process."""
+    """Return which handlers got the signal, and how soon Ray's handler aborts this process."""
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     connect()
@@ -39,7 +39,7 @@ def get_sigterm() -> dict[str, Any]:
 
 
 def lose_the_head() -> dict[str, Any]:
-    """What a call says whose cluster loses its GCS, and how long it takes to leave it."""
+    """Return the error of a call whose cluster loses its GCS, and how long leaving takes."""
     connect()
     with start("ray", {"faulty": (Faulty, ())}, [1]) as group:
         began, slow = time.monotonic(), group.sleeps(60)
@@ -54,7 +54,7 @@ def lose_the_head() -> dict[str, Any]:
 
 
 def end_with_a_frozen_daemon() -> dict[str, Any]:
-    """How long the end takes, whether the daemon is there afterwards, and the session's folder."""
+    """Return how long the end takes, whether the daemon survives, and the session's folder."""
     connect()
     session = ray._private.worker._global_node.get_session_dir_path()
     with start("ray", {"faulty": (Faulty, ())}, [1]):
@@ -68,7 +68,7 @@ def end_with_a_frozen_daemon() -> dict[str, Any]:
 
 
 def wait_less(patch: pytest.MonkeyPatch) -> None:
-    """Forked workers, and a loss that is noticed and left sooner than in a run."""
+    """Fork workers, and notice and leave a lost cluster sooner than in a run."""
     ask_for_forks(patch)
     # Ray's client would end this process so soon after its head; a minute, unless it is told
     patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")

@@ -17,7 +17,7 @@ from verl_like.process.host import WorkerHost
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """A reference to a value that is there already."""
+    """A reference to an existing value."""
 
     value: Any
 

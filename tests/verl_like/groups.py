@@ -17,7 +17,7 @@ def start(
     process_on_nodes: Sequence[int] = (2,),
     **options: Any,
 ) -> Iterator[Any]:
-    """A group of one role, or of several fused; it ends with the block."""
+    """Context with a group of one role, or of several fused roles."""
     options.setdefault("deadlines", Deadlines(start_s=180, call_s=60))
     made = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}
     (name, one), *others = made.items()

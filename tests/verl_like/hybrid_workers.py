@@ -37,7 +37,7 @@ class Scaler(Worker):
 
 
 class Inner(Worker):
-    """What a worker makes in a call, with a mesh of its own."""
+    """Created by a worker during a call, with its own mesh."""
 
     def __init__(self):
         self._register_dispatch_collect_info("train", dp_rank=self.rank, is_collect=True)
@@ -61,7 +61,7 @@ class Hybrid(create_colocated_worker_raw_cls(ROLES)):
 
     @register(dispatch_mode=NUMBERED)
     def double(self, data: TensorDict) -> TensorDict:
-        """Changes its piece, and counts what it was given."""
+        """Change the chunk, and count its rows."""
         data["x"] *= 2
         data["length"] = torch.tensor([len(row) for row in data["ids"].unbind()])
         data["top_p"] = NonTensorData(data["top_p"] + self.rank)
@@ -81,5 +81,5 @@ class Hybrid(create_colocated_worker_raw_cls(ROLES)):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def report(self, data: TensorDict) -> TensorDict:
-        """Facts without rows."""
+        """Return facts without rows."""
         return TensorDict({"sum": NonTensorData(int(data["x"].sum()))}, batch_size=[])

@@ -1,4 +1,4 @@
-"""Ranks without processes that die all the same, or take long to answer."""
+"""Ranks without processes that die or answer late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEVER = 1_000_000
 
 
 class Mortal(FakeTransport):
-    """Counts the driver's waits: by them ranks answer, or die."""
+    """Counts the driver's waits, after which ranks answer or die."""
 
     def __init__(self, recipes: dict[str, Any], world_size: int) -> None:
         super().__init__(recipes, world_size)
@@ -55,6 +55,6 @@ class Mortal(FakeTransport):
 
 
 def mortal_group(world_size: int, cls: type, *args: Any, **kwargs: Any) -> Any:
-    """A group of one role; `group.transport.dead` and `slow` say what becomes of its ranks."""
+    """Return a group of one role; `group.transport.dead` and `slow` change its ranks."""
     transport = Mortal({"role": (cls, args, kwargs)}, world_size)
     return WorkerGroup(transport, {"role": cls}, prefixed=())

@@ -27,13 +27,13 @@ PROTO = Dispatch.DP_COMPUTE_PROTO
 
 
 def seen(data: DataProto, rank: int) -> DataProto:
-    """Every column as it came, and who saw it."""
+    """Return every column as it arrived, and the rank."""
     tensors = dict(data.batch.items()) | {"rank": torch.full((len(data),), rank)}
     return DataProto.from_dict(tensors, dict(data.non_tensor_batch), meta_info=dict(data.meta_info))
 
 
 def split_letters(group: Any, text: str) -> tuple[tuple[list[str]], dict[str, Any]]:
-    """A dispatch function of the user's: one letter per worker."""
+    """A user's dispatch function: one letter per worker."""
     return ([*text][: group.world_size],), {}
 
 
@@ -239,14 +239,14 @@ class Adder(Worker):
 
 
 class Sent(Exception):
-    """Refuses to be pickled."""
+    """Cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("not this one")
 
 
 class Faulty(Worker):
-    """Goes wrong in every way."""
+    """Fails in every way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def dies(self, how: str) -> None:
-        """The last rank goes; the others wait for it in a collective."""
+        """Kill the last rank; the others wait for it in a collective."""
         self.open_process_group()
         if self.rank == self.world_size - 1:
             time.sleep(0.3)
@@ -336,7 +336,7 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def leaves_the_others(self) -> None:
-        """The last rank never comes to the barrier."""
+        """The last rank never reaches the barrier."""
         self.open_process_group()
         if self.rank < self.world_size - 1:
             dist.barrier()

@@ -1,4 +1,4 @@
-"""A condition says in words when its key is read, and what is missing where it is not."""
+"""A condition describes when its key is read, and what is missing otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON as files hold it: every string survives, and what is no JSON has words."""
+"""JSON in files: every string is preserved, and invalid JSON has an error."""
 
 from __future__ import annotations
 

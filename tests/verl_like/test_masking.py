@@ -1,4 +1,4 @@
-"""What is a secret is not written, and what is none stays as it is."""
+"""Secrets are not written, and other values stay unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_like.process.host import RoleState
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The secrets of a process that has none in its environment."""
+    """The secrets of a process without any in its environment."""
     secrets: set[str] = set()
     monkeypatch.setattr(masking, "_known", lambda: secrets)
     return secrets

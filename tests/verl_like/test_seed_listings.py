@@ -99,7 +99,7 @@ def test_the_listings_run(
 
 
 def machine_of_eight_gpus(folder: Path) -> dict[str, str]:
-    """Environment with what the example looks for; its Python prints its arguments, one a line."""
+    """An environment for the example; its Python prints its arguments, one per line."""
     programs = {
         "nvidia-smi": "seq 8",
         "python": 'case "$*" in -P*) exit 0 ;; esac\nprintf "%s\\n" "$@"',

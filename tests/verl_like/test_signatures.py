@@ -1,4 +1,4 @@
-"""A function that a call would not fit is refused with its signature and the call."""
+"""A function that a call would not fit is rejected with its signature and the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrapping and tables for a terminal, and prints that it cannot take."""
+"""Wrapping and tables for a terminal, and prints that it cannot show."""
 
 from __future__ import annotations
 

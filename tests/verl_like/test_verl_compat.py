@@ -1,4 +1,4 @@
-"""A driver as it is written for verl's single controller; only its imports are changed.
+"""A driver written for verl's single controller, with only its imports changed.
 
 These were:
 

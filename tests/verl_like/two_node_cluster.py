@@ -36,7 +36,7 @@ QUICK = Deadlines(start_s=180, call_s=60, grace_s=2)
 
 
 def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
-    """The error about a worker on a node whose Ray kills from 3 GiB more than now are used."""
+    """Return the error of a worker that Ray kills for taking 3 GiB more memory."""
     threshold = (get_used_memory() + 3 * 2**30) / get_system_memory()
     os.environ["RAY_memory_usage_threshold"] = str(threshold)
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"
@@ -57,13 +57,13 @@ def take_all_memory(cluster: Cluster, log_dir: str) -> dict[str, Any]:
 
 
 def end_of(pid: int) -> float:
-    """When that process ended."""
+    """Return the time at which that process ended."""
     wait_until_ended(pid)
     return time.monotonic()
 
 
 def hold_custom_resources() -> dict[str, Any]:
-    """What a pool that asks for a resource of the second node's holds while a worker runs on it."""
+    """Return what a pool with a resource of the second node reserves while a worker runs there."""
     pool = RayResourcePool([1], cpus_per_process=0.5, resources={"accel": 2}, deadlines=QUICK)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
     row = next(row for row in placement_group_table().values() if pool.name in row["name"])

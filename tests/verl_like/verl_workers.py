@@ -1,4 +1,4 @@
-"""Workers as they are written for verl.
+"""Workers as written for verl.
 
 They read torchrun's environment and open their own process group.
 """

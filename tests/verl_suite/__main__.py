@@ -37,7 +37,7 @@ LIMIT_S = 900
 
 @dataclass
 class Outcome:
-    """What became of the tests of one file."""
+    """The result of the tests of one file."""
 
     passed: int
     others: list[str]
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def run_file(path: Path) -> Outcome:
-    """One file, in a folder of its own beside a package `verl` that is ours."""
+    """Run one file, in a folder with a package `verl` that is ours."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_alias(folder)
@@ -64,7 +64,7 @@ def run_file(path: Path) -> Outcome:
 
 
 def read_report(report: Path) -> Outcome:
-    """Counts and reasons, from pytest's own file."""
+    """Read counts and reasons from pytest's report."""
     outcome = Outcome(0, [])
     for case in ET.parse(report).iter("testcase"):
         reasons = [child for child in case if child.tag in ("error", "failure", "skipped")]
@@ -77,7 +77,7 @@ def read_report(report: Path) -> Outcome:
 
 
 def main(checkout: str, *files: str) -> None:
-    """Run the files and print what passed."""
+    """Run the files, and print the results."""
     table = []
     for file in files or FILES:
         path = Path(checkout) / "tests" / file

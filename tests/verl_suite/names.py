@@ -1,4 +1,4 @@
-"""What each name that verl's tests import is here."""
+"""Our names for the names that verl's tests import."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ RENAMED = {
 
 
 def write_alias(folder: Path) -> None:
-    """Make a package `verl` in a folder, for the tests and the worker processes to import."""
+    """Create a package `verl` in a folder, for the tests and worker processes to import."""
     for module, imports in MODULES.items():
         lines = [f"from {source} import {', '.join(names)}" for source, names in imports.items()]
         lines += [f"{name} = {ours}" for name, ours in RENAMED.get(module, {}).items()]

@@ -1,4 +1,4 @@
-"""What verl's tests need besides the names of the controller: data, and devices of this machine."""
+"""Other imports of verl's tests: data, and devices of this machine."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class DataProtoConfig:
 
 
 def get_device_name() -> str:
-    """What workers compute on."""
+    """Return the device of workers."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def get_nccl_backend() -> str:
-    """What their collectives go over."""
+    """Return the backend of collectives."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def ceildiv(a: int, b: int) -> int:
-    """Rounded up."""
+    """Divide, rounding up."""
     return -(-a // b)
 
 
 def contiguous(data: TensorDict) -> TensorDict:
-    """A copy to write into."""
+    """Return a copy to write into."""
     return data.clone()
 
 
 def get_tensordict(
     tensor_dict: dict[str, Any], non_tensor_dict: dict[str, Any] | None = None
 ) -> TensorDict:
-    """Tensors and lists by row, and entries about all rows."""
+    """Return tensors and lists by row, and entries about all rows."""
     columns = {}
     for name, column in tensor_dict.items():
         is_list = isinstance(column, list)
@@ -59,7 +59,7 @@ def create_random_mask(
     max_ratio_of_left_padding: float,
     min_ratio_of_valid_token: float = 0,
 ) -> torch.Tensor:
-    """Ones in a stretch of random length that begins at a random place, by row."""
+    """Return rows with ones in a random span."""
     rows, width = input_ids.shape
     least, most = (
         int(ratio * width) for ratio in (min_ratio_of_valid_token, max_ratio_of_valid_token)
@@ -71,7 +71,7 @@ def create_random_mask(
 
 
 def absent_names(module: str, modules: list[str]) -> Callable[[str], Any]:
-    """For `__getattr__` of a module: a name that is not here fails where it is called."""
+    """Return a module's `__getattr__`, under which an absent name fails when it is called."""
 
     def absent(name: str) -> Any:
         if name.startswith("__") or f"{module}.{name}" in modules:
@@ -86,7 +86,7 @@ def absent_names(module: str, modules: list[str]) -> Callable[[str], Any]:
 
 
 def refusals_are_assertions(raises: Callable[..., Any]) -> Callable[..., Any]:
-    """`pytest.raises` for tests of asserts: an error of ours refuses as well, in its own words."""
+    """Let `pytest.raises` for tests of asserts accept our errors, too."""
 
     def raises_either(expected: Any, *args: Any, **kwargs: Any) -> Any:
         if expected is not AssertionError:
@@ -98,5 +98,5 @@ def refusals_are_assertions(raises: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pytest_configure() -> None:
-    """As a plugin: verl refuses by assert, we by errors of our own."""
+    """As a plugin: verl rejects by assert, we by our own errors."""
     pytest.raises = refusals_are_assertions(pytest.raises)  # type: ignore[assignment]

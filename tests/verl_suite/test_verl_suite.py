@@ -1,4 +1,4 @@
-"""The names that verl's tests import exist here, and what failed is told from what passed."""
+"""The names that verl's tests import exist here, and failed tests are told from passed ones."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.forked import Descriptors
 def run(
     world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0
 ) -> list[Any]:
-    """The results of `function(*args)` by rank; a rank that fails or is late ends them all."""
+    """Return the results of `function(*args)` by rank; a failed or late rank ends all."""
     import torch.distributed as dist
 
     context = multiprocessing.get_context("forkserver")
@@ -55,7 +55,7 @@ def run(
 
 
 def collect(pipes: list[Connection], deadline: float) -> list[Any]:
-    """The answers that come through the pipes, in their order."""
+    """Return the answers from the pipes, in order."""
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -83,7 +83,7 @@ def _child(rank: int, world: int, port: int, call: bytes, pipe: Connection, _out
 
 
 def become_rank(rank: int, world: int, port: int) -> None:
-    """A `Worker` of this process is a rank from now on."""
+    """Make a `Worker` of this process a rank."""
     import torch
 
     os.environ.update(
@@ -99,7 +99,7 @@ def become_rank(rank: int, world: int, port: int) -> None:
 
 
 def answer(call: bytes) -> bytes:
-    """Whether the function came to its end, and what it returned; or the error as text."""
+    """Return whether the function succeeded, and its result, or the error as text."""
     try:
         function, args = pickle.loads(call)
         result = True, function(*args)
@@ -109,7 +109,7 @@ def answer(call: bytes) -> bytes:
 
 
 def leave_groups() -> None:
-    """The process is in no process group any more."""
+    """Leave all process groups."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -34,7 +34,7 @@ def gradients(
     budget: Budget = THREE_ROWS,
     of: tuple[str, ...] = ("",),
 ) -> Gradients:
-    """Full gradients of one mini-batch, by name: of what is trained and begins like `of`."""
+    """Return full gradients of one mini-batch, by name, of trained weights that begin like `of`."""
     engine = worker.engine
     rows = Rows.take(data, (*INPUTS, *names), engine.dims.data_size)
     batch = mini_batch(rows, 0, 1, engine.groups.data)
@@ -50,7 +50,7 @@ def gradients(
 
 
 def loss_of(worker: Any, data: DataProto) -> Loss:
-    """The worker's own loss, which asks for entropies, too."""
+    """Return the worker's own loss, with entropies."""
     make, *_ = worker.losses().values()
     return replace(make(data), wanted=Wanted(entropy=True))
 

@@ -1,4 +1,4 @@
-"""Run a function on several ranks from a test, in processes that stay for the next one.
+"""Run a function on several ranks from a test, in processes that the next test reuses.
 
     results = run_kept(2, function, *args)      # as `distributed.run`
 
@@ -44,7 +44,7 @@ class Rank:
         theirs.close()
 
     def end(self) -> None:
-        """The process is killed."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -57,7 +57,7 @@ _kept: dict[int, Rank] = {}
 def run_kept(
     world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0
 ) -> list[Any]:
-    """The results of `function(*args)` by rank; a rank that fails or is late ends them all."""
+    """Return the results of `function(*args)` by rank; a failed or late rank ends all."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -94,7 +94,7 @@ def _serve(pipe: Connection, _output: None) -> None:
 
 @contextmanager
 def process_set_back() -> Iterator[None]:
-    """After it, this process is in no group, and as it was."""
+    """Context after which this process is in no group, and as before."""
     import torch
 
     environment, folder = dict(os.environ), os.getcwd()

@@ -1,4 +1,4 @@
-"""Batches of prompts as the driver hands them to a rollout; usable in a rank's process."""
+"""Batches of prompts as the driver passes them to a rollout; usable in a rank's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ META = {"eos_token_id": 2, "pad_token_id": 0}
 
 
 def prompt_batch(rows: int, width: int = 6, meta: dict[str, Any] = META) -> DataProto:
-    """Left-padded prompts of 1 to `width` tokens."""
+    """Return left-padded prompts of 1 to `width` tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.arange(rows) % width + 1
     mask = (torch.arange(width) >= width - lengths[:, None]).long()

@@ -24,7 +24,7 @@ LETTERS = [chr(ord("!") + token) for token in range(VOCAB)]
 
 
 def make_model(folder: Path, seed: int = 0) -> Any:
-    """A Llama whose distributions are neither flat nor sharp, saved in `folder`."""
+    """Save a Llama whose distributions are neither flat nor sharp in `folder`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -45,7 +45,7 @@ def make_model(folder: Path, seed: int = 0) -> Any:
 
 
 def decode(tokens: list[int]) -> str:
-    """Text of token ids: one letter each."""
+    """Return the text of token ids: one letter each."""
     return "".join(LETTERS[token] for token in tokens)
 
 
@@ -55,7 +55,7 @@ LIMITS = EngineLimits(
 
 
 def make_engine(name: str, model: Any, folder: Path, url: str = "") -> RolloutEngine:
-    """An engine with weights of its own, stale; with a `url` that of vLLM's server there."""
+    """Create an engine with stale weights; with a `url`, on vLLM's server there."""
     limits = LIMITS
     if name == "vllm":
         from workers.rollout.vllm.engine import VllmEngine
@@ -77,13 +77,13 @@ def make_engine(name: str, model: Any, folder: Path, url: str = "") -> RolloutEn
 
 
 def load(engine: RolloutEngine, model: Any, version: int) -> None:
-    """What a sync does to one engine."""
+    """Do what a sync does to one engine."""
     engine.load_weights((name, weight.detach()) for name, weight in model.named_parameters())
     engine.commit(version)
 
 
 def make_prompts(num_ragged: int = 6) -> list[list[int]]:
-    """Ragged, with the longest and the shortest that fit."""
+    """Return ragged prompts with the longest and the shortest that fit."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, PROMPT + 1, size=num_ragged)
     ragged = [random.integers(8, VOCAB, size=n).tolist() for n in lengths]
@@ -91,7 +91,7 @@ def make_prompts(num_ragged: int = 6) -> list[list[int]]:
 
 
 def requests_of(prompts: list[list[int]], n: int = 1) -> list[Sample]:
-    """`n` samples of every prompt, as the role makes them."""
+    """Return `n` samples of every prompt, as the role makes them."""
     return [
         Sample(prompt, noise_key(0, f"{row}-0", index), f"uid {row}-0 sample {index}")
         for row, prompt in enumerate(prompts)
@@ -100,12 +100,12 @@ def requests_of(prompts: list[list[int]], n: int = 1) -> list[Sample]:
 
 
 def settings(**changes: Any) -> SamplingParams:
-    """Sampling with three stop tokens unless said otherwise."""
+    """Return sampling parameters, by default with three stop tokens."""
     return SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": STOP, **changes})
 
 
 def full_logits(model: Any, prompt: list[int], tokens: torch.Tensor) -> torch.Tensor:
-    """What the trainer's forward says about every response token: [tokens, vocabulary]."""
+    """Return the trainer's logits of every response token: [tokens, vocabulary]."""
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt + tokens.tolist()])).logits
     return logits[0, len(prompt) - 1 : -1]
@@ -118,7 +118,7 @@ def generate_and(
     max_tokens: int,
     work: Callable[[], Any],
 ) -> list[Sample]:
-    """All samples; `work` is done when some has drawn so many tokens."""
+    """Generate all samples; call `work` when one has so many tokens."""
     numbers = engine.submit(samples, sampling)
     finished = engine.take(max_tokens)
     assert len(finished) < len(numbers), "some still run"
@@ -130,7 +130,7 @@ def generate_and(
 def begun(
     engine: RolloutEngine, samples: Sequence[Sample], sampling: SamplingParams, max_tokens: int
 ) -> list[Sample]:
-    """All samples, aborted where they go on after so many tokens."""
+    """Return all samples, aborted after so many tokens if they continue."""
     numbers = engine.submit(samples, sampling)
     found = engine.take(max_tokens)
     found |= engine.abort()
@@ -138,14 +138,14 @@ def begun(
 
 
 def first_tokens(sample: Sample, count: int) -> Sample:
-    """A sample as it was when it had so many tokens."""
+    """Return a sample as it was at so many tokens."""
     log_probs, versions = sample.log_probs[:count], sample.versions[:count]
     made = {"tokens": sample.tokens[:count], "log_probs": log_probs, "versions": versions}
     return replace(sample, **made, finish_reason="abort")
 
 
 def same(left: Sample, right: Sample, engine: RolloutEngine) -> None:
-    """One sample: bit for bit where the engine promises bits."""
+    """Compare a sample, bit for bit if the engine guarantees bits."""
     assert left.tokens.tolist() == right.tokens.tolist()
     assert left.finish_reason == right.finish_reason
     assert left.versions.tolist() == right.versions.tolist()

@@ -28,7 +28,7 @@ PROMPT, RESPONSE, VOCAB = 6, 5, 50
 
 
 def with_doubled_head(tiny_dir: Path, folder: Path) -> None:
-    """Write another model than the tiny one: the same but for its head."""
+    """Write a copy of the tiny model with another head."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
@@ -40,7 +40,7 @@ def with_doubled_head(tiny_dir: Path, folder: Path) -> None:
 def tiny_config(
     tiny_dir: Path | str, parallel: ParallelConfig | None = None, **actor: Any
 ) -> WorkersConfig:
-    """Actor, reference and critic on the tiny model; `actor` sets fields of the actor's section."""
+    """Return actor, reference and critic on the tiny model; `actor` sets fields of its section."""
     model = ModelConfig(path=str(Path(tiny_dir) / "model"))
     config = WorkersConfig(
         actor_rollout_ref=ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1)),
@@ -64,7 +64,7 @@ def tiny_config(
 
 
 def make_batch(num_rows: int, seed: int = 0) -> DataProto:
-    """Ragged prompts (padded left) and responses (padded right), with all that an update reads."""
+    """Return ragged prompts (padded left) and responses (padded right) with an update's columns."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(PROMPT + RESPONSE)
     prompt_len = torch.randint(1, PROMPT + 1, (num_rows, 1), generator=generator)
@@ -94,7 +94,7 @@ def make_batch(num_rows: int, seed: int = 0) -> DataProto:
 
 
 def text_rows(num_rows: int) -> DataProto:
-    """Ragged rows of text, padded on the right: every token but the first is in the loss."""
+    """Return right-padded rows of text: every token but the first is in the loss."""
     rows = make_batch(num_rows, seed=3).batch
     ids, real = rows["input_ids"], rows["attention_mask"]
     ids, real = ids.roll(2, dims=1), real.roll(2, dims=1)
@@ -112,29 +112,29 @@ def text_rows(num_rows: int) -> DataProto:
 
 
 def random_row(generator: torch.Generator) -> LMRow:
-    """A text of 3 to 11 tokens, the second half of them in the loss."""
+    """Return a text of 3 to 11 tokens, the second half of them in the loss."""
     length = int(torch.randint(3, 12, (1,), generator=generator))
     ids = torch.randint(6, VOCAB, (length,), generator=generator).numpy()
     return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
 
 
 def own_piece(batch: DataProto, rank: int, world_size: int) -> DataProto:
-    """What a group's dispatch hands to a rank."""
+    """Return the chunk that a group's dispatch passes to a rank."""
     return split_rows(batch, world_size)[rank]
 
 
 def started(cls: type, config: WorkersConfig, *init_args: Any) -> Any:
-    """A worker of this process with its model loaded."""
+    """Return a worker of this process with its model loaded."""
     worker = cls(config)
     worker.init_model(*init_args)
     return worker
 
 
 def weights_of(worker: Any) -> dict[str, torch.Tensor]:
-    """Those of its model, whole, at this moment."""
+    """Return copies of its model's whole weights."""
     return {name: tensor.clone() for name, tensor in worker.engine.named_full_tensors()}
 
 
 def learned(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of an update but for those of the machine, which differ from run to run."""
+    """Return an update's metrics without those of the machine, which vary from run to run."""
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}

@@ -54,7 +54,7 @@ class PlainTrainer:
 
 
 class PlainEngine:
-    """Stands for a rollout engine that has the weights for itself."""
+    """Stands for a rollout engine with its own copy of the weights."""
 
     def __init__(self, seed: int) -> None:
         self.module, self.version = TiedModel(seed), None
@@ -84,7 +84,7 @@ class Receiver(WeightReceiver):
 
 
 def keeping(rank: int = 0, world_size: int = 1) -> Receiver:
-    """A receiver that keeps what it was sent, beside what its engine holds."""
+    """Return a receiver that stores the received tensors, next to its engine's weights."""
     worker = Receiver(rank, world_size)
     worker.copy = HostCopy()
     return worker
@@ -106,7 +106,7 @@ class Group:
 
 
 class InlineGroup(Group):
-    """A group of one that runs a call when it is made, as the local backend may."""
+    """A group of one that runs a call immediately, as the local backend may."""
 
     def __getattr__(self, name: str) -> Method:
         return InlineMethod(self, name)
@@ -161,7 +161,7 @@ def train(actor: Group) -> None:
 
 
 def flip_a_bit_on_the_way(patch: pytest.MonkeyPatch) -> None:
-    """One of a weight that is sent, in every sync."""
+    """Flip a bit of a sent weight in every sync."""
     start = Channel._start_broadcast
 
     def start_flipped(channel: Channel, tensor: torch.Tensor, *group: Any) -> Finish:
@@ -174,7 +174,7 @@ def flip_a_bit_on_the_way(patch: pytest.MonkeyPatch) -> None:
 
 
 def refused(actor: Group, rollout: Group, words: str) -> None:
-    """A sync is, with these words, and flips no version."""
+    """Check that a sync is rejected with this text, and changes no version."""
     with pytest.raises(WeightSyncError, match=words):
         sync_weights(actor, rollout, 5)
     assert versions(rollout) == [None, None]

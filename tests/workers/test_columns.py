@@ -53,7 +53,7 @@ def test_a_built_in_method_gets_the_columns_it_reads_and_the_batch_has() -> None
 def test_a_class_of_the_users_gets_every_column_unless_it_says_what_it_reads() -> None:
     class Mine(ActorWorker):
         def update_actor(self, data: DataProto, ptx: Any = None) -> dict[str, Any]:
-            """Reads who knows what."""
+            """Reads unknown columns."""
             return {}
 
     class Declared(Mine):

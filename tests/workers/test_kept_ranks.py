@@ -1,4 +1,4 @@
-"""A rank that is kept runs each function as a new one would."""
+"""A reused rank runs each function as a new one would."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from workers.parallel import sharding
 
 
 def meet() -> None:
-    """The two ranks are in a group."""
+    """Check that the two ranks are in a group."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
 
 
 def change_all() -> tuple[int, int, int, float, str | None, int]:
-    """The rank and its process; a setting, a random number, a variable and the groups it found."""
+    """Change a setting, a random number, a variable and the groups of the process."""
     found = (
         int(os.environ["RANK"]),
         os.getpid(),

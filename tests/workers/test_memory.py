@@ -1,4 +1,4 @@
-"""The bytes that the model of memory predicts for a role, beside those of its tensors."""
+"""The predicted memory of a role, next to the bytes of its tensors."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def reference(
     window: tuple[int, int],
     cap: float,
 ) -> Tensor:
-    """Row by row, in float32; the window is counted as FlashAttention does it."""
+    """Compute row by row, in float32; the window counts as in FlashAttention."""
     assert bounds.dtype == torch.int32
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert query.shape[-1] % 8 == 0
@@ -82,7 +82,7 @@ def varlen_attn(
 def varlen_attn_without_groups(
     *rows: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)
 ) -> Tensor:
-    """torch's, before."""
+    """torch's, before 2.12."""
     return varlen_attn(*rows, scale=scale, window_size=window_size)
 
 
@@ -100,7 +100,7 @@ def flash_attn_4_varlen_func(
     window_size: tuple[int | None, int | None] = (None, None),
     softcap: float = 0.0,
 ) -> tuple[Tensor, None]:
-    """flash-attn-4's, of the parameters that it shares with others; it gives norms, too."""
+    """flash-attn-4's, with the parameters that it shares with others; it returns norms, too."""
     assert qv is None
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is cu_seqlens_q
@@ -113,7 +113,7 @@ def flash_attn_4_varlen_func(
 
 
 def package(name: str, function: Any = flash_attn_varlen_func) -> ModuleType:
-    """A module to stand as that one among the imported ones."""
+    """Create a module and install it among the imported ones."""
     module: Any = ModuleType(name)
     module.flash_attn_varlen_func = function
     return module

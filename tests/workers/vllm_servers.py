@@ -1,4 +1,4 @@
-"""vLLM's server in a process of its own, and a stand-in that speaks as it does."""
+"""vLLM's server in a separate process, and a stand-in with the same protocol."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP_S = 0.05
 
 
 class SlowExtension(WorkerExtension):
-    """Draws slowly."""
+    """Samples slowly."""
 
     def install_sampler(self) -> list[str]:
         methods = super().install_sampler()
@@ -51,7 +51,7 @@ class SlowExtension(WorkerExtension):
 
 @contextmanager
 def vllm_server(folder: Path, limits: EngineLimits) -> Iterator[str]:
-    """The address of a server that the documented command has started, but with our extension."""
+    """Start the documented command with our extension; return the address."""
     command = serve_command(VllmSettings(str(folder)), limits)
     words = shlex.split(command.replace(EXTENSION, f"{__name__}.SlowExtension"))
     python = words.index("python")
@@ -88,7 +88,7 @@ def vllm_server(folder: Path, limits: EngineLimits) -> Iterator[str]:
 
 
 class StandIn(WorkerExtension):
-    """A rank of vLLM that holds no model: token n of a response is the prompt's first, plus n."""
+    """A vLLM rank without a model: token n of a response is the prompt's first, plus n."""
 
     rank, device = 0, torch.device("cpu")
 
@@ -140,7 +140,7 @@ class StandIn(WorkerExtension):
         return self._arrivals
 
     def draw(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What a stream has, token by token."""
+        """Yield a stream's lines, token by token."""
         params = body["sampling_params"]
         extra = params["extra_args"]
         name = f"generate-tokens-{body['request_id']}"
@@ -166,7 +166,7 @@ class StandIn(WorkerExtension):
 def stand_in_server(
     folder: Path, limits: EngineLimits, host: str = "127.0.0.1"
 ) -> Iterator[tuple[str, StandIn]]:
-    """Its address, and its one rank."""
+    """Return its address, and its one rank."""
     rank = StandIn(folder, limits)
 
     class Handler(BaseHTTPRequestHandler):
@@ -207,7 +207,7 @@ def stand_in_server(
         daemon_threads = True
 
         def handle_error(self, *_: Any) -> None:
-            """A connection that breaks off on purpose."""
+            """Ignore a connection that breaks off on purpose."""
 
     server = Server((host, 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""Models made by a function, and models of several roles."""
+"""Models created by a function, and models of several roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat names reach keys; what is neither a name nor a key is refused with the nearest name."""
+"""Flat names map to keys; an unknown name is rejected with the nearest name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call has in memory becomes files that the recipes read; what cannot is said."""
+"""In-memory arguments of a call become files that recipes read; unsupported ones are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT = [{"role": "user", "content": "say a"}]
 
 
 class Dataset:
-    """Rows as `datasets.Dataset` gives them: dicts, one by one."""
+    """Yields rows as `datasets.Dataset` does: dicts, one by one."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows

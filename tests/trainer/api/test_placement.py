@@ -1,4 +1,4 @@
-"""Roles on pools of their own work at the same time, without a word on backend or devices."""
+"""Roles on separate pools work at the same time, without settings of backend or devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function of any kind is found by a reward process; one that cannot be called is refused."""
+"""A reward process finds a function of any kind; one that cannot be called is rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLE = {"solution_str": "aab", "raw_prompt": "say a", "letter": "a"}
 
 
 def object_with(bonus: Any) -> Any:
-    """A reward that is an object, of a class that its process has by value: no file is imported."""
+    """A reward object whose class is pickled by value, without an imported file."""
 
     class Bonus:
         def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_settings_stand_beside_a_function_and_other_kinds_stay(tmp_path: Path) -
 
 
 class OfTensors(torch.nn.Module):
-    """One that reads tensors, which nobody gives."""
+    """A reward that reads tensors, which no caller passes."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return input_ids.sum()

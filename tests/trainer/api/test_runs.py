@@ -1,4 +1,4 @@
-"""Runs from Python: the numbers of the command line, steps that go on, callbacks in their order."""
+"""Runs from Python: the command line's numbers, continued steps, ordered callbacks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SMALL_SFT: dict[str, Any] = {
 
 
 class Noted:
-    """Every hook, in the order of the calls."""
+    """Records every hook in the order of the calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -79,7 +79,7 @@ def make_ppo(tiny_dir: Path, folder: Path, **more: Any) -> PPO:
 
 @pytest.fixture(scope="module")
 def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PPO, RunResult]:
-    """A run of three steps at once, and what it gave."""
+    """A run of three steps, and its result."""
     own = make_ppo(tiny_dir, tmp_path_factory.mktemp("run"))
     return own, own.fit(steps=3)
 

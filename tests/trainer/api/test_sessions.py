@@ -1,4 +1,4 @@
-"""A run of a script without a `__main__` guard, from a cell: in an event loop, without a file.
+"""A run from a script without a `__main__` guard, and from a cell in an event loop.
 
 Worker processes run no script again either: `tests/verl_like/process/test_child.py`.
 """
@@ -53,12 +53,11 @@ Path("steps").write_text(str(len(run.fit(steps=2).metrics)))
 
 
 def run_script() -> None:
-    """`python SCRIPT`."""
     runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def run_on_a_full_disk() -> None:
-    """`python SCRIPT > /dev/full`."""
+    """Run `python SCRIPT > /dev/full`."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     run_script()
 

@@ -27,7 +27,7 @@ PART_TOKENS = 3  # fewer than a turn has, so that no machine ends a game within 
 
 
 class LongRollout(RolloutWorker):
-    """From the second take on it generates for seconds."""
+    """Generates for seconds from the second call of `take` on."""
 
     num_calls = 0
 
@@ -40,7 +40,7 @@ class LongRollout(RolloutWorker):
 
 
 class DiesOnce(RolloutWorker):
-    """Generator 0's last rank is killed in its second piece; what comes in its place is not."""
+    """Generator 0's last rank is killed in its second chunk; its replacement is not."""
 
     num_calls = 0
 
@@ -56,7 +56,7 @@ class DiesOnce(RolloutWorker):
 
 
 class DiesAtOnce(RolloutWorker):
-    """Killed in its first piece, and leaves the moment."""
+    """Is killed in its first chunk, and leaves the moment."""
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
@@ -66,7 +66,7 @@ class DiesAtOnce(RolloutWorker):
 
 
 class DiesAsItSends(ActorWorker):
-    """Killed in the delivery of the second version."""
+    """Is killed in the delivery of the second version."""
 
     num_deliveries = 0
 
@@ -79,7 +79,7 @@ class DiesAsItSends(ActorWorker):
 
 
 class SlowActor(ActorWorker):
-    """Takes its time to send, and to learn."""
+    """Sends and learns slowly."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, *arguments: Any) -> SyncReport:
@@ -93,7 +93,7 @@ class SlowActor(ActorWorker):
 
 
 class FailsInSecondUpdate(ActorWorker):
-    """As a batch does that no update can use."""
+    """Fails as for a batch that no update can use."""
 
     num_updates = 0
 
@@ -106,7 +106,7 @@ class FailsInSecondUpdate(ActorWorker):
 
 
 class OtherWeights(RolloutWorker):
-    """Built with weights that are not the trainers'."""
+    """Has other weights than the trainers."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -116,7 +116,7 @@ class OtherWeights(RolloutWorker):
 
 
 class OtherShape(RolloutWorker):
-    """Built with another number of rows in one of its weights."""
+    """One of its weights has another number of rows."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -126,7 +126,7 @@ class OtherShape(RolloutWorker):
 
 
 class CannotBeBuilt(RolloutWorker):
-    """As with an engine that does not load the model."""
+    """Fails as an engine does that cannot load the model."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -134,13 +134,13 @@ class CannotBeBuilt(RolloutWorker):
 
 
 def note_uids(worker: Worker, folder: str, data: DataProto) -> None:
-    """A line for every call: the uids that this rank was given."""
+    """Write a line with this rank's uids for every call."""
     with Path(folder, f"uids_of_{worker.role}_{worker.rank}.jsonl").open("a") as file:
         file.write(json.dumps(data.non_tensor_batch["uid"].tolist()) + "\n")
 
 
 class NotingRollout(RolloutWorker):
-    """Notes which prompts it answers; none goes on with its first ones before all three have."""
+    """Records its prompts; no rollout continues before all three have got their first ones."""
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
@@ -151,7 +151,7 @@ class NotingRollout(RolloutWorker):
 
 
 class NotingActor(ActorWorker):
-    """Notes which samples each rank learns from."""
+    """Records the samples that each rank learns from."""
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
@@ -164,7 +164,7 @@ class NotingActor(ActorWorker):
 
 
 class WaitsForWeights(RolloutWorker):
-    """From the second piece on it goes no further than four tokens with the weights of before."""
+    """From the second chunk on, generates at most four tokens with the previous weights."""
 
     num_pieces = 0
 
@@ -186,7 +186,7 @@ class WaitsForWeights(RolloutWorker):
 
 
 class DiesWithTurns(RolloutWorker):
-    """Killed in its third take, while trajectories are being played."""
+    """Is killed in its third `take`, while trajectories are unfinished."""
 
     is_frozen = True
     num_takes = 0

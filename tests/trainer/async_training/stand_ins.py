@@ -1,4 +1,4 @@
-"""A loader of numbered prompts, and a buffer on it, for tests without models."""
+"""A loader of numbered prompts and a buffer on it, for tests without models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.rollout.batches import REQUEST
 
 
 class NumberedPrompts:
-    """Batches of `size` prompts, `num_batches` of them; prompt 5 of the run has the uid "5"."""
+    """`num_batches` batches of `size` prompts; prompt 5 of the run has the uid "5"."""
 
     def __init__(self, size: int = 4, num_batches: int | None = None) -> None:
         self.size, self.num_batches = size, num_batches
@@ -49,7 +49,7 @@ def config_of(
     generators: int = 1,
     **async_training: Any,
 ) -> AsyncConfig:
-    """One whose bounds are those of the buffer and the generators."""
+    """Return a configuration with the bounds of the buffer and the generators."""
     config = AsyncConfig()
     config.data.train_batch_size, config.actor_rollout_ref.rollout.n = batch, samples
     settings = {
@@ -67,7 +67,7 @@ def config_of(
 
 
 def make_buffer(num_batches: int | None = None, **settings: Any) -> ExperienceBuffer:
-    """A buffer at version 1 of the weights, of an unlimited run but for `num_batches`."""
+    """Return a buffer at version 1 of the weights, in a run of `num_batches` batches."""
     config = config_of(**settings)
     prompts = NumberedPrompts(config.data.train_batch_size, num_batches)
     buffer = ExperienceBuffer(config, prompts, Activity())
@@ -76,28 +76,28 @@ def make_buffer(num_batches: int | None = None, **settings: Any) -> ExperienceBu
 
 
 def begin(buffer: ExperienceBuffer, generator: int = 0) -> Experience:
-    """What the generator is given, which must be something."""
+    """Start a generator's next chunk, which must exist, and return it."""
     experience = buffer.begin(generator, buffer.weights)
     assert experience is not None
     return experience
 
 
 def finish(buffer: ExperienceBuffer, experience: Experience) -> Experience:
-    """It is made, and queued."""
+    """Mark a chunk as generated and queued."""
     experience.samples = experience.rows
     buffer.put(experience)
     return experience
 
 
 def may_begin(buffer: ExperienceBuffer, generator: int = 0, version: int | None = None) -> bool:
-    """Whether there is room for a generator's next piece at this moment."""
+    """True if there is room for a generator's next chunk at this moment."""
     held = buffer.version if version is None else version
     piece = buffer.stream.offer(generator)
     return piece is not None and buffer.open.has_room(piece, buffer.version - held, buffer._demand)
 
 
 def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:
-    """All of it was trained on by rank 0."""
+    """Train on all samples, as rank 0."""
     for one in taken:
         assert one.samples is not None
         buffer.log.train(tokens_by_sample(one.samples))
@@ -121,7 +121,7 @@ class Answer:
 
 
 class StandInGroup:
-    """A rollout group of one rank that makes responses of one token, when `finish` says so."""
+    """A rollout group of one rank that makes responses of one token when `finish` is called."""
 
     world_size = 1
 
@@ -142,7 +142,7 @@ class StandInGroup:
 
 
 def asked_of(rows: DataProto, *_: str) -> DataProto:
-    """What a stand-in for a group reads."""
+    """Return what a stand-in for a group reads."""
     return rows.select(["sample_index", "input_ids"], ["uid"])
 
 
@@ -154,7 +154,7 @@ def generator_of(
     number: int = 0,
     **settings: Any,
 ) -> Generator:
-    """A generator of that group."""
+    """Return a generator of that group."""
     trainer: Any = SimpleNamespace(
         config=config_of(**({"generators": number + 1} | settings)),
         groups={generator_role(number): group},

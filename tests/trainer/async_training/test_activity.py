@@ -11,7 +11,7 @@ from trainer.async_training.activity import Activity
 
 
 class Clock:
-    """A clock that the test moves on."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -195,7 +195,7 @@ def test_no_sample_is_trained_on_too_late_whatever_the_generators_do(
 
 
 def _make(buffer: ExperienceBuffer, generator: int) -> None:
-    """A generator of uneven speed, which takes newer weights as it sees them."""
+    """Generate at uneven speed, taking newer weights as they come."""
     pace = random.Random(generator)
     while not buffer.is_closed:
         experience = buffer.begin(generator, buffer.weights)
@@ -247,7 +247,7 @@ def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() 
 
 
 class NewestAtFirst(Sampler):
-    """Comes back to old samples too late."""
+    """Samples the newest first, and old samples too late."""
 
     def choose(self, stock: Stock) -> Choice:
         newest = sorted(stock.ready, key=lambda one: one.version, reverse=stock.version < 3)
@@ -255,7 +255,7 @@ class NewestAtFirst(Sampler):
 
 
 class HalfABatch(Sampler):
-    """Takes too little."""
+    """Takes too few samples."""
 
     def choose(self, stock: Stock) -> Choice:
         return Choice(up_to(stock.ready, stock.num_samples // 2))
@@ -359,7 +359,7 @@ def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
 
 
 def buffer_of_three_pieces() -> ExperienceBuffer:
-    """Pieces 0 and 2 are queued, piece 1 is being made."""
+    """A buffer with chunks 0 and 2 queued, and chunk 1 in flight."""
     buffer = make_buffer(max_staleness=4, on_resume="restore")
     orders = [begin(buffer) for _ in range(3)]
     finish(buffer, orders[0])

@@ -1,4 +1,4 @@
-"""Callbacks of an asynchronous run: their order, and whose error it is."""
+"""Callbacks of an asynchronous run: their order, and their errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOOKS = [name for name in vars(Hooks) if name.startswith("on_")]
 
 
 class Recorder:
-    """Notes every hook with the step that it is called in."""
+    """Records every hook with its step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str]] = []
@@ -52,7 +52,7 @@ def test_hooks_come_in_their_order(tiny_dir: Path, tmp_path: Path) -> None:
 
 
 class Breaks:
-    """A callback with a mistake."""
+    """A callback that raises."""
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
         raise KeyError("rewards")

@@ -1,6 +1,4 @@
-"""How an asynchronous run ends: with the prompts that were asked for, and with words where it
-cannot go on.
-"""
+"""How an asynchronous run ends: with the requested prompts, or with an error that explains it."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ RIGGED = "tests.trainer.async_training.rigged_workers"
 
 
 def uids_of(folder: Path) -> list[str]:
-    """One for each sample that was trained on."""
+    """Return the uid of each sample that was trained on."""
     texts = [path.read_text() for path in sorted((folder / "rollouts").glob("*.jsonl"))]
     return [json.loads(line)["uid"] for text in texts for line in text.splitlines()]
 

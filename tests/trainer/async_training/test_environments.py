@@ -47,7 +47,7 @@ def play(
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """What neither the clock nor faults decide, nor asynchronous runs alone have."""
+    """Return the metrics that depend neither on the clock nor on faults, and that every run has."""
     return [
         {name: value for name, value in line.items() if not name.startswith((*CLOCK, *FAULTS))}
         for line in shared_numbers(folder)
@@ -83,7 +83,7 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny_dir: Path, tmp_path
 
 
 class Ends:
-    """A callback: the process of the run is killed, as far as its folder can tell."""
+    """A callback that ends the run as a kill of its process would."""
 
     def on_step_begin(self, trainer: Any) -> None:
         if trainer.global_step == 2:
@@ -94,7 +94,7 @@ class Ends:
 def test_a_resumed_run_has_the_numbers_of_an_unbroken_one(
     tiny_dir: Path, tmp_path: Path, recipe: Recipe[Any]
 ) -> None:
-    """Its environments draw from every source of chance."""
+    """Its environments draw from every source of randomness."""
     more = ["async_training.max_staleness=0"] if recipe is ASYNC else []
     more += ["trainer.save_freq=1"]
     whole = play(tiny_dir, tmp_path / "whole", *more, game="Dice", recipe=recipe)

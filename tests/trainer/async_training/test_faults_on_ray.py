@@ -1,4 +1,4 @@
-"""30 asynchronous steps on Ray under every fault: the ledger balances, and nothing is left."""
+"""30 asynchronous steps on Ray under every fault: the ledger balances, and no process is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTS = (
 
 
 class Pids:
-    """A callback: every worker process that a step began with."""
+    """A callback that records the worker processes at the start of each step."""
 
     def __init__(self) -> None:
         self.seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""A generator's thread: weights between two takes, and groups that are lost."""
+"""A generator's thread: new weights between calls of `take`, and lost groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 20.0
 
 
 class Group(StandInGroup):
-    """A rollout group that dies as weights of version 2 arrive, and can be restarted."""
+    """A rollout group that dies when it gets version 2, and can be restarted."""
 
     def __init__(self, restarts: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Group(StandInGroup):
         self.generating.set()
 
     def finished(self) -> DataProto | None:
-        """A slice of time passes, or the piece is finished when the test says so."""
+        """Sleep for a slice of time, or finish the chunk when the test says so."""
         if self.is_dead:
             raise WorkerDiedError("the rollout is gone")
         if not self.goes_on.wait(0.02):
@@ -57,7 +57,7 @@ class Group(StandInGroup):
 
 
 def begun_generator(group: Group, **settings: str) -> Generator:
-    """A generator of that group, which generates its first piece."""
+    """Return a generator of that group, which generates its first chunk."""
     generator = generator_of(group.buffer, group, group.deliver, group.losses, **settings)
     generator.start()
     assert group.generating.wait(WAIT_S)
@@ -94,7 +94,7 @@ def test_a_group_that_dies_within_a_piece_makes_it_again_with_newest_weights_or_
 def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_the_policys(
     group: Group,
 ) -> None:
-    """Where it dies meanwhile, whoever comes in its place makes the samples, or nobody does."""
+    """If the generator dies meanwhile, its replacement generates the samples, or nobody does."""
     group.lost = [0]  # version 2 kills nobody
     generator = begun_generator(group)
     threading.Timer(0.05, group.goes_on.set).start()

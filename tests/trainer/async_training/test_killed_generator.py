@@ -1,4 +1,4 @@
-"""A generator's process is killed in the middle of a run, which goes on without losing a sample."""
+"""A generator's process is killed during a run, which continues without losing a sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.async_training.recipe import ASYNC
 
 
 class Pids:
-    """A callback: the process of a generator's rollout when the run begins, and when it ends."""
+    """A callback that records the rollout's process at the beginning and at the end of the run."""
 
     def __init__(self, role: str = "rollout") -> None:
         self.seen: list[int] = []

@@ -1,4 +1,4 @@
-"""An asynchronous run as ColossalChat's scripts made them: their maths, and a reward model."""
+"""An asynchronous run as in ColossalChat's scripts: their formulas, and a reward model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's process that is gone ends the run, soon and by its own name; or the run goes on."""
+"""The loss of a trainer's process ends the run with an error that names it, or is recovered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RIGGED = "tests.trainer.async_training.rigged_workers"
 
 
 class KillTrainer:
-    """A callback: kills rank 1 of the trainers while the samples of the second step are made."""
+    """A callback that kills rank 1 of the trainers during generation for the second step."""
 
     killed_at = 0.0
 
@@ -44,7 +44,7 @@ class KillTrainer:
 
 
 class KillTrainerOnce(KillTrainer):
-    """A callback: as the third step begins, the first time."""
+    """A callback that kills it once, as the third step begins."""
 
     def on_step_begin(self, trainer: Any) -> None:
         if trainer.global_step == 3 and not self.killed_at:
@@ -106,7 +106,7 @@ def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint_by_itself(
 
 
 def of_training(folder: Path) -> list[dict[str, float]]:
-    """The steps' numbers, but for those of generators' times."""
+    """Return the steps' metrics without generators' times."""
     return [
         {name: number for name, number in line.items() if not name.startswith("async/")}
         for line in numbers(folder)

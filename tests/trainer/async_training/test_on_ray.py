@@ -1,4 +1,4 @@
-"""Asynchronous runs on a Ray cluster: processes of their own, and the numbers of one machine."""
+"""Asynchronous runs on a Ray cluster: separate processes, and the numbers of one machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAKING = {"__init__", "init_model", "location", "receive_weights", "submit", "ta
 
 
 def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
-    """Process -> (role, method) of what ran in it."""
+    """Return process -> the (role, method) pairs that ran in it."""
     found: dict[int, set[tuple[str, str]]] = {}
     for event in calls(folder):
         found.setdefault(event["args"]["pid"], set()).add((event["cat"], event["name"]))

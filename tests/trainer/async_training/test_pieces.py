@@ -1,4 +1,4 @@
-"""Prompts go out in order, each once, to generators that may make them."""
+"""Prompts go out in order, each once, to generators that have room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.async_training.samplers import Experience
 
 
 def stream_of(prompts: NumberedPrompts, **settings: Any) -> PieceStream:
-    """Of pieces of two prompts."""
+    """Return a stream of chunks of two prompts."""
     return PieceStream(config_of(**settings), prompts)
 
 

@@ -1,4 +1,4 @@
-"""What an asynchronous run will do, in words, before it is started."""
+"""The description of an asynchronous run before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that end while samples are queued, and go on from their checkpoint."""
+"""Runs that end while samples are queued, and resume from their checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_like.errors import CallbackError
 
 
 class EndsWithFullQueue:
-    """A callback: the run of three steps fails in its second, with the samples of two queued."""
+    """A callback that fails the second of three steps, with samples for two steps queued."""
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
         # all that the generators may make, so that what a checkpoint holds does not depend on the

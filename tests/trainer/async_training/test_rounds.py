@@ -1,4 +1,4 @@
-"""A round: fresh batches as they come, then the same ones again in orders of their own."""
+"""A round: fresh batches in order, then the same batches again in other orders."""
 
 from __future__ import annotations
 

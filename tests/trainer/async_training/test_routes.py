@@ -28,14 +28,14 @@ CROSSED = (
 
 
 class HashesAtTheEnd:
-    """A callback: what the trainers hold after the last update."""
+    """A callback that stores the hashes of the trainers' weights after the last update."""
 
     def on_train_end(self, trainer: Any) -> None:
         self.seen: list[str] = trainer.groups["actor"].weights_checksum(True)
 
 
 def uids_given(folder: Path, role: str, rank: int) -> set[str]:
-    """All that this rank was asked for or learned from."""
+    """Return all uids that this rank generated or learned from."""
     return {uid for call in lines(folder, f"uids_of_{role}_{rank}.jsonl") for uid in call}
 
 

@@ -30,13 +30,13 @@ ENDS_AT_13 = (BY_PROMPTS, "data.total_prompts=13", "actor_rollout_ref.actor.ppo_
 
 
 def run_async(tiny: Path, folder: Path, *more: str) -> Path:
-    """The folder of an asynchronous run, of three steps unless it is told."""
+    """Run asynchronous training, by default for three steps; return its folder."""
     run(load_config(overrides(tiny, folder, LOCAL, *more), ASYNC))
     return folder
 
 
 def shared_numbers(folder: Path) -> list[dict[str, float]]:
-    """Every number of a run that the clock does not decide and that PPO has.
+    """Return every metric that PPO has too and that does not depend on the clock.
 
     Without the version's number: PPO gives one to the averaged weights of a validation, too.
     """
@@ -135,7 +135,7 @@ def test_weights_that_come_at_once_lose_no_sample(tiny_dir: Path, tmp_path: Path
 
 
 class KillGenerator:
-    """Ends the process of generator 1 after the first step, as a kernel without memory does."""
+    """Kills the process of generator 1 after the first step, as the kernel does without memory."""
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         if trainer.global_step == 1:
@@ -192,7 +192,7 @@ def test_adapters_are_trained_as_in_the_synchronous_run(
 
 @pytest.fixture(scope="module")
 def ahead(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs of four steps, of one version's staleness, by two generators."""
+    """Two epochs of four steps, with a staleness of one version, by two generators."""
     folder = tmp_path_factory.mktemp("async")
     sizes = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     more = (

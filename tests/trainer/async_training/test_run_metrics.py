@@ -1,4 +1,4 @@
-"""What an asynchronous run says of itself, compared with what a callback of the run sees."""
+"""The metrics of an asynchronous run, compared with the observations of a callback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG_S = 0.15
 
 
 class Watches:
-    """A callback that keeps the first step waiting until generators have filled the buffer."""
+    """A callback that holds the first step until generators have filled the buffer."""
 
     def __init__(self) -> None:
         self.open_samples = 0
@@ -51,7 +51,7 @@ class Watches:
 
 
 class Watched(NamedTuple):
-    """A run of one generator, four versions ahead at most, and what was seen of it."""
+    """A run of one generator, at most four versions ahead, and the callback's observations."""
 
     folder: Path
     by: Watches

@@ -1,4 +1,4 @@
-"""Every sampler in a run whose generators are always as far ahead as they may be."""
+"""Every sampler in a run whose generators are always as far ahead as allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO_GENERATORS = "async_training.generators=2"
 
 
 class FullQueue:
-    """A callback: a step goes on when generators have made all that they may make meanwhile."""
+    """A callback that holds a step until generators have filled the buffer."""
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
         num_left = BATCH * min(2, STEPS - trainer.global_step)
@@ -35,12 +35,12 @@ class FullQueue:
 
 
 def ages(folder: Path) -> list[float]:
-    """Versions that the oldest sample of each step was old."""
+    """Return the age in versions of the oldest sample of each step."""
     return [line["async/staleness/max"] for line in lines(folder)]
 
 
 def dropped(folder: Path) -> dict[str, int]:
-    """Dropped samples by reason; every other sample was trained on or is still there."""
+    """Return dropped samples by reason; every other sample was trained on or is still queued."""
     reasons: dict[str, int] = {}
     for row in ledger_of(folder)["generators"].values():
         for reason, number in row["dropped"].items():
@@ -51,7 +51,7 @@ def dropped(folder: Path) -> dict[str, int]:
 
 
 class NewestFirst(Sampler):
-    """A user's own: the newest weights first, but before all others what is due."""
+    """A user's sampler: samples that are due first, then those of the newest weights."""
 
     def choose(self, stock: Stock) -> Choice:
         newest = sorted(stock.ready, key=lambda one: one.version, reverse=True)
@@ -89,7 +89,7 @@ def test_a_version_window_drops_what_is_older_and_takes_other_prompts(
 
 
 class Evictions:
-    """A callback: the first step goes on when three batches have been pushed out of the buffer."""
+    """A callback that holds the first step until three batches have been evicted."""
 
     def on_sample_end(self, trainer: Any, batch: Any) -> None:
         generators = trainer.origins.log.accounts

@@ -1,4 +1,4 @@
-"""Generators that score what they make: with references, reward models and copies of the critic."""
+"""Generators that score their samples: with references, reward models and copies of the critic."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ROW_BY_ROW = (
 
 
 def two_models(classifier: Path) -> str:
-    """A rule and two models, of which the second is normalised over the batch."""
+    """A rule and two models, the second normalized over the batch."""
     model = f"kind: model, path: '{classifier}', micro_batch_size_per_gpu: 1"
     second = f"{{name: second, {model}, weight: 0.5, normalize: true}}"
     return f"rewards=[{{name: rule}},{{name: first, {model}}},{second}]"
 
 
 def roles_of(folder: Path, methods: Iterable[str] = SCORES) -> dict[str, set[str]]:
-    """Method -> the roles that were asked for it in a run."""
+    """Return method -> the roles that a run called it on."""
     return {method: {event["cat"] for event in calls(folder, method)} for method in methods}
 
 
@@ -80,7 +80,7 @@ def test_scores_of_generators_are_those_of_the_synchronous_run_bit_for_bit(
 
 
 def drawn_as_recorded(folder: Path, settings: list[str]) -> None:
-    """The graph has the run's calls of roles, each in its stage, and on all its pools."""
+    """Check that the graph has the run's calls of roles, each in its stage and on its pools."""
     config = load_config(settings, ASYNC)
     pools = expand_roles(config.role_mapping)
     made = defaultdict[tuple[str, str], set[str]](set)
@@ -137,7 +137,7 @@ def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path:
 
 
 class KillGenerator:
-    """Ends the generator's process as the second step begins."""
+    """Kills the generator's process as the second step begins."""
 
     def on_step_begin(self, trainer: Any) -> None:
         if trainer.global_step == 2:

@@ -1,4 +1,4 @@
-"""What generators' roles say of samples, without models."""
+"""Scores of generators' roles, without models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_like.calls.result import Result
 
 
 class Answer:
-    """A group whose every method gives one result, which is there."""
+    """A group whose methods all return one finished result."""
 
     def __init__(self, metrics: dict[str, float], **columns: list[float]) -> None:
         tensors = {name: torch.tensor(values)[:, None] for name, values in columns.items()}

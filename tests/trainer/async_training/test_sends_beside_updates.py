@@ -1,4 +1,4 @@
-"""Weights travel while the trainer works: a slow send and a slow update share their time."""
+"""Weights are sent while the trainer works: a slow send and a slow update overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.trainer.async_training.test_run import run_async
 
 
 def intervals(folder: Path, method: str) -> list[tuple[float, float]]:
-    """Start and end in seconds of every call."""
+    """Return start and end in seconds of every call."""
     return [
         (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in calls(folder, method)
     ]

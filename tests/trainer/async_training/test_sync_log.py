@@ -1,4 +1,4 @@
-"""`syncs.jsonl`, a line for every delivery of weights."""
+"""`syncs.jsonl` has a line for every delivery of weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.ppo.recipe import load_config
 
 
 def figures(version: int) -> dict[str, float]:
-    """What a delivery of 5 MiB says."""
+    """Return the report of a delivery of 5 MiB."""
     return {
         "timing_s/weight_sync": 0.25,
         "perf/weight_sync_hash_s": 0.125,

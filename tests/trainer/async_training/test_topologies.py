@@ -1,4 +1,4 @@
-"""Asynchronous runs of every shape train on the same samples and come to the same numbers."""
+"""Asynchronous runs of every shape train on the same samples and reach the same numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER_WEIGHTS = "role_workers.rollout=tests.trainer.async_training.rigged_worker
 
 
 def curves(folder: Path) -> list[dict[str, float]]:
-    """What the samples scored and what the updates lost, step by step."""
+    """Return the scores and losses, step by step."""
     names = ("critic/score/", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss")
     return [
         {n: value for n, value in line.items() if n.startswith(names)} for line in numbers(folder)
@@ -29,7 +29,7 @@ def curves(folder: Path) -> list[dict[str, float]]:
 
 
 class Hashes:
-    """A callback: what every rank of the trainers holds, and the generators, at every version."""
+    """A callback that stores the hashes of all trainer ranks and generators, at every version."""
 
     def __init__(self) -> None:
         self.trainers: list[set[str]] = []

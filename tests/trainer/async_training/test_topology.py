@@ -1,4 +1,4 @@
-"""Edges between generators and trainers: the default rule, explicit ones, and what is refused."""
+"""Routes between generators and trainers: the default rule, explicit routes, and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl_like.errors import ConfigError
 
 
 def sent(edges: tuple[tuple[int, int], ...]) -> dict[int, set[int]]:
-    """Sender -> receivers."""
+    """Return sender -> receivers."""
     return {sender: {to for s, to in edges if s == sender} for sender, _ in edges}
 
 

@@ -1,4 +1,4 @@
-"""Samples with tokens of several versions of the weights: each says so, and none is too old."""
+"""Samples with tokens of several weight versions: each token has its version, none is too old."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = (
 
 
 class TokensOfSteps:
-    """A callback: columns of the tokens that each step is given."""
+    """A callback that stores columns of each step's tokens."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
@@ -36,20 +36,20 @@ class TokensOfSteps:
         self.steps.append(read_columns(batch, *names))
 
     def versions(self, step: int) -> list[set[int]]:
-        """Of each response's tokens."""
+        """Return the version of each response's tokens."""
         columns = self.steps[step - 1]
         made = columns["response_mask"] != 0
         pairs = zip(columns["token_versions"], made, strict=True)
         return [set(versions[drawn].tolist()) for versions, drawn in pairs]
 
     def log_probs_of(self, step: int, version: int) -> torch.Tensor:
-        """Of the tokens that this version drew."""
+        """Return the log-probs of the tokens that this version sampled."""
         columns = self.steps[step - 1]
         drawn = (columns["response_mask"] != 0) & (columns["token_versions"] == version)
         return columns["rollout_log_probs"][drawn]
 
     def check(self, folder: Path) -> None:
-        """A sample is as old as its oldest token, and none is older than it may be."""
+        """Check that a sample is as old as its oldest token, and that none is too old."""
         for step, columns in enumerate(self.steps, start=1):
             oldest = [min(versions) for versions in self.versions(step)]
             assert columns["policy_version"].tolist() == oldest

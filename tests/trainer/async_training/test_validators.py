@@ -42,7 +42,7 @@ def rows(num: int) -> DataProto:
 def validated_by(
     buffer: ExperienceBuffer, generators: list[int]
 ) -> tuple[threading.Thread, list[int]]:
-    """A thread that validates, and the numbers of the rows whose samples it got."""
+    """Return a thread that validates, and the numbers of the rows whose samples it got."""
     found: list[int] = []
 
     def validate() -> None:

@@ -1,4 +1,4 @@
-"""A generator whose node is lost waits for another node and is started again."""
+"""A generator whose node is lost waits for another node and is restarted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOST = WorkerDiedError("node 7 is lost")
 
 
 class Group:
-    """The one of a generator, whose node is lost; then of its successor."""
+    """The group of a generator whose node is lost; then that of its successor."""
 
     def __init__(self, started: list[str], role: str) -> None:
         self.started, self.role = started, role
@@ -37,10 +37,10 @@ class Group:
 
 
 class Cluster(dict[str, Group]):
-    """Groups of generators; a pool can be restarted at the try for which there is no error."""
+    """Groups of generators; a pool can be restarted at the first try without an error."""
 
     def check_idle(self, what: str) -> None:
-        """No pool is lost but those that a try says."""
+        """Lose only the pools that a try names."""
 
     def __init__(self, generators: int, *errors: Exception) -> None:
         self.errors, self.started = list(errors), list[str]()

@@ -1,4 +1,4 @@
-"""Generators get every version that is published."""
+"""Generators get every published version."""
 
 from __future__ import annotations
 

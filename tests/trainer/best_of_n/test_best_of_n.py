@@ -1,4 +1,4 @@
-"""Runs of best-of-n: their file, what reads it, and a run that is killed."""
+"""Runs of best-of-n: their output file, its readers, and a killed run."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_size_of_the_batches_does_not_change_the_file(
 
 
 def test_both_engines_have_the_weights_of_the_folder(tiny_dir: Path, tmp_path: Path) -> None:
-    """Their greedy answers are alike, and those of the model itself."""
+    """Their greedy responses equal those of the model itself."""
     from transformers import AutoModelForCausalLM
 
     policy = "actor_rollout_ref.rollout"
@@ -250,7 +250,7 @@ def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: 
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
 
     def of_rows(rows: list[str]) -> BestOfNTrainer:
-        """Without processes: where it stands among its prompts, and no more."""
+        """Return a trainer without processes, only with its position in the prompts."""
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(rows), encoding="utf-8")
         trainer = BestOfNTrainer.__new__(BestOfNTrainer)

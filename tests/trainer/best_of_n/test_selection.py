@@ -1,4 +1,4 @@
-"""The choice among a prompt's samples, against its definition."""
+"""The selection among a prompt's samples, against its definition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = ["aa", "bb", "aa", "", "cc", "dd"]
 
 
 def samples(tokenizer: Any, scores: list[list[float]], prompt: Any = "say a") -> DataProto:
-    """A prompt for each list of scores, whose samples say `TEXTS` from the first on."""
+    """Return a prompt for each list of scores; its samples have the first of `TEXTS`."""
     texts, uids, indices = [], [], []
     for number, of_prompt in enumerate(scores):
         texts += TEXTS[: len(of_prompt)]

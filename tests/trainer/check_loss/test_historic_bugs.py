@@ -38,7 +38,7 @@ def surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: 
 
 @mutant("verl#906", "micro_batch_cut")
 def share_of_rows(log_prob, old_log_prob, advantages, mask, global_batch_size):
-    """A token mean of the micro-batch, weighed by its share of the mini-batch's rows."""
+    """A token mean of the micro-batch, weighted by its share of the mini-batch's rows."""
     losses = surrogate(log_prob, old_log_prob, advantages, mask)
     return losses.sum() / mask.sum().clamp(1) * mask.any(1).sum() / max(global_batch_size, 1)
 
@@ -52,7 +52,7 @@ def equal_micro_batches(log_prob, old_log_prob, advantages, mask, num_micro_batc
 
 @mutant("verl#7200", "micro_batch_cut")
 def no_counts_of_the_mini_batch(log_prob, response_mask, loss_agg_mode="token-mean"):
-    """Distillation whose aggregation is not told the counts of the mini-batch."""
+    """Distillation whose aggregation does not get the counts of the mini-batch."""
     return agg_loss(-log_prob, response_mask, loss_agg_mode)
 
 
@@ -64,7 +64,7 @@ def local_mean_over_ranks(log_prob, mask, num_micro_batches, dp_size):
 
 @mutant("AReaL#1273", "micro_batch_cut")
 def divided_once_more(log_prob, mask, batch_num_tokens, num_micro_batches):
-    """A loss that is normalized over the mini-batch, which the pipeline divides once more."""
+    """A loss that is normalized over the mini-batch, and divided again by the pipeline."""
     return -log_prob.where(mask > 0, 0).sum() / max(batch_num_tokens, 1) / num_micro_batches
 
 
@@ -77,46 +77,46 @@ def multiplied_denominator(log_prob, mask, global_batch_size, dp_size):
 
 @mutant("maxtext#4025", "declared_aggregation", loss_agg_mode="token-mean")
 def default_of_another_stack(log_prob, mask, global_batch_size):
-    """The recipe says token-mean, and the stack below has the mean over sequences."""
+    """The recipe sets token-mean, and the stack below uses the mean over sequences."""
     counts = {"global_batch_size": global_batch_size}
     return agg_loss(-log_prob, mask, "seq-mean-token-mean", **counts)
 
 
 @mutant("TRL#5375", "declared_aggregation", loss_agg_mode="seq-mean-token-mean")
 def all_tokens_alike(log_prob, mask, batch_num_tokens):
-    """A mean over all tokens of the batch, where the average of smaller units was meant."""
+    """A mean over all tokens of the batch instead of an average of smaller units."""
     return agg_loss(-log_prob, mask, "token-mean", batch_num_tokens=batch_num_tokens)
 
 
 @mutant("verl#3741", "padding_width", loss_agg_mode="seq-mean-token-sum-norm")
 def divided_by_the_width(log_prob, mask, global_batch_size):
-    """Dr. GRPO's constant is the width that this batch is padded to."""
+    """Dr. GRPO's constant is the padded width of this batch."""
     total = -log_prob.where(mask > 0, 0).sum() / max(global_batch_size, 1)
     return total / mask.shape[1]
 
 
 @mutant("ROLL#444", "prompt_tokens")
 def unmasked_numerator(log_prob, mask, batch_num_tokens):
-    """The tokens inside the mask are counted, and all of them are summed."""
+    """Tokens inside the mask are counted, but all tokens are summed."""
     return -log_prob.sum() / max(batch_num_tokens, 1)
 
 
 @mutant("RAGEN#71", "prompt_tokens")
 def inverted_mask(log_prob, mask, batch_num_tokens):
-    """What the environment said is learned, not what the policy said."""
+    """Tokens of the environment are learned instead of the policy's."""
     return -log_prob.where(mask == 0, 0).sum() / max(batch_num_tokens, 1)
 
 
 @mutant("OpenRLHF#973", "every_token")
 def first_token_lost(log_prob, mask, batch_num_tokens):
-    """The mask is one position late, so the first token of an answer is not learned."""
+    """The mask starts one position late, so the first token of a response is not learned."""
     late = mask * torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     return -log_prob.where(late > 0, 0).sum() / max(batch_num_tokens, 1)
 
 
 @mutant("mlx-lm-lora#55", "every_token")
 def no_policy_gradient(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
-    """The ratio is that of a policy to itself: it has a graph, and its slope is zero."""
+    """The ratio compares a policy with itself: it has a graph, and a slope of zero."""
     ratio = (log_prob - log_prob).exp()
     return (-advantages * ratio).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
 
@@ -147,7 +147,7 @@ def no_token_left(log_prob, mask, batch_num_tokens):
 
 @mutant("RRHF#37", "no_side_effects")
 def mask_written(log_prob, mask, batch_num_tokens):
-    """The argument that says where the answers are is overwritten."""
+    """The argument with the response mask is overwritten."""
     loss = -log_prob.where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
     mask[mask == 0] = 1
     return loss
@@ -155,7 +155,7 @@ def mask_written(log_prob, mask, batch_num_tokens):
 
 @mutant("TRL#1380", "micro_batch_cut", kind="preference")
 def kl_of_the_micro_batch(log_probs, ref_log_probs, desirable, beta):
-    """KTO's KL is estimated from whichever rows are in the micro-batch."""
+    """KTO's KL is estimated from the rows of the micro-batch."""
     above = log_probs - ref_log_probs
     kl = above.detach().mean().clamp(min=0)
     return torch.sigmoid(beta * (kl - above) * (2 * desirable - 1))
@@ -163,7 +163,7 @@ def kl_of_the_micro_batch(log_probs, ref_log_probs, desirable, beta):
 
 @mutant("AReaL#1419", "row_permutation")
 def groups_by_stride(token_level_rewards, response_mask, index):
-    """Groups are taken by position, two rows each, whatever prompt they belong to."""
+    """Groups are taken by position, two rows each, independent of their prompts."""
     scores = token_level_rewards.sum(1)
     mean = torch.stack([scores[i - i % 2 : i - i % 2 + 2].mean() for i in range(len(scores))])
     advantages = (scores - mean)[:, None] * response_mask
@@ -191,7 +191,7 @@ def std_of_one(token_level_rewards, response_mask, index):
 
 @mutant("miles#1827", "holes_in_the_mask")
 def steps_at_observations(token_level_rewards, values, response_mask, gamma, lam):
-    """GAE takes a step at every position, also where a tool has answered."""
+    """GAE takes a step at every position, including observations."""
     inside, gamma = response_mask.double(), 0.9
     values, advantages, later, following = values * inside, [], 0.0, 0.0
     for t in reversed(range(values.shape[1])):

@@ -1,4 +1,4 @@
-"""`verl-like bench overlap`: what it prints of given and measured seconds, and what it refuses."""
+"""`verl-like bench overlap`: its output for given and measured seconds, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verl-like chat`: the answers are the model's, and a pipe gets nothing else."""
+"""`verl-like chat`: the responses are the model's, and a pipe gets nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDLESS = f"{ROUNDS}{ROUNDS}{'{% endfor %}' * 2}"
 
 
 def greedy(folder: Path, messages: list[dict[str, str]], max_tokens: int) -> str:
-    """By one forward pass for each token."""
+    """Return the greedy response, with one forward pass per token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""`verl-like doctor` finds what is missing and ends each failing line with what mends it."""
+"""`verl-like doctor` finds missing parts and ends each failing line with its fix."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ TORCH = Requirement("torch>=2.11,<2.14")
 
 @pytest.fixture
 def nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes the driver's tool print a text."""
+    """Make `nvidia-smi` print a text."""
 
     def prints(text: str) -> None:
         done = subprocess.CompletedProcess([], 0, text, "")

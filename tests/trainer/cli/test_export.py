@@ -21,7 +21,7 @@ def verl_like(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def run_folder(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one SFT step, saved without an export."""
+    """The folder of one SFT step, saved without an export."""
     folder = tmp_path_factory.mktemp("run")
     rows = [{"prompt": "say a", "response": "aaa"}] * 2
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

@@ -22,7 +22,7 @@ from verl_like.errors import RewardError, WaitTimeoutError
 
 @pytest.fixture
 def decoys(tmp_path: Path) -> Path:
-    """A folder with files that must not be taken for ours."""
+    """A folder with files that must not be imported instead of ours."""
     (tmp_path / "workers").mkdir()
     for name in ("trainer.py", "workers/__init__.py"):
         (tmp_path / name).write_text("raise SystemExit('the decoy was imported')", encoding="utf-8")
@@ -43,7 +43,7 @@ def verl_like(
 
 
 def forked(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command's `main`, where what it imports is not the question."""
+    """The command's `main` in a fork, for tests that are not about imports."""
     return run_program(main.main, *arguments, folder=folder, **environment)
 
 

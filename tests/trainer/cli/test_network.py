@@ -1,4 +1,4 @@
-"""`verl-like doctor` names the network's interfaces, and what of NCCL's settings names none."""
+"""`verl-like doctor` lists network interfaces, and NCCL settings that name none of them."""
 
 from __future__ import annotations
 

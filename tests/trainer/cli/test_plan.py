@@ -1,4 +1,4 @@
-"""`verl-like plan` places roles on GPUs that are not here, from a config.json alone."""
+"""`verl-like plan` places roles on GPUs that this machine lacks, from a config.json alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a PPO run whose model is a config.json."""
+    """Return the settings of a PPO run whose model is a config.json."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(SIZES))
     return [
@@ -52,7 +52,7 @@ def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
 
 
 def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str]) -> None:
-    """Every placement is one that a run begins with, and takes the bytes that it counts itself."""
+    """A run accepts every placement, and counts the same bytes."""
     job, found = planned(settings)
     assert len({placement.partition for placement in found}) == len(found) <= 15
     best, _ = sifted(job, found)

@@ -1,4 +1,4 @@
-"""`verl-like plan` of recipes beside PPO."""
+"""`verl-like plan` of recipes other than PPO."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def job_of(recipe: str, *arguments: str) -> Job:
 
 
 def planned(recipe: str, *arguments: str) -> tuple[Job, list[PlannedPlacement]]:
-    """The job, and the placements that are shown."""
+    """Return the job and the placements that are shown."""
     job = job_of(recipe, *arguments)
     best, _ = sifted(job, job.best(8))
     return job, best
@@ -101,7 +101,7 @@ def test_experts_over_ranks_are_tried_where_a_model_has_some(tmp_path: Path, mod
 
 
 def test_stages_are_tried_where_nothing_fits_without(model: Path) -> None:
-    """Whole layers and long rows do not fit on a card; a stage's layers do."""
+    """Whole layers and long rows do not fit on a GPU; a stage's layers do."""
     keys = ["data.max_length=4096", "data.max_token_len_per_gpu=4096"]
     keys += [f"model.path={model}", "parallel.tp=1", "parallel.sp=1"]
     job = job_of("sft", *keys)

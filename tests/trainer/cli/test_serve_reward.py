@@ -1,4 +1,4 @@
-"""`verl-like serve-reward` answers until it is told to stop, and is not open to strangers."""
+"""`verl-like serve-reward` serves until it is stopped, and rejects strangers."""
 
 from __future__ import annotations
 

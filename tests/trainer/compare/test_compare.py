@@ -1,4 +1,4 @@
-"""What a comparison says of runs: their settings, their ends, their times, on one axis."""
+"""A comparison of runs: their settings, ends and times, on one axis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMED = {"trainer": {"experiment_name": "x", "seed": 1}, "optim": {"lr": 1e-3}}
 
 
 def run_of(folder: Path, values: Mapping[str, list[float]], **changed: Any) -> Path:
-    """A run folder with these metrics, a value a step, and `NAMED` with these sections."""
+    """Create a run folder with these metrics, one value per step, and these sections of `NAMED`."""
     folder.mkdir(parents=True)
     config = OmegaConf.merge(NAMED, changed, {"trainer": {"experiment_name": folder.name}})
     OmegaConf.save(config, folder / "config.yaml")
@@ -37,7 +37,7 @@ def run_of(folder: Path, values: Mapping[str, list[float]], **changed: Any) -> P
 
 @pytest.fixture
 def three(tmp_path: Path) -> list[Path]:
-    """Two seeds of one run, and one with another learning rate that failed."""
+    """Two seeds of one run, and a run with another learning rate that failed."""
     rise = [float(step) for step in range(20)]
     first = run_of(tmp_path / "a", {"critic/score/mean": rise})
     other_seed = [value + 2 for value in rise]

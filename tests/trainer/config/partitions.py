@@ -1,4 +1,4 @@
-"""Every way in which the roles of PPO may lie on pools."""
+"""All assignments of PPO's roles to pools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
 
 
 def partitions(roles: tuple[str, ...]) -> Iterator[list[list[str]]]:
-    """Every way to share them out over pools."""
+    """Return every partition of the roles into pools."""
     if not roles:
         yield []
         return

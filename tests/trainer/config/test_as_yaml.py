@@ -1,4 +1,4 @@
-"""What a run writes of its configuration is read back as it was."""
+"""The written configuration of a run is read back unchanged."""
 
 from __future__ import annotations
 

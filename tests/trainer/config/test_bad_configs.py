@@ -1,6 +1,4 @@
-"""Every bad configuration gets a message that names what, where, the numbers and the way out, and
-starts nothing.
-"""
+"""A bad configuration gets an error with the key, the numbers and the way out; nothing starts."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from verl_like.errors import ConfigError, PlacementError
 
 @pytest.fixture
 def base(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A configuration that would run, were a worker process allowed to start."""
+    """A configuration that would run if a worker process could start."""
 
     def start(*_: Any) -> None:
         raise AssertionError("a worker process was started")

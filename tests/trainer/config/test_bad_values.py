@@ -1,4 +1,4 @@
-"""Values that could not work are refused by the configuration, with what they may be."""
+"""The configuration rejects values that cannot work, and lists the valid ones."""
 
 from __future__ import annotations
 

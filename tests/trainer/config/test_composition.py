@@ -1,6 +1,4 @@
-"""What composes: verl's own command, placement presets, every partition of roles over pools,
-several runs.
-"""
+"""Composition of verl's own command, placement presets, partitions of roles, several runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of the configuration is read by some source beside the checks."""
+"""Every key of the configuration is read by code other than the checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READ = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|: ))|[\"'](\w+)[\"']")
 
 @pytest.fixture(scope="module")
 def read() -> set[str]:
-    """Every name that some source may read from a section."""
+    """Return every name that some source may read from a section."""
     paths = [path for package in PACKAGES for path in sources(package)]
     texts = [path.read_text(encoding="utf-8") for path in paths if path.name not in NO_READERS]
     return {name for text in texts for pair in READ.findall(text) for name in pair if name}

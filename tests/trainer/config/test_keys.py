@@ -1,4 +1,4 @@
-"""Every YAML composes, the list of keys is frozen, and an unknown key gets the nearest ones."""
+"""Every YAML composes, the list of keys is fixed, and an unknown key gets the nearest ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def leaves() -> list[str]:
 
 
 def size_of_tree(config: RunConfig) -> int:
-    """Keys in the tree of a run."""
+    """Return the number of keys in the tree of a run."""
     return len(leaf_keys(type(config))) - len(keys_left_out(config))
 
 
@@ -94,7 +94,7 @@ def test_every_field_has_a_docstring() -> None:
 
 
 def undocumented(schema: type) -> list[str]:
-    """Fields that a class declares without a string under them."""
+    """Return fields without a docstring below them."""
     body = ast.parse(inspect.getsource(schema)).body[0].body
     fields = [place for place, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
     following = [*body[1:], None]

@@ -1,4 +1,4 @@
-"""A user's own YAML: it composes, and what is wrong in it is told with the nearest names."""
+"""A user's own YAML composes, and its errors name the nearest valid names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def said(
     recipe: Recipe[Any] = PPO,
     run: Any = bool,
 ) -> str:
-    """How a recipe's command with these files ends; a run is only composed."""
+    """Return the output of a recipe's command with these files; a run is only composed."""
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

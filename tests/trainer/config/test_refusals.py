@@ -1,4 +1,4 @@
-"""A setting that names no key, or has no value of it, is refused with what the key takes."""
+"""A setting with an unknown key or a wrong value is rejected with the valid values."""
 
 from __future__ import annotations
 

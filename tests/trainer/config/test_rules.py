@@ -1,4 +1,4 @@
-"""The rules that stand at a field are complete, hold for the defaults, and are what others read."""
+"""The rules at fields are complete, hold for the defaults, and are what other code reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WITH_CHOICES = [key for key in KEYS.values() if key.rules.choices]
 
 
 def config_with(name: str, value: Any) -> PPOConfig:
-    """A configuration that has what every run needs, and one other value."""
+    """Return a configuration with all that every run needs, and one other value."""
     config = PPOConfig()
     config.data.train_files, config.actor_rollout_ref.model.path = "train.parquet", "model"
     *sections, leaf = name.split(".")

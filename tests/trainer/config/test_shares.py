@@ -1,6 +1,4 @@
-"""Presets beside what the user says: names of roles, pools of their own, and refusals whose advice
-is then tried.
-"""
+"""Presets together with a user's settings; the advice of errors is tried, too."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ OWN_POOL = ["resource_pool_spec.own=[1]", "trainer.n_gpus_per_node=8"]
 
 
 def load(*overrides: str) -> PPOConfig:
-    """The configuration, whose pools have room on the machines that it names."""
+    """Load the configuration, on the machines that it names."""
     config = load_config([*NEEDED, *overrides])
     nominal_placement(config)
     return config

@@ -1,4 +1,4 @@
-"""`--cfg job`: the tree is YAML that says the same, and every rule of a field stands at its key."""
+"""`--cfg job` prints equivalent YAML, with every field's rule next to its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A valid key that the user set and that the run does not read is one notice, never an error."""
+"""A valid key that the run does not read gets one notice, never an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
 
 
 def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None) -> list[str]:
-    """The notices about keys without effect that composing these settings logs."""
+    """Return the notices about keys without effect for these settings."""
     caplog.clear()
     load_config(settings, recipe) if recipe else load_config([*NEEDED, *settings])
     return [text for text in caplog.messages if "no effect" in text]

@@ -1,4 +1,4 @@
-"""Data with errors of every kind: each names file and row, and may be skipped; text is any text."""
+"""Errors of every kind in data: each names file and row, and may be skipped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lines(*of: Any) -> bytes:
 
 
 def second(bad: Any) -> Callable[[Path], Path]:
-    """Writes JSON lines, the second of which is bad, the others good."""
+    """Write JSON lines, of which only the second is bad."""
 
     def write(folder: Path) -> Path:
         path = folder / "p.jsonl"
@@ -67,7 +67,7 @@ def endless_cell(folder: Path) -> Path:
 
 
 def text_that_is_none(folder: Path) -> Path:
-    """A parquet file with a text that is no UTF-8."""
+    """Write a parquet file with a text that is not UTF-8."""
     path = folder / "p.parquet"
     texts = pa.Array.from_buffers(
         pa.string(), 3, [None, pa.py_buffer(bytes.fromhex("00000000010000000200000003000000")),
@@ -78,7 +78,7 @@ def text_that_is_none(folder: Path) -> Path:
 
 
 def corrupt_page(folder: Path) -> Path:
-    """A parquet file of three row groups; the second has zeros in its page."""
+    """Write a parquet file of three row groups, the second with zeros in its page."""
     path = folder / "p.parquet"
     table = pa.table({"prompt": [f"{name}" * 40 for name in "abcdef"]})
     pq.write_table(table, path, row_group_size=2, compression="snappy", use_dictionary=False)

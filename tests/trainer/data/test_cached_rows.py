@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Callable[..., list[Any]], list[Row]]] = {
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file counts as a large one."""
+    """Make every file count as a large one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "ROWS_PER_BLOCK", 3)
     monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
@@ -42,7 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The files' rows that were read, so far."""
+    """Count the rows that were read from files so far."""
     count, read = [0], encoded_rows.rows_of_files
 
     def rows_of_files(*arguments: Any, **settings: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Data sets by name: fetched from a hub that runs here, found again in the cache without it."""
+"""Data sets by name: fetched from a local hub, and found in the cache without it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def jsonl(*texts: str) -> bytes:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The hub's answers about one data set: its revision, its tree and its files."""
+    """The hub's replies about one data set: its revision, tree and files."""
 
     files: dict[str, bytes] = {}
     converted: dict[str, bytes] = {}
@@ -105,7 +105,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def entry(name: str, files: dict[str, bytes]) -> dict[str, Any]:
-    """What the hub says of a file or a folder."""
+    """Return the hub's entry of a file or a folder."""
     oid = hashlib.sha1(name.encode()).hexdigest()
     if name not in files:
         return {"type": "directory", "path": name, "oid": oid, "size": 0}
@@ -113,7 +113,7 @@ def entry(name: str, files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def tree(folder: str, is_recursive: bool, files: dict[str, bytes]) -> bytes | None:
-    """What the hub says of the content of a folder."""
+    """Return the hub's listing of a folder."""
     start = f"{folder}/" if folder else ""
     inside = [name.removeprefix(start).split("/") for name in files if name.startswith(start)]
     if not inside:
@@ -125,7 +125,7 @@ def tree(folder: str, is_recursive: bool, files: dict[str, bytes]) -> bytes | No
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    """A hub with one data set of two splits, at the address that the library asks."""
+    """A hub with one data set of two splits, at the address that the library uses."""
     Hub.files = {
         "data/train-00000-of-00002.parquet": parquet(tmp_path, [{"text": "one"}, {"text": "two"}]),
         "data/train-00001-of-00002.parquet": parquet(tmp_path, [{"text": "three"}]),

@@ -1,4 +1,4 @@
-"""Responses with a label: what is read and refused, and what is mismatched."""
+"""Labelled responses: valid rows, errors, and mismatched rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a row a language-model loss trains, and the order in which rows are taken."""
+"""The tokens of a row that a language-model loss trains, and the order of rows."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MARKED_AND_CUT = MARKED.replace(
 
 @pytest.fixture
 def tokenizer(tiny_dir: Path) -> Any:
-    """One token a character, so that texts can be read off masks."""
+    """One token per character, so that texts can be read off masks."""
     return load_tokenizer(str(tiny_dir / "model"))
 
 
 def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[bool, str]]:
-    """The row's text in runs that are in the loss, or are not."""
+    """Return the row's text in runs inside and outside the loss."""
     encoded = encode_lm_row(row, tokenizer)
     runs: list[tuple[bool, list[int]]] = []
     for token, inside in zip(encoded.ids.tolist(), encoded.in_loss.tolist(), strict=True):

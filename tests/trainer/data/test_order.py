@@ -1,4 +1,4 @@
-"""The order of an epoch: shuffled by the seed, or that of a function of the user's."""
+"""The order of an epoch: shuffled by the seed, or by a user's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs: what is in the loss of either side, what is refused, what a batch of them looks like."""
+"""Pairs: the loss tokens of both sides, errors, and batches."""
 
 from __future__ import annotations
 

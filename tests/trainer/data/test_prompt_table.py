@@ -1,4 +1,4 @@
-"""Large files of prompts are read and tokenized once; later runs have the same rows and tokens."""
+"""Large files of prompts are read and tokenized once; later runs get the same rows and tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def letters(row: Row) -> Encoded:
-    """A token a letter."""
+    """A tokenizer with one token per letter."""
     return row, np.frombuffer(row["prompt"].encode(), dtype=np.uint8).astype(np.int64)
 
 
@@ -54,7 +54,7 @@ def make_rows(count: int = 8) -> list[Row]:
 
 
 class Files:
-    """Rows that count how often they are read; the third is a bad one."""
+    """Rows that count how often they are read; the third row is bad."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows, self.num_reads = rows, 0
@@ -163,12 +163,12 @@ def test_what_cannot_be_kept_any_more_is_computed(
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file counts as a large one."""
+    """Make every file count as a large one."""
     monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
 
 
 def as_large_files(tmp_path: Path, tokenizer: Any, **settings: Any) -> list[PromptSet]:
-    """The prompts of one file, read into memory, into a cache, and from it."""
+    """Return the prompts of one file, read into memory, into a cache, and from the cache."""
     path = tmp_path / "train.jsonl"
     if not path.is_file():
         path.write_text("".join(json.dumps(row) + "\n" for row in make_rows()))

@@ -1,6 +1,4 @@
-"""Prompts become the same batches for the same seed, and every bad file is refused with what is
-there.
-"""
+"""Prompts become the same batches for the same seed; a bad file is rejected with its contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An evaluation gives the numbers of the validation that the run itself made."""
+"""An evaluation gives the numbers of the run's own validation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CORE = ("mean@4", "best@4/mean")
 
 @pytest.fixture(scope="module")
 def trained(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, validated with four samples a prompt and saved after the last."""
+    """A run of two steps, validated with four samples per prompt and saved at the end."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     more = [
         f"data.val_files=[{tiny_dir}/val.parquet]",
@@ -103,7 +103,7 @@ def test_the_table_has_a_row_for_each_data_source() -> None:
 def configuration(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], *arguments: str
 ) -> EvaluationConfig:
-    """What runs where a run gave these settings and the user these arguments."""
+    """Return the evaluation's configuration for these settings of the run and the user."""
     seen: list[EvaluationConfig] = []
     monkeypatch.setattr("trainer.launch.run", seen.append)
     run_command(EVAL, arguments, overrides_of(settings))

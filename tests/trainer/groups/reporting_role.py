@@ -1,4 +1,4 @@
-"""A role that says who it is, and the configuration of a run of such roles; children import it."""
+"""A role that reports its place and settings, and a configuration of such roles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_like import Dispatch, Worker, register
 
 
 class Reporter(Worker):
-    """Says where it runs and what it was given."""
+    """Reports where it runs and its settings."""
 
     num_closed = 0
     """Workers that this process has closed."""
@@ -49,7 +49,7 @@ class Reporter(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sum_of_ranks(self) -> float:
-        """By a collective of all ranks."""
+        """Sum over all ranks by a collective."""
         self.open_process_group()
         rank = torch.tensor(float(self.rank))
         dist.all_reduce(rank)
@@ -66,7 +66,7 @@ class Reporter(Worker):
 
 @dataclass(kw_only=True)
 class ReportingConfig(RunConfig):
-    """Every role is a `Reporter`; pools named `generator_...` run beside the driver."""
+    """Every role is a `Reporter`; pools named `generator_...` run next to the driver."""
 
     @property
     def child_pools(self) -> frozenset[str]:
@@ -79,7 +79,7 @@ class ReportingConfig(RunConfig):
 def reporting(
     folder: Path, roles: dict[str, str], backend: str = "local", **pools: int
 ) -> ReportingConfig:
-    """`roles` maps role to pool, `pools` says the processes of each."""
+    """Return a configuration; `roles` maps role to pool, `pools` has the processes of each."""
     trainer = TrainerConfig(
         backend=backend, n_gpus_per_node=sum(pools.values()), default_local_dir=str(folder)
     )

@@ -1,4 +1,4 @@
-"""`trainer.groups.nodes.begin_cluster`: Ray starts beside the rest of a run's preparations."""
+"""`trainer.groups.nodes.begin_cluster`: Ray starts during the other preparations of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.groups import nodes
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations that a cluster was asked for."""
+    """The configurations for which a cluster was requested."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     asked: list[Any] = []
     monkeypatch.setattr(nodes, "_connect", lambda config, code: asked.append(config))

@@ -1,4 +1,4 @@
-"""What a pool's processes take: refused where it cannot be, and what Ray then holds for them."""
+"""The resources of a pool's processes: impossible ones are rejected, and Ray reserves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pool is lost and started anew while the others go on."""
+"""One pool is lost and restarted while the others continue."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_does_not_wait_for_the_others_to_end(groups: WorkerGrou
 
 
 def pids_of_transport(groups: WorkerGroups, role: str) -> list[int]:
-    """Without a call: the processes are busy."""
+    """Return the pids without a call, because the processes are busy."""
     return [header.pid for header in groups[role].transport.started]
 
 

@@ -1,4 +1,4 @@
-"""Two runs on one host at the same time: neither takes the other's ports, none needs a network."""
+"""Two runs on one host at the same time: neither takes the other's ports or needs a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LISTENS = "0A"
 
 
 def listening(pids: list[int]) -> set[str]:
-    """The addresses at which these processes listen, as /proc writes them."""
+    """Return the addresses at which these processes listen, as /proc writes them."""
     theirs = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,4 +1,4 @@
-"""The groups of a run: pools start side by side, and nothing outlives an interrupted start."""
+"""The groups of a run: pools start concurrently, and nothing outlives an interrupted start."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_roles_of_one_class_may_have_configurations_of_their_own(tmp_path: Path)
 
 
 class Idle(SimpleNamespace):
-    """A transport that only notes what it was idle during."""
+    """A transport that records the waits during which it was idle."""
 
     def check_idle(self, what: str) -> None:
         self.checked = what

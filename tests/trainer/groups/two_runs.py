@@ -1,4 +1,4 @@
-"""A run of a pool of two and a generator; `test_two_runs.py` starts two of them at the same time.
+"""A run of a pool of two and a generator; `test_two_runs.py` starts two at the same time.
 
 python -m tests.trainer.groups.two_runs BACKEND RUN_DIR       prints what the ranks summed up
 """

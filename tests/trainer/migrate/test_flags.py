@@ -1,4 +1,4 @@
-"""Rules and rows of a table: expressions over flags, and what a rule does with them."""
+"""Rules and rows of a table: expressions over flags, and the effects of rules."""
 
 from __future__ import annotations
 

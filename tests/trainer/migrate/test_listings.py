@@ -23,7 +23,7 @@ def page(name: str) -> str:
 
 
 def port(name: str) -> Any:
-    """The run of the page's command; a variable has the value of `SHELL`, or its own name."""
+    """Return the run of the page's command; a variable is its value in `SHELL`, or its own name."""
     command = COMMAND.search(page(name))
     assert command is not None
     words = shlex.split(command[1].replace("\\\n", " "))

@@ -1,4 +1,4 @@
-"""Every command that `migrate` prints is valid in bash, and gives the program its very words."""
+"""Every command that `migrate` prints is valid in bash, and the program gets its exact words."""
 
 from __future__ import annotations
 

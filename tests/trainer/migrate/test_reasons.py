@@ -1,4 +1,4 @@
-"""No reason of `migrate` denies what is here.
+"""No reason of `migrate` denies a feature that exists.
 
 A reason either names a key or a command, which exists, or it says that something is not here. Then
 `REFUTED_BY` has the pattern of the key, or of the entry of a registry, that would make it untrue.
@@ -139,7 +139,7 @@ def known() -> frozenset[str]:
 
 
 def reasons() -> Iterator[str]:
-    """What the tables say of flags and keys that have no counterpart."""
+    """Return the tables' texts for flags and keys that have no counterpart."""
     for system in ("openrlhf", *OF_SECTIONS):
         tree = read_table(system)
         for rows in tree.values() if system in OF_SECTIONS else [tree]:

@@ -1,4 +1,4 @@
-"""A script runs in a sandbox, and what it would have started is recorded."""
+"""A script runs in a sandbox, and the commands that it would have started are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of flags: no name twice, no row that says two things, keys that exist."""
+"""The tables of flags: unique names, consistent rows, and keys that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's drivers: each becomes the command that is the same experiment, or is refused by a key."""
+"""verl's drivers: each becomes the command of the same experiment, or an error by key."""
 
 from __future__ import annotations
 

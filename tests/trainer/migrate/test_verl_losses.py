@@ -1,4 +1,4 @@
-"""Every loss of verl's beside what the migrated command computes: value and gradient.
+"""Every verl loss next to that of the migrated command: value and gradient.
 
 A twin is verl 0.9.1's formula, a token at a time, with verl's defaults: the token's loss and the
 slope by its log-prob. `expected` aggregates as verl does, which is not always as its key says.
@@ -119,7 +119,7 @@ def gspo(rows: list[list[Token]], s: Settings) -> Rows:
 
 
 def geo_mean(rows: list[list[Token]], s: Settings) -> Rows:
-    """A row has one loss; a token's slope is its part of the mean's, times the number of tokens."""
+    """Every token of a row gets the row's loss; its slope is scaled by the number of tokens."""
     low, high = s[f"{ACTOR}.clip_ratio_low"], s[f"{ACTOR}.clip_ratio_high"]
     losses: Rows = []
     for row in rows:
@@ -155,7 +155,7 @@ def kl_cov(rows: list[list[Token]], s: Settings) -> Rows:
 
 
 def clip_cov(rows: list[list[Token]], s: Settings) -> Rows:
-    """At a ratio that takes every candidate: else verl draws among them."""
+    """Use a ratio that takes every candidate; otherwise verl draws among them."""
     least, largest = (s[f"{ACTOR}.policy_loss.clip_cov_{name}"] for name in ("lb", "ub"))
     left = iter(covariances(rows))
     losses: Rows = []
@@ -197,7 +197,7 @@ CASES: list[tuple[str, Settings]] = [
 
 
 def rows_for(loss: str) -> list[list[Token]]:
-    """Rows of 4, 2 and 1 tokens.
+    """Return rows of 4, 2 and 1 tokens.
 
     The losses that choose tokens get log-probs that all rose by 0.05: then those of the old policy
     and of the policy, by which verl chooses, have one order.
@@ -214,7 +214,7 @@ def rows_for(loss: str) -> list[list[Token]]:
 
 
 def expected(loss: str, mode: str, settings: Settings) -> tuple[float, list[list[float]]]:
-    """verl's loss and its gradient."""
+    """Return verl's loss and its gradient."""
     rows = rows_for(loss)
     if loss in BY_TOKEN:
         tokens = [[BY_TOKEN[loss](token, settings) for token in row] for row in rows]

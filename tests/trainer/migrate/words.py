@@ -1,4 +1,4 @@
-"""Translations of one command, with the shell and without it.
+"""Translations of one command, with and without the shell.
 
 Whatever these give to a test has been pasted into bash, and the program got its very words.
 """
@@ -16,28 +16,28 @@ from trainer.migrate.translation import Translation
 
 
 def migrated(system: str, text: str) -> Translation:
-    """Of a text that the shell reads, which runs one training."""
+    """Translate a text that the shell reads and that runs one training."""
     (done,) = migrate(system, text)
     check_pasted(done)
     return done
 
 
 def translated(system: str, line: str) -> Translation:
-    """Of a line without anything that a shell would do, neither checked nor composed."""
+    """Translate a line without shell syntax, without checking or composing it."""
     done = SYSTEMS[system].translate(Command(shlex.split(line)))
     assert done is not None
     return done
 
 
 def translated_whole(system: str, line: str) -> Translation:
-    """The same, checked and composed."""
+    """Translate, check and compose a line."""
     (done,) = migrate(system, shlex.split(line))
     check_pasted(done)
     return done
 
 
 def check_pasted(done: Translation) -> None:
-    """The command is valid in bash, and its words are the settings; each variable is 7."""
+    """Check that the command is valid bash whose words are the settings; each variable is 7."""
     values = dict.fromkeys(done.variables, "7")
     expected = done.overrides()
     for name in values:
@@ -47,7 +47,7 @@ def check_pasted(done: Translation) -> None:
 
 
 def pasted(done: Translation, environment: Mapping[str, str]) -> list[str]:
-    """The words that `verl-like` gets of the command."""
+    """Return the words that `verl-like` gets from the command."""
     recorder = "verl-like() { printf '%s\\0' \"$@\"; }"
     ran = subprocess.run(
         ["bash", "-c", f"{recorder}\n{done.command()}"],

@@ -1,4 +1,4 @@
-"""Seconds that are predicted, beside arithmetic that one can do by hand."""
+"""Predicted seconds, next to arithmetic by hand."""
 
 from __future__ import annotations
 

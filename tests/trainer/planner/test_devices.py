@@ -1,4 +1,4 @@
-"""A card is found by what its driver calls it."""
+"""A GPU is found by its driver's name for it."""
 
 from __future__ import annotations
 

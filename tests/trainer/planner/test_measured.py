@@ -1,4 +1,4 @@
-"""The seconds of phases, read from the folder of a run."""
+"""The seconds of phases, read from a run folder."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def layout(role: str, seconds: tuple[float, ...], kept: float = 0, call: float =
 def pools(
     work: dict[str, tuple[float, ...]], fewest: dict[str, int]
 ) -> Callable[[tuple[str, ...], int], PoolPlan | None]:
-    """Pools whose seconds are the work of their roles over their GPUs."""
+    """Return pools whose seconds are the work of their roles divided by their GPUs."""
 
     def lay_out(roles: tuple[str, ...], num_gpus: int) -> PoolPlan | None:
         if any(num_gpus < fewest.get(role, 1) for role in roles):

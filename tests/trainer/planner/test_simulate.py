@@ -1,4 +1,4 @@
-"""The simulated run against closed forms, its own rules, and generators' threads that sleep."""
+"""The simulated run against closed forms, its own rules, and generator threads that sleep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = Phases([1.2], [0.3], [0.8], [0.1])
 
 
 def tailed(seed: int, count: int = 40) -> Phases:
-    """Seconds that differ from step to step, as those of long and short responses do."""
+    """Seconds that vary from step to step, as those of long and short responses do."""
     draw = random.Random(seed)
     return Phases(
         [draw.expovariate(1.0) for _ in range(count)],
@@ -149,7 +149,7 @@ def test_200_steps_are_simulated_at_once() -> None:
 
 
 class SleepingGroup(StandInGroup):
-    """Every piece takes the seconds of its batch's phase."""
+    """Every chunk takes the seconds of its batch's phase."""
 
     def __init__(self, phases: Phases, setup: Setup, batch: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class SleepingGroup(StandInGroup):
 
 
 def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
-    """Seconds a step of the real buffer and the real generators, all of whose work is to sleep."""
+    """Return the seconds per step of the real buffer and generators, whose work is to sleep."""
     size = 4
     buffer = make_buffer(
         piece=size // setup.num_pieces, batch=size, max_staleness=setup.max_staleness
@@ -196,7 +196,7 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
 
 
 def longer_and_longer(short: Phases) -> Iterator[Phases]:
-    """A busy machine wakes threads late, by some milliseconds each: less of longer phases.
+    """Run ever longer phases, because a busy machine wakes threads some milliseconds late.
 
     That hides no wrong prediction, which is as wrong for all of them. It would hide a delay of the
     buffer's own, of as many milliseconds however long phases are; so none are very long.

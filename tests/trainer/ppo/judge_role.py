@@ -1,4 +1,4 @@
-"""A frozen role that scores samples, as a new one is written: a class, and its section."""
+"""A new frozen role that scores samples: a class, and its section."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ConfigWithJudge(PPOConfig):
 
 
 class JudgeWorker(Worker):
-    """Says how likely it finds every token."""
+    """Returns the likelihood of every token."""
 
     is_frozen = True
 
@@ -44,13 +44,13 @@ class JudgeWorker(Worker):
 
     @classmethod
     def held_model(cls, config: Any, role: str) -> HeldModel:
-        """The folder's model, as the policy's is held."""
+        """Return the folder's model, in the policy's layout."""
         model = replace(config.actor_rollout_ref.model, path=config.judge.path)
         return HeldModel("judge.path", model, rows=config.judge.rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load it."""
+        """Load the model."""
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
@@ -60,6 +60,6 @@ class JudgeWorker(Worker):
         scores_as="judge",
     )
     def compute_judge_log_prob(self, data: DataProto) -> DataProto:
-        """`judge_log_prob` of the responses."""
+        """Return `judge_log_prob` of the responses."""
         outputs = self.engine.forward_rows(data, self.budget)
         return DataProto.from_dict({"judge_log_prob": outputs["log_probs"]})

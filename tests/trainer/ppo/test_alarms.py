@@ -1,4 +1,4 @@
-"""The numbers of a PPO run that are alarms, each with what to look at."""
+"""The alarms of a PPO run, each with a hint."""
 
 from __future__ import annotations
 

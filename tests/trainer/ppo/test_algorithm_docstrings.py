@@ -1,4 +1,4 @@
-"""Every algorithm says its formula, what to watch and its source, and is in the docs' tables."""
+"""Every algorithm documents its formula, what to watch and its source, and is in the docs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ FOLDERS = [
 
 
 def defined_names(tree: ast.Module) -> Iterator[str]:
-    """The functions, classes, constants and types that a file defines at its top."""
+    """Return the functions, classes, constants and types that a file defines at its top."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -33,7 +33,7 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
 
 
 def registered_names(tree: ast.Module, registry: str) -> list[str]:
-    """The functions that stand under `@REGISTRY.register(...)`."""
+    """Return the functions under `@REGISTRY.register(...)`."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     found = []
     for function in functions:

@@ -1,4 +1,4 @@
-"""Which weights a run validates with, and that it trains on with its own."""
+"""A run validates with averaged weights, and trains on with its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DECAY = "actor_rollout_ref.actor.ema_decay"
 
 
 class Validated(RecordingTrainer):
-    """Keeps the rollout's hash while it validates."""
+    """Stores the rollout's hash while it validates."""
 
     def on_train_begin(self) -> None:
         self.validated: list[set[str]] = []
@@ -38,7 +38,7 @@ class Validated(RecordingTrainer):
 
 
 def trained(tiny: Path, folder: Path, *more: str) -> tuple[Validated, list[Metrics]]:
-    """The trainer, and the numbers of its steps but for those of validation and versions."""
+    """Return the trainer, and the steps' metrics without those of validation and versions."""
     files = f"data.val_files={tiny}/val.parquet"
     run(load_config(overrides(tiny, folder, *SETTINGS, files, *more)), Validated)
     other = ("timing", "perf/", "val-", "training/weight_version", "mismatch")

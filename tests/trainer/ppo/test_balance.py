@@ -1,6 +1,4 @@
-"""Rows change places between ranks, never between mini-batches, and only where a rank has less to
-do for it.
-"""
+"""Rows move between ranks, never between mini-batches, and only to reduce a rank's work."""
 
 from __future__ import annotations
 

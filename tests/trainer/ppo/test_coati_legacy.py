@@ -33,7 +33,7 @@ def config() -> PPOConfig:
 
 @pytest.fixture(scope="module")
 def batch(config: PPOConfig) -> DataProto:
-    """With rewards, advantages and returns as a step of that configuration makes them."""
+    """Return rewards, advantages and returns as a step of that configuration computes them."""
     columns = {"response_mask": MASK, "token_level_scores": SCORES, "values": VALUES}
     log_probs = {"old_log_probs": LOG_RATIO - 3.0, "ref_log_prob": torch.full_like(LOG_RATIO, -3.0)}
     batch = DataProto.from_dict(columns | log_probs)

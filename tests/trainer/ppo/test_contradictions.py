@@ -1,4 +1,4 @@
-"""Combinations of keys that contradict themselves are refused, or warned of by name."""
+"""Contradictory keys are rejected, or get a named warning."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ NO_WARNINGS = [
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
-    """The named warnings that a configuration gives."""
+    """Return the named warnings of a configuration."""
     with caplog.at_level(logging.WARNING, "trainer.ppo.contradictions"):
         load_config([*NEEDED, *overrides])
     return [text for text in caplog.messages if text.startswith("warning ")]

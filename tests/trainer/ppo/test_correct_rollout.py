@@ -1,4 +1,4 @@
-"""The correction of a whole batch by the driver, its rules between keys, and its presets."""
+"""The driver's correction of a whole batch, its rules between keys, and its presets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BYPASS = REJECTING | {
 
 
 def sampled(num_rows: int = 8) -> DataProto:
-    """Rows whose behaviour policy is a little off, one of them far."""
+    """Rows whose behaviour policy is a little off, and one row that is far off."""
     batch = make_batch(num_rows)
     noise = torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(1))
     noise[0] -= 9.0
@@ -118,7 +118,7 @@ def test_the_objective_of_three_policies_worked_by_hand() -> None:
 
 
 def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, float]]:
-    """What actor and critic report of a corrected update, then the actor of a bypass."""
+    """Return the metrics of a corrected update of actor and critic, then those of a bypass."""
     found = []
     for role, settings in (
         (ActorWorker, REJECTING),

@@ -1,4 +1,4 @@
-"""The first steps of `trainer.critic_warmup` leave the actor, and its learning rate, alone."""
+"""The first steps of `trainer.critic_warmup` leave the actor and its learning rate unchanged."""
 
 from __future__ import annotations
 

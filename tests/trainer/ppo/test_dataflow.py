@@ -1,6 +1,4 @@
-"""The printed graph of a step follows from the configuration: what waits for what, and what
-overlaps.
-"""
+"""The printed graph of a step follows from the configuration: dependencies and overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The printed graph of a step is the step: its nodes are the calls that a real run makes.
+"""The nodes of the printed graph of a step are the calls that a real run makes.
 
 Tiny models in process; two processes a pool where calls must run side by side.
 """
@@ -47,7 +47,7 @@ PLACED_BY_THE_DRIVER = "update_weights"
 
 
 class Recorded(PPOTrainer):
-    """Keeps the calls of its one step, each with its stage."""
+    """Records the calls of its one step, each with its stage."""
 
     calls_of_step: list[dict[str, Any]]
 
@@ -56,13 +56,13 @@ class Recorded(PPOTrainer):
 
 
 def one_process_a_pool(tiny: Path, folder: Path, *more: str) -> tuple[str, ...]:
-    """These settings, with as many devices as the preset has pools left for the run's roles."""
+    """Return these settings, with one device per pool of the preset."""
     plenty = load_config(overrides(tiny, folder, "trainer.n_gpus_per_node=10", *more))
     return (*more, f"trainer.n_gpus_per_node={len(plenty.resource_pool_spec)}")
 
 
 def recorded(tiny: Path, folder: Path, *more: str) -> tuple[list[Node], dict[str, dict[str, Any]]]:
-    """The nodes of a configuration; by name, the calls of a step that it made on roles."""
+    """Return the nodes of a configuration, and by name the calls of a step on roles."""
     settings = ("trainer.backend=local", "trainer.total_training_steps=1", *more)
     config = load_config(overrides(tiny, folder, *settings))
     run(config, Recorded)
@@ -83,7 +83,7 @@ def on_roles(nodes: Sequence[Node]) -> dict[str, Node]:
 
 
 def check(nodes: Sequence[Node], spans: dict[str, dict[str, Any]]) -> None:
-    """Nodes are calls, each in its stage and pool, and none begins before what it waits for."""
+    """Check that nodes are calls in their stage and pool, and begin after their dependencies."""
     drawn = on_roles(nodes)
     assert set(drawn) == set(spans)
     for name, node in drawn.items():
@@ -181,7 +181,7 @@ def test_calls_said_to_overlap_do_and_calls_of_one_pool_take_turns(
 
 
 def overlapping(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether either call began before the other ended; clocks are read a moment apart."""
+    """True if either call began before the other ended; clocks are read a moment apart."""
     return min(one["end"], other["end"]) > max(one["start"], other["start"]) + 1e-3
 
 
@@ -193,7 +193,7 @@ class OwnEstimate(PPOTrainer):
 
 
 class OwnUpdate(OwnEstimate):
-    """Does something around another one."""
+    """Wraps a stage."""
 
     def update(self, batch: Any) -> dict[str, float]:
         return super().update(batch) | {"mine": 1.0}
@@ -228,7 +228,7 @@ def test_every_method_that_a_stage_calls_makes_it_a_subclass_own() -> None:
 
 
 def is_of_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    """Whether it is `self.name`."""
+    """True if it is `self.name`."""
     is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     return is_attribute and node.value.id == "self"
 

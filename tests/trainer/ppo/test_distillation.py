@@ -1,4 +1,4 @@
-"""On-policy distillation: what a teacher's log-probs do to advantages, and to a run."""
+"""On-policy distillation: how a teacher's log-probs change advantages, and a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_DECAY = "actor_rollout_ref.actor.optim.weight_decay=0"
 
 @pytest.fixture(scope="module")
 def teacher(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model after it has seen only a, b, c and d for some steps."""
+    """The tiny model after some steps on only a, b, c and d."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("teacher")
@@ -102,7 +102,7 @@ def test_beside_rewards_it_is_added_by_its_coefficient(
 def whole(
     tiny_dir: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """The numbers of twelve steps."""
+    """The metrics of twelve steps."""
     folder = tmp_path_factory.mktemp("whole")
     more = ("trainer.total_training_steps=12", "actor_rollout_ref.actor.optim.lr=3e-3")
     run(load_config(settings(tiny_dir, folder, teacher, *more)))

@@ -15,7 +15,7 @@ from verl_like.errors import ConfigError
 def drawn(
     scores: list[list[float]], attempt: int, **extras: list[float]
 ) -> tuple[DataProto, dict[str, float]]:
-    """A draw: a row of `scores` for each prompt."""
+    """Return a draw with a row of `scores` for each prompt."""
     flat = [score for group in scores for score in group]
     uids = [f"{prompt}-{attempt}" for prompt, group in enumerate(scores) for _ in group]
     columns = {"uid": np.array(uids, dtype=object)}

@@ -1,4 +1,4 @@
-"""The weight of the entropy bonus: its law, its way to the actor and into a checkpoint."""
+"""The weight of the entropy bonus: its formula, and its way to the actor and into a checkpoint."""
 
 from __future__ import annotations
 

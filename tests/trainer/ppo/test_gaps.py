@@ -1,4 +1,4 @@
-"""What the driver makes of a batch whose masks have gaps is what it makes of it without them.
+"""The driver computes the same from a batch whose masks have gaps as from one without gaps.
 
 In a gap stands what was observed: real tokens that the policy did not draw.
 """
@@ -31,7 +31,7 @@ Made = tuple[DataProto, dict[str, float]]
 
 
 def two_batches(seed: int) -> tuple[DataProto, DataProto]:
-    """The same tokens and numbers, close together and with gaps between; garbage elsewhere."""
+    """Return the same tokens and numbers without and with gaps, and garbage elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.arange(WIDTH) < LENGTHS[:, None]
     order = torch.rand(ROWS, 2 * WIDTH, generator=generator).argsort(dim=-1).argsort(dim=-1)
@@ -50,7 +50,7 @@ def two_batches(seed: int) -> tuple[DataProto, DataProto]:
 
 
 def _batch(columns: dict[str, torch.Tensor], real: torch.Tensor) -> DataProto:
-    """With two prompt tokens; what lies before a row's last drawn token is real."""
+    """Return a batch with two prompt tokens; all up to a row's last sampled token is real."""
     columns["responses"] = torch.ones_like(columns["response_mask"])
     prompts = torch.ones(ROWS, 2, dtype=torch.int64)
     columns["attention_mask"] = torch.cat([prompts, real.long()], dim=-1)

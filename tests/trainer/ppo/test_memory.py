@@ -1,4 +1,4 @@
-"""Memory of the roles on a device: the example's 7B run on 8 cards, and what does not fit."""
+"""Memory of the roles on a device: the example's 7B run on 8 GPUs, and runs that do not fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={}"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the shapes of DeepSeek-LLM-7B, and a file of no weights."""
+    """A folder with the shapes of DeepSeek-LLM-7B and an empty weight file."""
     folder = tmp_path_factory.mktemp("deepseek7b")
     DEEPSEEK_7B.save_pretrained(folder)
     (folder / "model.safetensors").touch()
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def script_config(model: Path, *more: str) -> PPOConfig:
-    """The configuration of the example's settings, without running its shell."""
+    """Return the configuration of the example's settings, without running its shell."""
     block = re.search(r"^settings=\(\n(.*?)^\)", SCRIPT.read_text(encoding="utf-8"), re.M | re.S)
     assert block is not None
     settings = [line.strip().replace('"', "") for line in block[1].splitlines()]
@@ -207,7 +207,7 @@ def test_passes_by_tokens_are_halved_until_every_pool_fits(model: Path) -> None:
 def test_fitted_passes_leave_a_reserve_at_every_width(
     model: Path, prompt: int, response: int, again: str
 ) -> None:
-    """CUDA contexts, communicators and gaps of the allocator are in no plan: 8 % are for them."""
+    """No plan counts CUDA contexts, communicators and allocator gaps: 8 % are reserved for them."""
     settings = [
         f"actor_rollout_ref.model.path={model}",
         f"actor_rollout_ref.model.enable_gradient_checkpointing={again}",
@@ -297,7 +297,7 @@ def test_a_reward_model_passes_as_many_tokens_as_the_actor(
 
 
 class Verifier(Worker):
-    """A frozen model of a role of one's own."""
+    """A frozen model of a user's role."""
 
     @classmethod
     def held_model(cls, config: PPOConfig, role: str) -> HeldModel:

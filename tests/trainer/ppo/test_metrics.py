@@ -1,4 +1,4 @@
-"""Metrics of a step beside their definitions."""
+"""Metrics of a step next to their definitions."""
 
 import numpy as np
 import pytest

@@ -107,9 +107,7 @@ ONE = "trainer.total_training_steps=1"
 
 
 class Probe(PPOTrainer):
-    """Asks before training, with stale weights, and with log-probs
-    of the truncated distribution.
-    """
+    """Tests before training, with stale weights, and with log-probs after truncation."""
 
     def step(self):
         prompts = next(iter(self.loader))

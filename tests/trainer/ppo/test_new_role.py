@@ -1,4 +1,4 @@
-"""A new frozen role is its class, its section and an entry: all else follows from the class."""
+"""A new frozen role needs only its class, its section and an entry."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ JUDGED = COLUMNS.pop("judge_log_prob")  # its class put it there when it was imp
 
 @pytest.fixture(autouse=True)
 def judged_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge's column is in the table while the tests of this file run, and in no others."""
+    """The judge's column is in the table only while the tests of this file run."""
     monkeypatch.setitem(COLUMNS, JUDGED.name, JUDGED)
 
 
 class Recorded(PPOTrainer):
-    """Keeps the calls of its step, the columns of its batch, and what can be replaced."""
+    """Records the calls of its step, the columns of its batch, and the replaceable roles."""
 
     calls_of_step: list[str]
     columns: list[str]

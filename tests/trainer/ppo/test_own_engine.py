@@ -1,4 +1,4 @@
-"""`rollout.name` takes a class of the user's own by its dotted path."""
+"""`rollout.name` accepts a user's class by its dotted path."""
 
 from __future__ import annotations
 

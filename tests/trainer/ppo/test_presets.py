@@ -1,4 +1,4 @@
-"""`algorithm=<preset>`: files that set what a paper sets, all of it read; own keys win."""
+"""`algorithm=<preset>`: files with a paper's settings, all of them read; a user's keys win."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRESETS = PPO.preset_names("algorithm")
 
 
 def needed_by(preset: str) -> list[str]:
-    """What a preset leaves to the user, filled in."""
+    """Return the settings that a preset leaves to the user."""
     return [f"{key}=z" for key in CARDS.left_to_the_user("algorithm", preset)]
 
 

@@ -1,4 +1,4 @@
-"""PTX in a run: rows of text that every update of the actor trains beside its policy loss."""
+"""PTX in a run: rows of text that every actor update trains together with its policy loss."""
 
 from __future__ import annotations
 

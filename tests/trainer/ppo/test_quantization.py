@@ -1,4 +1,4 @@
-"""Runs with int8 weights: what corrects for them, what is refused, counted, measured."""
+"""Runs with int8 weights: their correction, errors, counts and measurements."""
 
 from __future__ import annotations
 

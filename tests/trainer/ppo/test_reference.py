@@ -24,7 +24,7 @@ COUNT = "training/num_reference_updates"
 
 
 class Recorded(RecordingTrainer):
-    """Keeps the weights' hash of actor and reference after each step."""
+    """Stores the weights' hash of actor and reference after each step."""
 
     def on_step_end(self, metrics: Metrics) -> None:
         roles = ("actor", "ref")

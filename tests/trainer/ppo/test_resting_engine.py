@@ -1,4 +1,4 @@
-"""A rollout on GPUs that others share: asleep from a step's samples to its next weights."""
+"""A rollout on shared GPUs sleeps from a step's samples to its next weights."""
 
 from __future__ import annotations
 

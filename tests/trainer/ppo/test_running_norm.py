@@ -1,4 +1,4 @@
-"""Running normalisation beside the moments of all numbers at once; a resume goes on to the bit."""
+"""Running normalization next to the moments of all numbers; a resume continues bit for bit."""
 
 from __future__ import annotations
 

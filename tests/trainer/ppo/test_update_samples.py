@@ -1,4 +1,4 @@
-"""What an update trains on: samples drawn by score, tokens chosen for whole mini-batches."""
+"""Samples drawn by score for an update, and tokens chosen for whole mini-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a validation beside their definitions."""
+"""Metrics of a validation next to their definitions."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from trainer.ppo.validate import process_validation_metrics
 
 
 def majority(draw):
-    """The first value of the most frequent vote; of equally frequent ones, the first seen wins."""
+    """Return the first value of the most frequent vote; ties go to the first seen."""
     votes = [item["pred"] for item in draw]
     winner = max(dict.fromkeys(votes), key=votes.count)
     return next(item["val"] for item in draw if item["pred"] == winner)

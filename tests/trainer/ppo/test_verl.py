@@ -1,4 +1,4 @@
-"""verl's keys on the command line of `ppo`: ours, changing nothing, or refused with the way out."""
+"""verl's keys on the command line of `ppo`: translated, without effect, or rejected with advice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.config import critic_optim
 
 
 def translate(settings: list[str]) -> list[str]:
-    """In our keys, as text."""
+    """Return the settings in our keys, as text."""
     return [str(each.input_line) for each in verl.translate(map(parse, settings))]
 
 

@@ -1,4 +1,4 @@
-"""Preference training of the tiny model: what is learned, kept, resumed and refused."""
+"""Preference training of the tiny model: learning, checkpoints, resuming and errors."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def trained(*settings: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of DPO, two epochs of ten pairs, five a step."""
+    """The run folder of DPO: two epochs of ten pairs, five per step."""
     folder = tmp_path_factory.mktemp("whole")
     trained(*settings_of(tiny_dir, files, folder, *validating(files), *SAVING))
     return folder
 
 
 def log_probs_by_hand(model_folder: Path, rows: list[LMRow]) -> list[float]:
-    """The sum over each response's tokens, each row by itself, by transformers."""
+    """Return the sum over each response's tokens, row by row, by transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
@@ -147,7 +147,7 @@ def test_a_resumed_run_writes_the_same_numbers(
 
 @pytest.fixture(scope="module")
 def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same pairs in another order."""
+    """Return the same pairs in another order."""
     file = tmp_path_factory.mktemp("turned") / "train.jsonl"
     file.write_text("\n".join(map(json.dumps, PAIRS[::-1])), encoding="utf-8")
     return file

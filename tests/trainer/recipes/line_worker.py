@@ -1,4 +1,4 @@
-"""The toy worker of the regression: a line that is learned, or that says what is right."""
+"""The toy worker of the regression: a student that learns a line, and its teacher."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`verl-like replay`: a step or a stage comes out as it was, bit for bit, or what differs is named.
+"""`verl-like replay` reproduces a step or a stage bit for bit, or names the differences.
 
 One run of four steps on the tiny model, with a checkpoint after steps 2 and 4, and the batches of
 steps 3 and 4.
@@ -65,7 +65,7 @@ def made(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(made: Path, tmp_path: Path) -> Path:
-    """The run folder, to be changed."""
+    """A copy of the run folder, for changes."""
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 

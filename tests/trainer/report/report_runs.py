@@ -1,4 +1,4 @@
-"""Run folders made by hand, as large as a test wants them."""
+"""Synthetic run folders of any size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def metrics_of(step: int) -> dict[str, float]:
 def make_run(
     folder: Path, num_steps: int, samples: int = 20, response: str = "aaaa", num_ranks: int = 1
 ) -> Path:
-    """A run folder of `num_steps` steps in which actor and critic update side by side.
+    """Create a run of `num_steps` steps in which actor and critic update concurrently.
 
     The more ranks, the more differ their ends, by up to 0.05 s.
     """
@@ -86,7 +86,7 @@ def make_run(
 
 
 def said(text: str, reward: float, **more: float) -> dict[str, object]:
-    """A turn of the policy, as the lines of samples have it."""
+    """Return a turn of the policy, as the lines of samples have it."""
     seconds = {"engine_s": 0.02, "environment_s": 0.01, "waiting_s": 0.01}
     turn = {"role": "assistant", "text": text, "reward": reward, "tokens": 2, "observed_tokens": 3}
     return {**turn, **seconds, **more}
@@ -97,7 +97,7 @@ def observed(text: str) -> dict[str, object]:
 
 
 def make_played_run(folder: Path, num_steps: int = 5, samples: int = 6) -> Path:
-    """As `make_run`; its samples are trajectories of one to four turns."""
+    """Create a run as `make_run` does; its samples are trajectories of one to four turns."""
     make_run(folder, num_steps, samples)
     for file in (folder / "rollouts").iterdir():
         rows = [json.loads(line) for line in file.read_text().splitlines()]

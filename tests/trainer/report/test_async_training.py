@@ -27,13 +27,13 @@ LEDGER = {
 
 @pytest.fixture(autouse=True)
 def no_other_figures(figures: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PPO's own take most of the time."""
+    """Drop PPO's own figures, which take most of the time."""
     for drawing in ("timeline", "shares"):
         monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")
 
 
 def async_metrics(step: int) -> dict[str, float]:
-    """A step of 1 s, for a quarter of which generator 0 generated."""
+    """Return a step of 1 s, for a quarter of which generator 0 generated."""
     return {
         "async/queue_depth": step % 4,
         "async/staleness/mean": 0.5, "async/staleness/max": 1,

@@ -1,4 +1,4 @@
-"""The calls that the timeline shows: of training steps, on an axis without pauses."""
+"""The calls in the timeline: those of training steps, on an axis without pauses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.run_folder.timeline import Timeline
 
 
 def calls_of(step: int, start: float, stage: str = "") -> list[Call]:
-    """A second of two calls."""
+    """Return one second of two calls."""
     return [
         Call("a", "actor-0", "actor", "compute_log_prob", start, start + 0.4, step, stage),
         Call("a", "actor-0", "actor", "update_actor", start + 0.5, start + 1.0, step, stage),

@@ -1,6 +1,4 @@
-"""The report in headless Chromium: no error in the console, every figure drawn, nothing wider than
-the window, and dark where the reader's system is.
-"""
+"""The report in headless Chromium: no console errors, all figures, no overflow, dark mode."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ WIDTHS = (375, 1280)
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
 def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
-    """Of answers, and of trajectories: both pages in both widths, in one browser."""
+    """Responses and trajectories: both pages in both widths, in one browser."""
     frames = []
     for number, make in enumerate((make_run, make_played_run)):
         page = write_report(make(tmp_path / f"run{number}", 5))

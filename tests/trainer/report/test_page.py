@@ -1,4 +1,4 @@
-"""The report shows what is in the run folder, whatever state the folder is in."""
+"""The report shows the contents of the run folder, whatever state the folder is in."""
 
 from __future__ import annotations
 

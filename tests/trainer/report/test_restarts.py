@@ -1,4 +1,4 @@
-"""What a run lost, in words."""
+"""The description of a run's losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines that end a run: where the time went, the best validation, what to look at."""
+"""The last lines of a run: where the time went, the best validation, what to look at."""
 
 from __future__ import annotations
 

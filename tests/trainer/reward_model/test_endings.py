@@ -18,7 +18,7 @@ TEXTS = {"prompt": "say a", "chosen": "aa", "rejected": "bb"}
 
 
 def with_ending(tokenizer: Any, written: str) -> Any:
-    """The tokenizer with a template that writes this after what the assistant says."""
+    """Return the tokenizer with a template that writes this after an assistant's text."""
     changed = copy.deepcopy(tokenizer)
     own = "{{ message.content }}"
     said = f"{own}{{{{ '{written}' if message.role == 'assistant' else '' }}}}"

@@ -1,4 +1,4 @@
-"""A reward model of the tiny model: what is learned, evaluated, saved, resumed and refused."""
+"""A reward model of the tiny model: learning, evaluation, checkpoints, resuming and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.losses.pairwise import PAIRWISE_LOSSES, compute_reward_loss
 
 
 def letters(number: int, seed: int) -> list[dict[str, object]]:
-    """Pairs that can be told apart: the chosen response is of a and b, the rejected of c and d."""
+    """Separable pairs: the chosen response has a and b, the rejected one c and d."""
     draw = random.Random(seed)
     rows = []
     for _ in range(number):
@@ -70,7 +70,7 @@ def settings_of(tiny_dir: Path, files: dict[str, Path], folder: Path, *more: str
 
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of two epochs of ten pairs, four a step."""
+    """The run folder of two epochs of ten pairs, four per step."""
     folder = tmp_path_factory.mktemp("whole")
     run(load_config(settings_of(tiny_dir, files, folder), REWARD_MODEL))
     return folder

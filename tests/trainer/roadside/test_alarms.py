@@ -1,4 +1,4 @@
-"""A rule of a recipe finds an alarm; it is said once, and ever more rarely while it stays."""
+"""A recipe's rule raises an alarm; it is printed once, and ever more rarely while it lasts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.sft.step import SFTTrainer
 
 
 def doubled(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
-    """A loss that is twice what it was at first."""
+    """Raise an alarm for a loss that is twice its first value."""
     if metrics["loss"] >= 2 * first.setdefault("loss", metrics["loss"]):
         yield "doubled", f"the loss is {metrics['loss']:g}, {first['loss']:g} at first"
 

@@ -30,12 +30,12 @@ ROWS = 8
 
 
 def pairs(*uids: str) -> list[tuple[str, int]]:
-    """Two samples of each prompt."""
+    """Return two samples of each prompt."""
     return [(uid, index) for uid in uids for index in range(2)]
 
 
 def filled() -> SampleLog:
-    """Generator 0 made a, b and c; a is trained, b queued, c in flight; generator 1 lost d."""
+    """A log with a trained, b queued and c in flight by generator 0; generator 1 lost d."""
     log = SampleLog()
     log.begin(0, pairs("a", "b", "c"))
     log.begin(1, pairs("d"))
@@ -139,7 +139,7 @@ def batch() -> DataProto:
 
 
 class Trainer:
-    """Steps of a recipe's own class, as far as the watch sees them."""
+    """Steps of a recipe's own class, as far as the observer sees them."""
 
     __module__ = "trainer.here"
 
@@ -149,7 +149,7 @@ class Trainer:
 
 
 def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = None) -> Any:
-    """The metrics of a step whose update gets the batch, or another one; and the log's totals."""
+    """Return the metrics of a step whose update gets this batch, and the log's totals."""
     watch, trainer, metrics = SampleWatch(), Trainer(), dict[str, float]()
     watch.on_init_end(trainer)
     watch.on_samples(trainer, batch)

@@ -17,7 +17,7 @@ SHORT = (*POLICY_ALONE, "trainer.total_training_steps=2", "trainer.backend=local
 
 
 class SlowActor(ActorWorker):
-    """An update takes a while."""
+    """Updates slowly."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, readonly=True)
     def update_actor(self, data: DataProto, *more: DataProto) -> Any:
@@ -26,7 +26,7 @@ class SlowActor(ActorWorker):
 
 
 class Noting(PPOTrainer):
-    """Notes when samples are written, and when an update has ended."""
+    """Records when samples are written, and when an update ends."""
 
     def on_update(self, batch: DataProto) -> None:
         self.written = time.monotonic()

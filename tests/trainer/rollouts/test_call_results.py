@@ -1,4 +1,4 @@
-"""What roles return: columns go into the batch, numbers to the metrics."""
+"""Results of roles: columns go into the batch, numbers to the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose samples are trajectories: what is trained, what is left out, what is refused."""
+"""Runs whose samples are trajectories: training, dropped samples, and errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_policy_is_trained_on_trajectories(
 def test_turns_that_read_as_the_template_writes_are_trained_so(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    """The tiny template writes no end of a turn, so a turn that was ended is written anew."""
+    """The tiny template writes no end of a turn, so an ended turn is written again."""
     template = "environment.history=as_template"
     play(tiny_dir, tmp_path / "run", f"environment={GAMES}:Count", template, "trainer.seed=3")
     for line in lines(tmp_path / "run"):
@@ -148,7 +148,7 @@ def test_too_many_failures_end_the_run(tiny_dir: Path, tmp_path: Path) -> None:
 
 
 def test_one_turn_is_a_run_without_an_environment(tiny_dir: Path, tmp_path: Path) -> None:
-    """Same noise, same path: an environment that says nothing changes no draw."""
+    """Same noise, same path: an environment without observations changes no draw."""
     (tmp_path / "reward.py").write_text(REWARD)
     more = (*POLICY_ALONE, f"custom_reward_function.path={tmp_path}/reward.py")
     sizes = ("data.max_prompt_length=16", "data.max_response_length=8")
@@ -166,7 +166,7 @@ def test_one_turn_is_a_run_without_an_environment(tiny_dir: Path, tmp_path: Path
 
 
 def test_a_number_of_games_needs_no_file(tiny_dir: Path, tmp_path: Path) -> None:
-    """Every row is another game, in every epoch; the samples of a prompt play the same one."""
+    """Every row is a new game in every epoch; the samples of a prompt share it."""
     games = ("data.train_files=4", "data.train_batch_size=4", "trainer.total_epochs=2")
     steps = ("trainer.total_training_steps=null", f"environment={GAMES}:ByLot")
     play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *games, *steps)

@@ -1,4 +1,4 @@
-"""What one does after a run with an environment: replay a trajectory, evaluate, select, chat."""
+"""Commands after a run with an environment: replay a trajectory, evaluate, select, chat."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ PLAYED = (
 
 @pytest.fixture(scope="module")
 def played(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run, with its environment beside it."""
+    """The folder of a run, with its environment next to it."""
     folder = tmp_path_factory.mktemp("played")
     (folder / "count.py").write_text(COUNT)
     more = [
@@ -113,7 +113,7 @@ def asked(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_requests_of_an_agent_are_made_again_bit_for_bit(asked: Path, live: bool) -> None:
-    """Also where it has rewritten its history, and where it was cut."""
+    """Also where the agent has rewritten its history, and where it was cut."""
     sample = first_sample(asked)
     assert (sample["ended"], sample["score"]) == ("max_turns", 0.25)
     assert lines(asked)[-1]["agents/num_segments/mean"] == 2

@@ -29,7 +29,7 @@ FOUR = (*POLICY_ALONE, "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4
 
 
 def by_hand(scores: list[float]) -> list[float]:
-    """GRPO's advantages of one group."""
+    """Return GRPO's advantages of one group."""
     mean = sum(scores) / len(scores)
     variance = sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
     return [(score - mean) / (variance**0.5 + 1e-6) for score in scores]

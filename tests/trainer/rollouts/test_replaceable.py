@@ -1,4 +1,4 @@
-"""Which roles of a PPO run can be replaced in the middle of it."""
+"""Which roles of a PPO run can be replaced during it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from workers.roles.sampler import SamplerWorker
 
 
 class OwnRollout(RolloutWorker):
-    """Of a user: what it keeps is not known."""
+    """A user's rollout, whose state is unknown."""
 
 
 def workers_of(recipe: Recipe[Any]) -> dict[str, str]:
-    """Role -> dotted path of its class, of a recipe's YAML."""
+    """Return role -> dotted path of its class, from a recipe's YAML."""
     tree: Any = OmegaConf.load(recipe.config_dir / f"{recipe.config_name}.yaml")
     return dict(tree.role_workers)
 
@@ -35,7 +35,7 @@ def test_async_runs_have_the_classes_of_ppo_in_their_order() -> None:
 
 
 def groups(**own: type) -> Any:
-    """In the place of a run's groups: of every built-in role its class."""
+    """Return a stand-in for a run's groups: the class of every built-in role."""
     classes = {role: load_object(path, role) for role, path in workers_of(PPO).items()} | own
     return {role: SimpleNamespace(roles={role: cls}, world_size=4) for role, cls in classes.items()}
 

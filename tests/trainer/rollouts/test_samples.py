@@ -1,4 +1,4 @@
-"""Samples of a step as lines of a file: every text comes back, and the report shows every row."""
+"""Samples of a step as lines of a file: every text is read back, and the report shows every row."""
 
 from __future__ import annotations
 

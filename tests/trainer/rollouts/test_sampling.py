@@ -1,4 +1,4 @@
-"""What the recipes that sample have in common."""
+"""Settings that all sampling recipes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of an old step's samples the best, the worst and some between stay."""
+"""The best, the worst and some other samples of an old step are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of recipes on rows: what their plan shows, and what is refused before a process starts."""
+"""Memory of recipes on rows: their plan, and errors before a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model is held against the rows' length before a process starts."""
+"""A model's limits are checked against the rows' length before a process starts."""
 
 from __future__ import annotations
 

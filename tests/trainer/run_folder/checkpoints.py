@@ -1,4 +1,4 @@
-"""Checkpoints of roles that write one file: the runs whose folders are looked into."""
+"""Checkpoints of roles that write one file, and runs that use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl_like.config_key import changed
 
 
 class Method:
-    """A method of a role's group, run when it is called."""
+    """A method of a role's group, which runs when it is called."""
 
     def __init__(self, function: Any) -> None:
         self.remote = lambda *args: SimpleNamespace(get=lambda timeout=None: function(*args))
@@ -27,7 +27,7 @@ class Role:
         self.start_checkpoint, self.load_checkpoint = Method(self.start), Method(self.load)
 
     def start(self, path: str, step: int) -> list[bool]:
-        """Leaves nothing to be written in the background."""
+        """Write everything at once, nothing in the background."""
         self.save(path, step)
         return [False]
 
@@ -61,5 +61,5 @@ def saved(folder: Path, *steps: int, overrides: tuple[str, ...] = ()) -> None:
 
 
 def resume_from(folder: Path) -> tuple[str, str]:
-    """The settings of a run that goes on from this checkpoint."""
+    """Return the settings of a run that resumes from this checkpoint."""
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"

@@ -1,4 +1,4 @@
-"""What a file of a run folder may hold: nothing, half, another's, or what nobody has written."""
+"""Damage of a file in a run folder: missing, truncated, of another run, or foreign."""
 
 from __future__ import annotations
 

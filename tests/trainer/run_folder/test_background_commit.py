@@ -70,7 +70,7 @@ class Writer(Role):
         return [{"0": {"bytes": 1, "crc32": 1}}, {"1": {"bytes": 2, "crc32": 2}}]
 
     def hurry(self) -> None:
-        """Writes no sooner."""
+        """Write no sooner."""
 
     def drop(self) -> None:
         self.is_dropped = True
@@ -78,7 +78,7 @@ class Writer(Role):
 
 
 def begun(folder: Path, writer: Writer, step: int = 2) -> Checkpoints:
-    """A run that has come past the step, while its checkpoint is still written."""
+    """A run after the step whose checkpoint is still being written."""
     run = checkpoints(folder)
     run.write(step, {"actor": writer, "rollout": Role(5)}, {"global_step": step})
     assert run.commit() == []
@@ -86,7 +86,7 @@ def begun(folder: Path, writer: Writer, step: int = 2) -> Checkpoints:
 
 
 def ended(run: Checkpoints, error: BaseException) -> None:
-    """The run ends by this error."""
+    """End the run with this error."""
     with pytest.raises(type(error)), contextlib.closing(run):
         raise error
 

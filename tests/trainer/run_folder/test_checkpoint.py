@@ -1,6 +1,4 @@
-"""The run's checkpoints, with roles that write one file: what is committed, kept, found, refused
-and cut back.
-"""
+"""The run's checkpoints, with roles that write one file: commits, retention, search and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder with damage: what a resume falls back to, what it says, and what it advises."""
+"""A damaged run folder: the fallback of a resume, its messages and its advice."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
 
 
 class DamagedShards(Role):
-    """Finds out only when it reads."""
+    """Detects the damage only when it reads."""
 
     def load(self, path: str) -> None:
         super().load(path)
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
 
 
 def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
-    """Not of a run that goes on from an older one, all the same with another configuration."""
+    """Not in the way of a run that resumes from an older one, even with another configuration."""
     saved(tmp_path, 2, 4)
     cut(tmp_path / "global_step_4" / "actor" / "number")
     with pytest.raises(CheckpointError, match="go on all the same with (.*)") as refused:
@@ -196,7 +196,7 @@ def test_a_random_state_of_huge_numbers_makes_room_for_the_checkpoint_before(
 
 
 def replace_whole(folder: Path, name: str, content: bytes) -> None:
-    """Other contents of a file, with the checksum that they have."""
+    """Replace the contents of a file, and the checksum accordingly."""
     (folder / name).write_bytes(content)
     marker = json.loads((folder / "commit.json").read_text())
     marker["files"][name] = fingerprint(folder / name)

@@ -1,4 +1,4 @@
-"""A run folder is its user's alone, and holds no secrets."""
+"""A run folder is private to its user, and holds no secrets."""
 
 from __future__ import annotations
 

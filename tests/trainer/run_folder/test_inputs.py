@@ -1,4 +1,4 @@
-"""Contents of what a run computes from: what has a digest, and what a resume refuses."""
+"""A run's inputs: which contents have a digest, and which changes a resume rejects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl_like.errors import CheckpointError
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    """Data, code of a reward, a model's folder."""
+    """Data, reward code, and a model folder."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

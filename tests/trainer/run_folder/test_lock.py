@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second is refused, and what a killed one left is taken over."""
+"""Two runs in one folder: the second is rejected, and a killed run's lock is taken over."""
 
 from __future__ import annotations
 

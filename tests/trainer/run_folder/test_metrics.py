@@ -1,4 +1,4 @@
-"""A step's number is reduced by the last word of its name."""
+"""The last word of a metric's name decides how it is reduced."""
 
 from __future__ import annotations
 

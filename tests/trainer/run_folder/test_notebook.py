@@ -1,4 +1,4 @@
-"""What a run shows in a notebook, refreshed; `tests/examples/test_notebook.py` runs a real one."""
+"""A run's display in a notebook, refreshed; `tests/examples/test_notebook.py` runs a real one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.run_folder.tracking import make_tracking
 
 
 class Shown:
-    """IPython's `display` and the handle that it gives."""
+    """IPython's `display`, and the handle that it returns."""
 
     def __init__(self) -> None:
         self.pages: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""A result in ten lines, as curves, as a table; its model and samples when they are asked for."""
+"""A result in ten lines, as curves, as a table; its model and samples on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS = (
 
 
 def result_of(folder: Path, num_steps: int = 3, model_folder: Path | None = None) -> RunResult:
-    """Steps in which every number is the step's, but for the KL, which is 0."""
+    """Return steps in which every number is the step's, except the KL, which is 0."""
     names = [*NAMES, *OTHERS, *(f"timing_s/{number}" for number in range(100))]
     zero = {"actor/kl_loss": 0.0, "actor/ppo_kl": 0.0}
     steps = range(1, num_steps + 1)

@@ -1,4 +1,4 @@
-"""Which model a path means: the run's newest checkpoint, the policy, what it was trained with."""
+"""The model that a path means: the run's newest checkpoint, the policy, its settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PPO = {
 def checkpoint(
     folder: Path, step: int, roles: Mapping[str, list[str]], config: Mapping[str, Any]
 ) -> Path:
-    """A `global_step_N` with manifests and no tensors."""
+    """Create a `global_step_N` with manifests and no tensors."""
     path = folder / f"global_step_{step}"
     for role, contents in roles.items():
         (path / role).mkdir(parents=True)

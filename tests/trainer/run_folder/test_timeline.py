@@ -1,6 +1,4 @@
-"""The trace has a lane per pool, role and rank, and every call from its start to its end; the
-ratios tell overlap.
-"""
+"""The trace has a lane per pool, role and rank, and all calls; the ratios measure overlap."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""W&B, trackio and TensorBoard as they are installed, without a network: what a run has written
-there, read back.
-"""
+"""W&B, trackio and TensorBoard as installed, without a network: a run's logs, read back."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 
 @pytest.fixture(scope="module")
 def run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two steps, each with a validation, that both have followed."""
+    """The folder of a run of two steps with validations, tracked by both."""
     folder = tmp_path_factory.mktemp("run")
     remote = ["TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "WANDB_API_KEY"]
     environment = {name: value for name, value in os.environ.items() if name not in remote}
@@ -51,7 +49,7 @@ def run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def best_of(run: Path, name: str, step: int) -> dict[str, Any]:
-    """The first row that a table of this step's samples has."""
+    """Return the first row of the table of this step's samples."""
     return max(lines(run / name, f"{step}.jsonl"), key=lambda row: row["score"])
 
 
@@ -117,7 +115,7 @@ def test_trackio_has_the_numbers_and_the_samples(run: Path) -> None:
 
 
 def messages_of(log: bytes) -> Iterator[bytes]:
-    """The records of a file as LevelDB has them: blocks of 32 KiB, of which the first has a header.
+    """Return the records of a LevelDB file: blocks of 32 KiB, the first with a header.
 
     Of each piece: a checksum, its length, and whether it is whole, a first, a middle or a last one.
     """

@@ -1,6 +1,4 @@
-"""A step's numbers are on disk when `log` returns, with every digit but for times, and wherever
-else the config says.
-"""
+"""A step's numbers are on disk when `log` returns, with all digits, and in other trackers."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ def test_a_terminal_gets_a_bar_of_its_width(columns: int) -> None:
 
 
 class Kept:
-    """A tracker of a user's own."""
+    """A user's own tracker."""
 
     said: ClassVar[list[object]] = []
 

@@ -37,7 +37,7 @@ def live_methods() -> list[str]:
 
 
 class Probe:
-    """A session, and the calls with what they must give."""
+    """A session, and calls with their expected results."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url, self.model = url, model
@@ -47,7 +47,7 @@ class Probe:
         self.admin = tinker.AdminClient(base_url=url, api_key="tml-x")
 
     def check(self, name: str, call: Callable[[], Any], is_right: Callable[[Any], Any]) -> Any:
-        """Note whether a call gives what it must; return its value."""
+        """Record whether a call returns the expected value, and return the value."""
         try:
             value = call()
             value = value.result(60) if hasattr(value, "result") else value
@@ -306,7 +306,7 @@ class Probe:
 
 
 def callable_sampler(client: Any) -> bool:
-    """Whether a client samples."""
+    """True if a client samples."""
     return callable(client.sample)
 
 

@@ -1,4 +1,4 @@
-"""A GRPO loop of a client has the bits of the same verbs in process, on any placement."""
+"""A client's GRPO loop gives the bits of the same verbs in process, on any placement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def advantages(group: Sequence[Sampled]) -> list[float]:
 
 
 def over_http(url: str, base: str, rank: int) -> tuple[list[Any], list[Any]]:
-    """(metrics and samples of each step, log-probs at the end) of the loop as a client has it."""
+    """Return (metrics and samples of each step, final log-probs) of the client's loop."""
     results: list[Any] = []
     with Client(url) as client:
         model = client.model(base, rank=rank, seed=11)
@@ -83,7 +83,7 @@ def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int) -> R
 
 
 def rows_of(ids: list[list[int]], **numbers: list[list[float]]) -> DataProto:
-    """Rows of which every token but the first is in the loss."""
+    """Return rows in which every token but the first is in the loss."""
     width = max(map(len, ids))
     tokens = ragged(ids, torch.long, width)
     responses = ragged([row[1:] for row in ids], torch.long, width - 1)
@@ -102,7 +102,7 @@ def rows_of(ids: list[list[int]], **numbers: list[list[float]]) -> DataProto:
 
 
 def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
-    """The same loop as a driver of the verbs has it."""
+    """Run the same loop as a driver of the verbs."""
     results: list[Any] = []
     with reproducible_arithmetic(), WorkerGroups(config) as groups:
         actor, rollout = groups["actor"], groups["rollout"]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of the tiny model: what is learned, saved, resumed and refused."""
+"""Supervised fine-tuning of the tiny model: learning, checkpoints, resuming and errors."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def kept_settings(settings: list[str], *dropped: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of two epochs of ten rows, four a step."""
+    """The run folder of two epochs of ten rows, four per step."""
     folder = tmp_path_factory.mktemp("whole")
     run(load_config(settings_of(tiny_dir, files, folder), SFT))
     return folder
 
 
 def loss_by_hand(model_folder: Path, rows: list[dict[str, object]], tokenizer_of: Path) -> float:
-    """The mean of -log_prob over what is in the loss, each row by itself, by transformers."""
+    """Return the mean of -log_prob over the loss tokens, row by row, by transformers."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(str(tokenizer_of))

@@ -1,4 +1,4 @@
-"""Requests beside a process's queue of calls: who is answered, and what becomes of each."""
+"""Requests next to a process's queue of calls: which are answered, and how each ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_like.errors import WorkerDiedError, WorkerError
 
 
 class Unreadable:
-    """Can be pickled, and not be read again."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)

@@ -1,4 +1,4 @@
-"""A batch in a file: it comes back exactly, and a file that lies is refused."""
+"""A batch in a file is read back exactly, and an inconsistent file is rejected."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_two_columns_over_one_memory_survive_a_file(tmp_path):
 
 
 class Opaque:
-    """Something JSON knows nothing of."""
+    """An object that JSON cannot encode."""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 class RunsCode:
-    """A pickle that would make a file when loaded."""
+    """A pickle that would create a file when loaded."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Micro-batches by tokens: nothing is lost, none is too large, results come back in order."""
+"""Micro-batches by tokens: complete, within the limit, with results in order."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LENGTHS = [9, 3, 8, 2, 7, 7, 1, 6, 5, 4]
 
 
 def padded(lengths: list[int] = LENGTHS) -> TensorDict:
-    """Rows of these lengths, numbered in `x`."""
+    """Return rows of these lengths, numbered in `x`."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     columns = {"attention_mask": mask.long(), "x": torch.arange(len(lengths))}
     return TensorDict(columns, batch_size=[len(lengths)])
 
 
 def jagged() -> TensorDict:
-    """The same without padding."""
+    """Return the same rows without padding."""
     ids = torch.nested.as_nested_tensor([torch.full((n,), n) for n in LENGTHS], layout=torch.jagged)
     return TensorDict({"input_ids": ids, "x": torch.arange(len(LENGTHS))}, batch_size=[10])
 
@@ -93,7 +93,7 @@ def test_a_batch_without_lengths_is_refused() -> None:
 
 
 def test_ranks_of_a_group_agree_on_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank wants three, then is content with what is agreed on."""
+    """Another rank wants three, and accepts the common number."""
     others: Iterator[int] = iter([3, 3])
     monkeypatch.setattr(
         verl_compat, "_maximum", lambda own, group: max(own, next(others)) if group else own

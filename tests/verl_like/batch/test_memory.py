@@ -1,4 +1,4 @@
-"""Large columns lie in blocks that are used again, and hold what torch would put there."""
+"""Large columns are in blocks that are reused, with the contents that torch would have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Union and concat: what comes together, and how a conflict is named."""
+"""Union and concat: the merged entries, and the errors of conflicts."""
 
 import numpy as np
 import pytest

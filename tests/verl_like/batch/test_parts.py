@@ -1,4 +1,4 @@
-"""What a batch is: its rows, what may be a column, and the shard it came from."""
+"""The parts of a batch: its rows, valid columns, and the shard that it came from."""
 
 import copy
 import pickle

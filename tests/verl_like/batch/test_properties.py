@@ -89,7 +89,7 @@ def batches(draw, min_rows=0):
 
 
 def rectangles(data):
-    """The same batch, asked for its columns in verl's layout."""
+    """Return the same batch after a read of its columns in verl's layout."""
     copied = copy.copy(data)
     assert copied.batch is None or set(copied.batch.keys()) == set(data.columns)
     assert not any(isinstance(column, Ragged) for column in copied.columns.values())

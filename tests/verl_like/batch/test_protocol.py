@@ -1,4 +1,4 @@
-"""DataProto's columns: building, select, pop, rename and copies, and names that do not fit."""
+"""DataProto's columns: construction, select, pop, rename, copies, and unknown names."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A ragged column: what it stands for, and a batch that holds some."""
+"""Ragged columns, and batches with them."""
 
 import copy
 

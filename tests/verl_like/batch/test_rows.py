@@ -1,4 +1,4 @@
-"""Methods that pick rows: which rows come, in which order, and what is refused."""
+"""Methods that select rows: which rows, in which order, and errors."""
 
 import numpy as np
 import pytest

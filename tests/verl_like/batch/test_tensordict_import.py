@@ -1,4 +1,4 @@
-"""tensordict comes without the compiler, and can be compiled all the same."""
+"""tensordict is imported without the compiler, and can still be compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TensorDict as rows: what it is made of comes back, nested columns too."""
+"""A TensorDict as rows, converted back with nested columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = [3, 1, 4, 2, 5]
 
 
 def make() -> TensorDict:
-    """Five rows with a column of every kind."""
+    """Return five rows with a column of every kind."""
     jagged = torch.nested.as_nested_tensor(
         [torch.arange(n) + 10 * n for n in LENGTHS], layout=torch.jagged
     )

@@ -13,7 +13,7 @@ from verl_like.errors import BatchError, MissingColumnError
 
 
 def make(rows=4, **meta):
-    """A tensor of row numbers, an object column and meta."""
+    """Return a tensor of row numbers, an object column and meta."""
     return DataProto.from_dict(
         {"a": torch.arange(rows).float()}, {"uid": [str(r) for r in range(rows)]}, meta
     )

@@ -1,4 +1,4 @@
-"""A batch in a pickle: what travels out of band, and what is copied."""
+"""A batch in a pickle: the columns out of band, and those that are copied."""
 
 import pickle
 import warnings

@@ -1,4 +1,4 @@
-"""Groups of one to four ranks without processes, batches for them, and when two are the same."""
+"""Groups of one to four ranks without processes, batches for them, and their comparison."""
 
 from __future__ import annotations
 

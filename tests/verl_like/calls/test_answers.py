@@ -1,4 +1,4 @@
-"""What is said of a call whose ranks fail or do not come back can be read at a thousand ranks."""
+"""Errors of a call with failed or missing ranks are short even at a thousand ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While one pool is waited for, what happens to another one is noticed."""
+"""While the driver waits for one pool, failures of another one are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why ranks do not come back: read off their stacks, in few words even of a thousand ranks."""
+"""The diagnosis of hanging ranks from their stacks, short even at a thousand ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_thousand_ranks_at_places_of_their_own_are_counted() -> None:
 
 
 def watched(*looks: dict[int, str], late: list[int], caplog: Any) -> list[str]:
-    """What is logged when a pool shows these stacks, one after the other."""
+    """Return the log of a pool that shows these stacks, one after the other."""
     caplog.clear()
     shown = iter(looks)
     pool: Any = SimpleNamespace(

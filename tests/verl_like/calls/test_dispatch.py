@@ -1,4 +1,4 @@
-"""What a call on a group does to its arguments and results, for every mode; without processes."""
+"""How every dispatch mode splits arguments and collects results; without processes."""
 
 from __future__ import annotations
 

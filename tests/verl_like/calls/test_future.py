@@ -1,4 +1,4 @@
-"""`gather`: everything is waited for, and a failure is logged at once."""
+"""`gather` waits for everything, and logs a failure at once."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_of_several_failures_a_death_is_raised_for_it_explains_the_others() -> N
 
 
 class Store(Transport):
-    """A backend that has some answers, and reads them by one request."""
+    """A backend that has some answers, and reads them in one request."""
 
     kind = "store"
     submit = stacks = shutdown = construct_again = None

@@ -1,4 +1,4 @@
-"""Which mesh a call is split and collected by."""
+"""The mesh by which a call is split and collected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_ROWS_MESH = make_nd_compute_dataproto_dispatch_fn("rows")
 
 
 def collect_after_a_call_of_the_other_role(target, outputs):
-    """While this call is collected, a thread collects one of another role of the group."""
+    """Collect this call while a thread collects a call of another role of the group."""
     other = FUSED[0].other_on_rows.remote(batch(4))
     thread = threading.Thread(target=other.get)
     thread.start()
@@ -32,7 +32,7 @@ def collect_after_a_call_of_the_other_role(target, outputs):
 
 
 class OnRows(Worker):
-    """Has a mesh "rows" in which `ranks_per_piece` ranks get the same piece."""
+    """Has a mesh "rows" in which `ranks_per_piece` ranks get the same chunk."""
 
     def __init__(self, ranks_per_piece: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Metrics beside a batch, or instead of one."""
+"""Metrics next to a batch, or instead of one."""
 
 from __future__ import annotations
 

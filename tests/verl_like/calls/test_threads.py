@@ -47,14 +47,14 @@ def pools(request: pytest.FixtureRequest):
 
 
 def in_threads(jobs: list[Callable[[], object]]) -> None:
-    """Each in a thread of its own; the first error is raised."""
+    """Run each in a separate thread; raise the first error."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()
 
 
 def add_rows(group, amount: int, first: int) -> None:
-    """Batches of several sizes, whose rows say which call they are of."""
+    """Add to batches of several sizes, whose rows name their call."""
     for call in range(NUM_CALLS):
         x = torch.arange(1 + call % 4) + first + 100 * call
         letters = np.array([f"{call}"] * len(x), dtype=object)
@@ -126,7 +126,7 @@ def test_two_threads_on_inline_pools_draw_what_one_thread_draws() -> None:
 
 def test_what_another_thread_has_taken_is_not_taken_twice() -> None:
     class Emptied(deque[int]):
-        """Somebody takes its last entry once its length is known."""
+        """Loses its last entry once its length has been read."""
 
         def __len__(self) -> int:
             return super().__len__() + 1

@@ -1,4 +1,4 @@
-"""What drivers and workers written for verl use of a group, on every backend."""
+"""The parts of a group that drivers and workers written for verl use, on every backend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def sample(rows: int = 5) -> TensorDict:
-    """A column of every kind; row i of `ids` has i + 1 numbers."""
+    """Return a column of every kind; row i of `ids` has i + 1 numbers."""
     ids = torch.nested.as_nested_tensor(
         [torch.full((n + 1,), n) for n in range(rows)], layout=torch.jagged
     )

@@ -123,7 +123,7 @@ def test_ranks_in_different_collectives_are_shown(fresh, caplog: pytest.LogCaptu
 
 
 def call_and_die() -> None:
-    """A caller that prints the processes of its group and is killed while they work."""
+    """Run a caller that prints its group's processes and is killed while they work."""
     group = LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Faulty))
     group.sleeps(600)
     print(*[child.process.pid for child in group.transport.children], flush=True)

@@ -1,4 +1,4 @@
-"""The plan: what fits where, checked before anything starts, and printed."""
+"""The plan: capacity checks before anything starts, and its printed form."""
 
 from __future__ import annotations
 
@@ -152,9 +152,7 @@ def test_custom_resources_are_counted_where_they_are_known() -> None:
 
 
 def cluster(*nodes: Node) -> Placement:
-    """Trainers on the first node with room for two processes, generators on those with room for
-    one.
-    """
+    """Trainers on the first node with room for two processes, generators where one fits."""
     spec, mapping = (
         {"trainers": [2], "generators": [1, 1]},
         {"actor": "trainers", "rollout": "generators"},

@@ -1,4 +1,4 @@
-"""Pools of processes and the holder of a run's pools."""
+"""Pools of processes, and the manager of a run's pools."""
 
 from __future__ import annotations
 

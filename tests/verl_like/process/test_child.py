@@ -14,7 +14,7 @@ from verl_like.process.child import ROOT, start_child
 
 
 def main(pipe, *arguments):
-    """What runs in the child of the test below."""
+    """Run in the child of the test below."""
     pipe.send((arguments, sys.path, os.environ["GIVEN"], __name__))
     pipe.recv()
     sys.exit(7)
@@ -57,7 +57,7 @@ def test_a_child_that_ends_before_it_listens_is_waited_for(monkeypatch: pytest.M
     started: list[subprocess.Popen] = []
 
     class Noted(subprocess.Popen):
-        """A process that has ended when its parent goes on."""
+        """A process that has ended when its parent continues."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

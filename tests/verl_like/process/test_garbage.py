@@ -12,7 +12,7 @@ from verl_like.process.garbage import FrozenObjects, ignore_old_objects, pause_c
 
 @pytest.fixture
 def nothing_is_kept() -> Iterator[None]:
-    """As in a process that nobody has prepared; that of the tests keeps its modules."""
+    """Start as in an unprepared process; the test process has frozen its modules."""
     gc.unfreeze()
     FrozenObjects.are_known = False
     yield

@@ -1,4 +1,4 @@
-"""What a worker process does with a call, without a process."""
+"""How a worker process handles a call, without a process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_header_arrives_as_it_was_packed():
 
 
 def started(roles: list[str], facts: ProcessFacts, monkeypatch) -> WorkerHost:
-    """A host that thinks it has a process of its own, and leaves this one's environment alone."""
+    """Return a host that leaves this process's environment unchanged."""
     monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
     host = WorkerHost({role: (Late, (), {}) for role in roles}, facts)
     assert host.start(("127.0.0.1", 1)).error is None
@@ -99,7 +99,7 @@ def test_two_coroutines_past_the_queue_share_one_loop(monkeypatch):
 
 @dataclass
 class Judge:
-    """A part of a configuration."""
+    """A section of a configuration."""
 
     api_key: str = "sk-only-in-the-configuration"
 
@@ -112,7 +112,7 @@ class Rewarded:
 
 
 class Talkative(Worker):
-    """Says what it has been given."""
+    """Returns its arguments."""
 
     def __init__(self, config: Rewarded) -> None:
         print(config.judges[0].api_key)
@@ -209,7 +209,7 @@ class Unshowable(Exception):
 
 
 class Raises(Worker):
-    """Raises what it is given, in every kind of call."""
+    """Raises its argument, in every kind of call."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def in_turn(self, error: BaseException) -> None:
@@ -228,7 +228,7 @@ KINDS = [("in_turn", False), ("as_coroutine", False), ("concurrent", True)]
 
 
 def in_a_thread(host: WorkerHost, call: Call) -> Header:
-    """The header of a call that is made in another thread, as calls past the queue are."""
+    """Return the header of a call in another thread, as for concurrent calls."""
     headers: list[Header] = []
     thread = threading.Thread(target=lambda: headers.append(host.call(call, ())[1]))
     thread.start()
@@ -282,7 +282,7 @@ def test_in_the_drivers_own_thread_ctrl_c_alone_passes() -> None:
 
 
 def started_with(role: type[Worker], monkeypatch: pytest.MonkeyPatch) -> WorkerHost:
-    """A host of one role that thinks it has a process of its own."""
+    """Return a host of one role that thinks it has its own process."""
     monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
     host = WorkerHost({role.__name__.lower(): (role, (), {})}, ProcessFacts("role", 0, 1, 0))
     assert host.start(("127.0.0.1", 1)).error is None

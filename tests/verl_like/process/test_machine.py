@@ -1,4 +1,4 @@
-"""What the system says of a process."""
+"""The system's facts about a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sandbox sees of the environment, and that no run starts in it."""
+"""The environment in a sandbox; no run starts in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_of_the_environment_it_sees_what_holds_no_secret(monkeypatch: pytest.Mon
 
 
 class NoNamespaces:
-    """A C library on a machine that gives none, nor Landlock."""
+    """The C library of a machine without namespaces and Landlock."""
 
     @staticmethod
     def unshare(_: int) -> int:

@@ -1,4 +1,4 @@
-"""A store listens at one address, and only who has the secret has a say in a part of it."""
+"""A store listens at one address, and only holders of the secret can change its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of untrusted code are removed, however deep; no console ends what supervises it."""
+"""Folders of untrusted code are removed at any depth; no console stops the supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a group meet in a store in which a stranger has no say, whoever reaches its port."""
+"""The ranks of a group meet in a store that strangers cannot change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Meeting(Worker):
 
 
 def meet(store: dist.TCPStore, secret: str, rank: int, seconds: float = 20.0) -> dist.Store:
-    """What a rank of two does when it opens its process group."""
+    """Open the process group of a rank of two."""
     facts = ProcessFacts(rank=rank, world_size=2, secret=secret, rendezvous_s=seconds)
     with construction(facts, {}):
         worker = Worker()
@@ -46,7 +46,7 @@ def meet(store: dist.TCPStore, secret: str, rank: int, seconds: float = 20.0) ->
 
 
 def names_in(store: dist.TCPStore, count: int) -> list[str]:
-    """Those that ranks have written, once there are so many."""
+    """Return the names that ranks have written, once there are so many."""
     while len(names := [name for name in store.list_keys() if name != "init/"]) < count:
         pass
     return names
@@ -55,7 +55,7 @@ def names_in(store: dist.TCPStore, count: int) -> list[str]:
 def with_stranger(
     seconds: float, act: Callable[[dist.TCPStore, str], None]
 ) -> tuple[dist.TCPStore, str, Future[dist.Store]]:
-    """Rank 0 waits for rank 1, and somebody who can list names has seen what it wrote."""
+    """Let rank 0 wait for rank 1, while a stranger has seen the names that it wrote."""
     server, secret = open_store("127.0.0.1"), new_secret()
     pool = ThreadPoolExecutor(1)
     first = pool.submit(meet, server, secret, 0, seconds)
@@ -105,7 +105,7 @@ def test_groups_can_be_made_as_long_as_the_process_lives() -> None:
 
 
 def on_gpus(**facts: Any) -> Worker:
-    """A worker that is told that it has a GPU; nothing is computed on it."""
+    """Return a worker that believes it has a GPU, without computing on it."""
     with construction(ProcessFacts(device_kind="cuda", **facts), {}):
         return Worker()
 
@@ -136,7 +136,7 @@ def test_a_workers_device_stays_what_it_was_when_the_process_is_told_of_others(
 
 
 class FirstContact(Worker):
-    """Makes a mesh on GPUs, which is the first thing that a model's ranks do there."""
+    """Creates a mesh on GPUs, as a model's ranks do first."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def make_mesh(self) -> tuple[int, ...]:

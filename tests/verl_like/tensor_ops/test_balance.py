@@ -1,4 +1,4 @@
-"""Partitions of nearly equal length beside the best of all."""
+"""Partitions of nearly equal length next to the best possible ones."""
 
 import itertools
 import random

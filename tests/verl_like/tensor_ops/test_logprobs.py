@@ -1,4 +1,4 @@
-"""Log-probs and entropy in chunks beside log_softmax over everything."""
+"""Log-probs and entropy in chunks next to log_softmax over everything."""
 
 import pytest
 import torch

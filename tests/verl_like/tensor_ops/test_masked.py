@@ -1,4 +1,4 @@
-"""Masked reductions beside those of the selected values."""
+"""Masked reductions next to those of the selected values."""
 
 import math
 
@@ -17,7 +17,7 @@ MASK_DTYPES = [torch.bool, torch.int64, torch.float32]
 
 @pytest.fixture(params=MASK_DTYPES, ids=str)
 def masked(request):
-    """Values whose masked-out half is NaN, and the mask."""
+    """Return values whose masked-out half is NaN, and the mask."""
     torch.manual_seed(0)
     mask = torch.rand(5, 9) < 0.5
     values = torch.where(mask, torch.randn(5, 9), torch.nan)

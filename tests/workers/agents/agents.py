@@ -1,4 +1,4 @@
-"""Agents of the tests: they know OpenAI's client, and nothing of ours."""
+"""Agents of the tests, which use only OpenAI's client."""
 
 # mypy: ignore-errors
 
@@ -14,7 +14,7 @@ import openai
 
 
 def any_of_these(row, **given):
-    """The agent that the row names: they share a process that has loaded the client."""
+    """The agent that the row names; agents share a process that has loaded the client."""
     needed = inspect.signature(globals()[row["agent"]]).parameters
     arguments = {"row": row, **given, **row["arguments"]}
     return globals()[row["agent"]](
@@ -23,7 +23,7 @@ def any_of_these(row, **given):
 
 
 def tells_its_process(row):
-    """One request, which says in which process it was made."""
+    """Send one request that names the agent's process."""
     asked = [{"role": "user", "content": str(os.getpid())}]
     openai.OpenAI().chat.completions.create(messages=asked, **SHORT)
     return 1.0
@@ -34,7 +34,7 @@ SHORT = {"model": "any", "max_tokens": 6}
 
 
 def counts(row, turns=3, first="go"):
-    """Three turns, each answered by its number."""
+    """Play three turns, each answered by its number."""
     client, messages = openai.OpenAI(), [{"role": "user", "content": first}]
     for number in range(turns):
         said = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
@@ -43,7 +43,7 @@ def counts(row, turns=3, first="go"):
 
 
 async def counts_async(row, base_url, api_key):
-    """The same, by the asynchronous client and plain dicts."""
+    """Play the same turns by the asynchronous client and plain dicts."""
     client, messages = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), list(ASK)
     for number in range(3):
         said = (await client.chat.completions.create(messages=messages, **SHORT)).choices[0].message
@@ -56,7 +56,7 @@ async def counts_async(row, base_url, api_key):
 
 
 def streams(row):
-    """The same, by streams."""
+    """Play the same turns by streams."""
     client, messages = openai.OpenAI(), list(ASK)
     for number in range(3):
         with client.chat.completions.create(messages=messages, stream=True, **SHORT) as stream:
@@ -69,7 +69,7 @@ def streams(row):
 
 
 def by_ids(row, base_url, more=4):
-    """Three turns by token ids: two more ids after each."""
+    """Play three turns by token ids, with two more ids after each."""
     url = base_url.removesuffix("/v1") + "/inference/v1/generate"
     ids, settings = [1, 4, 30, 5], {"max_tokens": 6, "stop_token_ids": [2], "logprobs": 1}
     for _ in range(3):
@@ -86,7 +86,7 @@ def by_ids(row, base_url, more=4):
 
 
 def rewards_turns(row):
-    """A reward for each completion, by its id."""
+    """Reward each completion by its id."""
     client, messages, rewards = openai.OpenAI(), list(ASK), {}
     for number in range(3):
         found = client.chat.completions.create(messages=messages, **SHORT)
@@ -96,7 +96,7 @@ def rewards_turns(row):
 
 
 def never_stops(row, catches=True):
-    """Asks until it is refused."""
+    """Send requests until one is rejected."""
     client, messages = openai.OpenAI(), list(ASK)
     try:
         while True:
@@ -109,7 +109,7 @@ def never_stops(row, catches=True):
 
 
 def says_marks(row):
-    """Has a special token in its messages."""
+    """Send messages with a special token."""
     client, said = openai.OpenAI(), []
     for text in ("a<eos>", "b<eos>"):
         messages = [*said, {"role": "user", "content": text}]
@@ -121,13 +121,13 @@ def says_marks(row):
 
 
 def sets(row, name, value):
-    """Sets what is the run's."""
+    """Set parameters that belong to the run."""
     openai.OpenAI().chat.completions.create(messages=ASK, **SHORT, **{name: value})
     return 1.0
 
 
 def asks_oddly(row):
-    """Requests that no server could take, each between two that any can."""
+    """Send requests that no server could accept, each between two valid ones."""
     odd = {"stop": 5, "tools": [{"function": {"name": "a", "parameters": 5}}]}
     client = openai.OpenAI()
     client.chat.completions.create(messages=ASK, **SHORT)
@@ -142,7 +142,7 @@ def asks_oddly(row):
 
 
 def asks_for_two(row):
-    """Two choices of one request, with their log-probs; a reward for the last one."""
+    """Request two choices with log-probs; reward the last one."""
     found = openai.OpenAI().chat.completions.create(messages=ASK, n=2, logprobs=True, **SHORT)
     if len(found.choices) != 2 or not found.choices[0].logprobs:
         raise RuntimeError("one choice, no log-probs")
@@ -153,7 +153,7 @@ def asks_for_two(row):
 
 
 def stops(row, letters):
-    """A turn that ends with a letter, and another one."""
+    """Play a turn that ends with a letter, and another one."""
     client = openai.OpenAI()
     found = client.chat.completions.create(messages=ASK, stop=list(letters), **SHORT)
     said = found.choices[0].message
@@ -164,7 +164,7 @@ def stops(row, letters):
 
 
 def says_much(row):
-    """A prompt that does not fit, then one that does."""
+    """Send a prompt that does not fit, then one that does."""
     client, code = openai.OpenAI(), None
     try:
         client.chat.completions.create(messages=[{**ASK[0], "content": "x" * 99}], **SHORT)
@@ -175,7 +175,7 @@ def says_much(row):
 
 
 def rewrites(row):
-    """Leaves its first exchange out of the second request, and goes on from there."""
+    """Leave the first exchange out of the second request, and continue from there."""
     client = openai.OpenAI()
     client.chat.completions.create(messages=ASK, **SHORT)
     messages = [{"role": "user", "content": "other"}]
@@ -210,7 +210,7 @@ def is_silent(row):
 
 
 def draws(row, rng):
-    """Chance of its own and of its prompt."""
+    """Draw from the agent's own and the prompt's random numbers."""
     import random
 
     openai.OpenAI().chat.completions.create(
@@ -226,7 +226,7 @@ def plain(row): ...
 
 
 def repeats(row):
-    """Sends the same request three times, and another one."""
+    """Send the same request three times, and another one."""
     create = openai.OpenAI().chat.completions.create
     said = [create(messages=ASK, **SHORT).id for _ in range(3)]
     create(messages=[{"role": "user", "content": "other"}], **SHORT)
@@ -234,7 +234,7 @@ def repeats(row):
 
 
 def negotiates(row):
-    """Two players, one of whom asks twice; both are rewarded by turns and as a whole."""
+    """Two players, one of whom sends two requests; both are rewarded by turns and as a whole."""
     create = openai.OpenAI().chat.completions.create
     first = create(messages=ASK, model="buyer", max_tokens=6)
     create(messages=[{"role": "user", "content": "you"}], model="seller", max_tokens=6)
@@ -250,7 +250,7 @@ negotiates.players = ("buyer", "seller")
 
 
 def lets_others_ask(row, base_url, api_key):
-    """Waits until programs elsewhere have asked for it; they find its key in a file."""
+    """Wait until other programs have sent requests for it; a file has its key."""
     with open(os.path.join(row["folder"], "key"), "w") as file:
         file.write(f"{base_url} {api_key}")
     os.rename(os.path.join(row["folder"], "key"), os.path.join(row["folder"], "there"))

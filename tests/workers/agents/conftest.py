@@ -1,4 +1,4 @@
-"""A tiny model of random weights, and its tokenizer: a token a character."""
+"""A tiny model with random weights, and its tokenizer with one token per character."""
 
 from __future__ import annotations
 

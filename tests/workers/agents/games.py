@@ -12,7 +12,7 @@ from workers.agents import End, Environment, Turn
 
 
 class Count(Environment):
-    """Answers every turn with its number, and ends after `turns` of them."""
+    """Answers every turn with its number, and ends after `turns` turns."""
 
     def __init__(self, turns: int = 3, sleep: float = 0.0, slow_row: int = -1) -> None:
         self.turns, self.sleep, self.slow_row = turns, sleep, slow_row
@@ -32,7 +32,7 @@ class Count(Environment):
 
 
 class Jitter(Count):
-    """Sleeps before each answer, for times of the schedule with this number."""
+    """Sleeps before each answer, by the schedule with this number."""
 
     def __init__(self, schedule: int = 0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Jitter(Count):
 
 
 class Dice(Environment):
-    """Draws from every source of chance that there is."""
+    """Draws from every source of randomness."""
 
     def reset(self, row, rng):
         self.shared = int(rng.integers(1000))
@@ -60,7 +60,7 @@ class Dice(Environment):
 
 
 class Sometimes(Count):
-    """Raises in the second turn until it has been begun so often (by a file that counts)."""
+    """Raises in the second turn until it has started so often (a file counts)."""
 
     def __init__(self, file: str, fails: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Sometimes(Count):
 
 
 class HangsOnce(Count):
-    """The first attempt of row 0; the other rows take their time."""
+    """The first attempt of row 0 hangs; the other rows take their time."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Hangs(Environment):
 
 
 class HangsWhenTold(Environment):
-    """Every game that is played is lost; some words hang it."""
+    """Every trajectory loses; some words make it hang."""
 
     def step(self, text):
         if text[:1] < "m":
@@ -124,7 +124,7 @@ class Dies(Environment):
 
 
 class Says(Environment):
-    """Observes what it is told to."""
+    """Observes the text that it is configured with."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -134,7 +134,7 @@ class Says(Environment):
 
 
 class Long(Environment):
-    """Begins a row with more than a prompt holds."""
+    """Begins a row with more tokens than a prompt may have."""
 
     def reset(self, row, rng):
         return "x" * (99 if row["number"] == 0 else 1)
@@ -181,7 +181,7 @@ class Counter:
 
 
 class Judged:
-    """As in TRL: the environment has the reward in a method."""
+    """As in TRL: the environment has the reward as a method."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -202,7 +202,7 @@ class Judged:
 
 
 class Rolls:
-    """As in TRL: a generator of its own, a helper that is no method, and `step` as a tool."""
+    """As in TRL: a random generator, a private helper, and `step` as a tool."""
 
     def __init__(self) -> None:
         self.rng, self.reward = random.Random(3), 0.0
@@ -275,7 +275,7 @@ def odd(a: set) -> int:
 
 
 class Silent(Environment):
-    """One turn, and no word."""
+    """One turn without an observation."""
 
     def reset(self, row, rng):
         return None
@@ -285,7 +285,7 @@ class Silent(Environment):
 
 
 class Flaky(Count):
-    """Raises for about half of the samples, by their own chance."""
+    """Raises for about half of the samples, by their own random numbers."""
 
     def step(self, text):
         if self.rng.random() < 0.3:
@@ -294,14 +294,14 @@ class Flaky(Count):
 
 
 class Clock(Environment):
-    """Says the time."""
+    """Observes the time."""
 
     def step(self, text):
         return Turn(str(time.perf_counter()))
 
 
 class Own(Environment):
-    """Begins every sample in a way of its own."""
+    """Begins every sample differently."""
 
     def reset(self, row, rng):
         return str(self.rng.integers(10**9))
@@ -311,7 +311,7 @@ class Own(Environment):
 
 
 class Remembers(Environment):
-    """Keeps what was played in its class."""
+    """Keeps played trajectories in its class."""
 
     games = 0
 
@@ -329,14 +329,14 @@ class NeverBegins(Environment):
 
 
 class Truncates(Environment):
-    """Plays one turn of a game that goes on."""
+    """Plays one turn of an unfinished trajectory."""
 
     def step(self, text):
         return End(0.25, truncated=True)
 
 
 class ByLot(Environment):
-    """Says all there is to read, another thing in every game."""
+    """Observes all that it reads, something else in every trajectory."""
 
     def reset(self, row, rng):
         return str(rng.integers(10**6))
@@ -346,7 +346,7 @@ class ByLot(Environment):
 
 
 class FailsAgain(Count):
-    """Once a file is there, the next game of each row fails in its first turn."""
+    """Once a file exists, the next trajectory of each row fails in its first turn."""
 
     def __init__(self, file: str) -> None:
         super().__init__(turns=6)
@@ -367,14 +367,14 @@ class FailsAgain(Count):
 
 
 class EndsAgain(FailsAgain):
-    """The same, and ends in the place of that."""
+    """The same, but ends the process instead of failing."""
 
     def _answer(self):
         return End(1.0)
 
 
 class Duel(Environment):
-    """Two players in turn: the longer text of a round wins it, and earns a tenth of its length."""
+    """Two players in turn: the longer text of a round wins, and earns a tenth of its length."""
 
     players = ("white", "black")
 
@@ -418,7 +418,7 @@ class Named(Environment):
 
 
 class FailsOnce(Environment):
-    """Two players; fails after the text of the first one, unless a file says that it has."""
+    """Two players; fails once after the text of the first one, recorded in a file."""
 
     players = ("white", "black")
 

@@ -1,4 +1,4 @@
-"""Chat templates in the shapes that models have, as short as they show what each does to a turn."""
+"""Minimal chat templates with the features of real models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RAISES = "{{ raise_exception('no tags in the content') }}"
 
 @dataclass(frozen=True)
 class Shape:
-    """A template, what ends a turn, and what it does to a turn that is followed by another one."""
+    """A template, the end of its turns, and its change of a turn that another one follows."""
 
     template: str
     special: tuple[str, ...]
@@ -181,7 +181,7 @@ BEHIND_CALLS = {
 
 
 def tokenizer_of(shape: Shape) -> Any:
-    """A tokenizer of characters with the template and its special tokens."""
+    """Return a tokenizer of characters with the template and its special tokens."""
     characters = [*CHARACTERS, *'"{}:_[]<>/|IGMANSTKCLODERUV=0\u200b']
     tokenizer = make_tokenizer([*dict.fromkeys(characters)])
     tokenizer.add_tokens([AddedToken(text, special=True) for text in shape.special])

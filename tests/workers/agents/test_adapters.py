@@ -1,4 +1,4 @@
-"""Environments of other packages, by prefix; those that install with CI are played for real."""
+"""Environments of other packages, by prefix; those that CI can install are really played."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDS_WELL = {"end": True, "reward": 1.0, "truncated": False}
 
 
 def begin(path: str, row: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Episode, str]:
-    """A trajectory, and what it observes first."""
+    """Begin a trajectory; return its first observation, too."""
     episode = Episode(EnvironmentSpec(path, kwargs).load(), SEEDS)
     return episode, episode.reset({"prompt": "", **(row or {})})["text"]
 
@@ -200,7 +200,7 @@ def test_the_tools_of_an_mcp_server_are_the_policys(monkeypatch: pytest.MonkeyPa
 
 @contextlib.contextmanager
 def openenv_server(schema: dict[str, Any]) -> Iterator[str]:
-    """Counts what it is told, in a session for each connection, as OpenEnv's server does."""
+    """A server that counts steps per connection, as OpenEnv's server does."""
     from websockets.datastructures import Headers
     from websockets.http11 import Response
     from websockets.sync.server import serve
@@ -257,7 +257,7 @@ def test_actions_of_several_fields_are_json() -> None:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
-    """Modules with what an adapter calls of a package, whose own pins CI does not take."""
+    """Create modules with the parts of a package that an adapter calls."""
     for name, content in modules.items():
         module = ModuleType(name.replace("__", "."))
         vars(module).update(content)
@@ -409,7 +409,7 @@ __all__ = ["CoinTaskset"]
 
 
 def test_a_package_of_verifiers_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its harness starts a program by `uv`, which it installs where there is none."""
+    """Its harness starts a program by `uv`, which it installs if there is none."""
     pytest.importorskip("verifiers.v1")
     (tmp_path / "coins_of_test.py").write_text(COINS)
     monkeypatch.syspath_prepend(tmp_path)

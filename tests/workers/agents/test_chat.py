@@ -1,4 +1,4 @@
-"""What stands between two turns is what the chat template writes there."""
+"""The tokens between two turns are those that the chat template writes there."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_stands_between_two_turns_has_the_templates_separator(shape: Shape)
 
 
 def test_a_turn_is_appended_or_the_chat_is_as_the_template_writes_it(shape: Shape) -> None:
-    """Never a third thing, over three turns."""
+    """Over three turns there is never a third result."""
     tokenizer = tokenizer_of(shape)
     stop = tokenizer.convert_tokens_to_ids(shape.stops[0])
     chat = TurnRenderer(tokenizer, [], [stop])
@@ -169,7 +169,7 @@ def test_a_special_token_in_an_observation_is_a_text() -> None:
 
 
 def test_a_special_token_in_a_tools_name_or_call_is_a_text() -> None:
-    """A policy that makes up a name can write one letter by letter."""
+    """A policy can write such a name letter by letter."""
     tokenizer = tokenizer_with(CHATML.replace("'tool: '", "m.name + ': '"))
     chat = TurnRenderer(tokenizer, [TOOL], [tokenizer.eos_token_id])
     found = chat.between(None, [{"role": "tool", "name": "<eos>", "content": "no"}])
@@ -200,7 +200,7 @@ def test_a_template_that_cannot_take_turns_is_refused(
 
 
 def test_an_observation_that_the_template_drops_is_rejected_when_it_comes() -> None:
-    """Without tools only the environment knows that it observes tool messages."""
+    """Without tools only the environment knows that it returns tool messages."""
     tokenizer = tokenizer_with(WITHOUT_ANSWERS)
     chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
     user, tool = ({"role": role, "content": "no"} for role in ("user", "tool"))
@@ -213,7 +213,7 @@ def test_an_observation_that_the_template_drops_is_rejected_when_it_comes() -> N
 
 
 def test_every_delta_has_its_observation() -> None:
-    """A template may drop a text that another text of the same role is not."""
+    """A template may drop one text of a role and keep another."""
     template = CHATML.replace("{{ m.content }}", "{{ m.content if m.content != 'no' }}")
     tokenizer = tokenizer_with(template)
     chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
@@ -239,7 +239,7 @@ def test_a_tools_answer_is_in_the_row_where_only_a_call_brings_it(answering: Sha
 
 
 def test_a_row_of_calls_has_the_ids_of_the_whole_chat(answering: Shape) -> None:
-    """With the history as it was sampled, and as the template writes it."""
+    """With the sampled history, and with the history that the template writes."""
     tokenizer = tokenizer_of(answering)
     stops = tokenizer.convert_tokens_to_ids(list(answering.stops))
     chat = TurnRenderer(tokenizer, [TOOL], stops)
@@ -257,7 +257,7 @@ def test_a_row_of_calls_has_the_ids_of_the_whole_chat(answering: Shape) -> None:
 
 
 def test_a_template_whose_calls_have_no_end_is_rejected() -> None:
-    """What stands between the turns would not be known."""
+    """The tokens between turns would be unknown."""
     template = ONLY_BEHIND_CALLS.replace("<eos>", "").replace("{{ m.content }}", "{{ m.content }};")
     tokenizer = tokenizer_with(template)
     with pytest.raises(ConfigError, match="only behind a call, and where a call ends is not known"):

@@ -1,4 +1,4 @@
-"""Agents that know Anthropic's Messages or OpenAI's Responses."""
+"""Agents that use Anthropic's Messages or OpenAI's Responses."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_anthropics_client_is_served(session: Session, answered: Answered) -> No
 
 
 def test_a_session_is_reached_from_elsewhere_by_its_key(tmp_path: Path, play: Play) -> None:  # noqa: F811
-    """The agent is in a sandbox without network; the router passes the connections on."""
+    """The agent is in a sandbox without network; the router forwards the connections."""
     sandbox = Sandbox(network=False)
     spec = EnvironmentSpec(f"{HERE}:any_of_these", sandbox=sandbox, endpoint="127.0.0.1:0")
 

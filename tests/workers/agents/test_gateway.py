@@ -1,4 +1,4 @@
-"""Agents that ask the policy by OpenAI's API: their turns, their rows, what they are refused."""
+"""Agents that call the policy by OpenAI's API: turns, rows, rejected requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Play = Callable[..., list[Trajectory]]
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[EnvironmentHost]:
-    """Agents in a sandbox that has no network."""
+    """Agents in a sandbox without a network."""
     spec = EnvironmentSpec(f"{HERE}:any_of_these", sandbox=Sandbox(network=False))
     with closing(EnvironmentHost(spec, STEP_S)) as found:
         yield found
@@ -50,7 +50,7 @@ def host() -> Iterator[EnvironmentHost]:
 
 @pytest.fixture
 def play(tokenizer: Any, model: Any, host: EnvironmentHost) -> Play:
-    """Plays trajectories of an agent of `agents`."""
+    """Play trajectories of an agent of `agents`."""
 
     def played(
         name: str,
@@ -258,7 +258,7 @@ def test_an_agent_that_hangs_ends_at_its_deadline(play: Play) -> None:
 
 
 def test_the_process_of_an_agent_that_is_still_asking_is_no_other_trajectorys() -> None:
-    """One that is late or aborted would go on there, beside the next one."""
+    """A late or aborted agent would continue there, next to the next one."""
     with closing(EnvironmentHost(EnvironmentSpec(f"{HERE}:tells_its_process"), 20.0)) as host:
         for number in range(2):
             host.open(number, (0, number), {})
@@ -317,7 +317,7 @@ Answered = Callable[..., Any]
 
 @pytest.fixture
 def answered(session: Session) -> Iterator[Answered]:
-    """Does something in the place of an agent, whose request is answered by a text.
+    """Run a function as an agent whose request is answered by a text.
 
     Gives the request, as the rollout sees it, and what came of it.
     """
@@ -508,7 +508,7 @@ def test_what_is_not_there_is_refused_in_openais_words(
 
 
 def test_whatever_a_request_raises_is_its_own_error(play: Play, session: Session) -> None:
-    """In the rollout's worker, and in the process of the agent; the next request is answered."""
+    """In the rollout's worker and in the agent's process; the next request is answered."""
     (one,) = play("asks_oddly")
     assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 2)
     tools = [{"type": "function", "function": {"name": "add", "parameters": 5}}]
@@ -534,7 +534,7 @@ def test_a_body_that_is_too_long_is_not_read(
 
 
 def test_a_history_written_otherwise_goes_on_where_its_text_does() -> None:
-    """The whole request is rendered where its messages are not those that were sent before."""
+    """A request is rendered completely if its messages differ from the earlier ones."""
     tokenizer = tokenizer_with(CHATML)
     chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
     drawn = [*tokenizer("a guess", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

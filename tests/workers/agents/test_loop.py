@@ -1,4 +1,4 @@
-"""Trajectories of several turns beside one engine: ids, masks, rewards, failures, independence."""
+"""Trajectories of several turns in one engine: ids, masks, rewards, failures, independence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeEngine:
 
 @pytest.fixture
 def play(tokenizer: Any, model: Any) -> Iterator[Play]:
-    """Plays trajectories of an environment of `games`."""
+    """Play trajectories of an environment of `games`."""
     hosts: list[EnvironmentHost] = []
 
     def played(
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_who_waits_for_whom(play: Play) -> None:
 
 
 def test_a_slow_environment_holds_nobody_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others end before it has answered once, and the loop goes on to look around."""
+    """The others end before it has answered once, and the loop keeps checking."""
     looks: list[float] = []
     answers = EnvironmentHost.answers
 
@@ -213,7 +213,7 @@ def test_one_that_was_late_is_begun_anew_while_others_play(play: Play, tmp_path:
 
 
 def test_one_that_takes_too_long_ends_wherever_it_is(play: Play) -> None:
-    """Though no answer of its environment is late."""
+    """Even if no single answer of its environment is late."""
     kwargs = {"turns": 2, "sleep": 60.0, "slow_row": 0}
     late, *others = play(
         "Count", num=3, kwargs=kwargs, step_timeout_s=90.0, trajectory_timeout_s=4.0, retries=2
@@ -336,7 +336,7 @@ class Prints(Hog):
 
 
 def hogs(play: Play, tmp_path: Path, name: str, **settings: Any) -> list[Trajectory]:
-    """Four trajectories of an environment above, whose processes have 0.4 GiB together."""
+    """Four trajectories of an environment above, whose processes share 0.4 GiB."""
     (tmp_path / "hogs.py").write_text(HOGS)
     kwargs = {"file": str(tmp_path / "first")}
     return play(
@@ -352,7 +352,7 @@ def hogs(play: Play, tmp_path: Path, name: str, **settings: Any) -> list[Traject
 def test_environments_that_take_too_much_memory_together_are_played_again(
     play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their host is ended; the next one plays them, and those of later steps."""
+    """Their host is ended; the next host plays them, and those of later steps."""
     found = hogs(play, tmp_path, "Hog", retries=1)
     assert [(one.ended, one.attempts) for one in found] == [("terminated", 2)] * 4
     (said,) = [record.getMessage() for record in caplog.records if "GiB" in record.getMessage()]
@@ -390,7 +390,7 @@ def test_what_environments_print_has_a_prefix_and_an_end(
 
 
 class Scripted:
-    """A host whose environment ends its process while the engine draws."""
+    """A host whose environment ends its process while the engine samples."""
 
     def __init__(self) -> None:
         self.script: list[dict[str, Any]] = [{"text": None}]
@@ -445,7 +445,7 @@ def test_a_text_like_a_call_in_another_form_is_noted_once(
 
 
 def test_what_processes_share_counts_once_against_their_memory(tmp_path: Path) -> None:
-    """Eight processes hold the 64 MiB that their code has loaded, within half a gigabyte."""
+    """Eight processes share the 64 MiB of their code, within half a gigabyte."""
     (tmp_path / "heavy.py").write_text(
         "import time\nfrom workers.agents import End\nBALLAST = bytearray(b'x' * 2**26)\n"
         "class Heavy:\n    def reset(self, row):\n        return 'go'\n"

@@ -1,4 +1,4 @@
-"""Trajectories of several turns on vLLM: tools, log-probs, and cached prefixes of older weights."""
+"""Trajectories on vLLM: tools, log-probs, and cached prefixes of older weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def expected_log_probs(model: Any, sample: Sample) -> torch.Tensor:
 def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
     engine: Any, host: EnvironmentHost, tokenizer: Any, models: list[Any]
 ) -> None:
-    """Four answers are taken for calls, whatever was drawn."""
+    """Four responses count as calls, whatever was sampled."""
     load(engine, models[0], 3)
     stops, said = (tokenizer.eos_token_id,), []
 
@@ -98,7 +98,7 @@ def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
 def test_no_turn_finds_a_prefix_that_older_weights_have_computed(
     engine: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch, keep_kv: bool
 ) -> None:
-    """The weights come while another sample runs, which keeps vLLM's cache as it is."""
+    """The weights arrive while another sample runs, so vLLM keeps its cache."""
     monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv=keep_kv))
     load(engine, models[0], 3)
     sampling = SamplingParams(max_tokens=WIDTH, stop_token_ids=())

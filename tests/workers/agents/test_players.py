@@ -1,4 +1,4 @@
-"""Environments with several trained players: a trajectory and rewards for each of them."""
+"""Environments with several trained players: a trajectory and rewards for each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Play = Callable[..., Pairs]
 
 @pytest.fixture
 def play(tokenizer: Any, model: Any) -> Play:
-    """Plays games of two players; returns the trajectories of each game."""
+    """Play two-player trajectories; return those of each environment."""
 
     def played(
         name: str = "Duel",
@@ -59,7 +59,7 @@ def play(tokenizer: Any, model: Any) -> Play:
 
 
 def said_by(trajectory: Trajectory, tokenizer: Any) -> list[str]:
-    """The texts that a player said."""
+    """Return the texts of a player."""
     drawn, turns = drawn_of(trajectory), torch.tensor(trajectory.turns)
     tokens = trajectory.sample.tokens
     texts = [tokens[drawn & (turns == n)].tolist() for n in range(trajectory.num_turns)]

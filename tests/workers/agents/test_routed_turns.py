@@ -1,4 +1,4 @@
-"""Experts of trajectories: those that each token went to when the engine read it last."""
+"""Experts of trajectories: those that each token was routed to when the engine last read it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model() -> Any:
 
 @contextmanager
 def loop_of(model: Any, template: str = "", **more: Any) -> Iterator[TurnLoop]:
-    """A loop with an engine and a host of environments."""
+    """Return a loop with an engine and a host of environments."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
     config = EnvironmentConfig(max_tokens_per_turn=6, retries=1, **more)
@@ -56,7 +56,7 @@ def asked() -> Any:
 
 
 def assert_routed(model: Any, one: Trajectory) -> None:
-    """In every segment, of all tokens up to the last that was drawn there."""
+    """Check the experts of every segment, for all tokens up to the last sampled one."""
     sample = one.sample
     first = len(sample.prompt)
     row = [*sample.prompt, *sample.tokens.tolist()]

@@ -1,4 +1,4 @@
-"""Chats that the template rewrites: each turn is trained under what its engine read."""
+"""Chats that the template rewrites: each turn is trained on the context that its engine read."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def play(model: Any) -> Iterator[Play]:
 
 
 def parts_of(sample: Sample) -> list[Sample]:
-    """Every segment as a sample of its own."""
+    """Return every segment as a separate sample."""
     begins = [0, *(begin + 1 for begin in sample.segments)]
     ends = [*sample.segments, len(sample.tokens)]
     firsts = [list(sample.prompt), *([int(sample.tokens[begin])] for begin in sample.segments)]
@@ -116,7 +116,7 @@ def parts_of(sample: Sample) -> list[Sample]:
 
 
 def batch_of(played: list[Trajectory]) -> DataProto:
-    """As the rollout makes it."""
+    """Return the batch that the rollout makes."""
     batch = make_batch([one.sample for one in played], (PROMPT, WIDTH), 0, 0)
     names = DataProto.from_dict(
         {"sample_index": torch.arange(len(played))}, {"uid": ["uid"] * len(played)}
@@ -125,7 +125,7 @@ def batch_of(played: list[Trajectory]) -> DataProto:
 
 
 def apart(played: list[Trajectory]) -> DataProto:
-    """Every segment a row of its own."""
+    """Return every segment as a separate row."""
     parts = [part for one in played for part in parts_of(one.sample)]
     start = played[0].start
     return batch_of([Trajectory(start, part, [0] * len(part.tokens)) for part in parts])
@@ -159,7 +159,7 @@ def test_the_trainers_log_probs_are_the_engines(
 
 
 def test_one_turn_or_more_learn_as_rows_of_their_own_would(play: Play, folder: Path) -> None:
-    """The gradient of seq-mean, beside that of a plain pass over each segment."""
+    """The gradient of seq-mean, next to that of a plain pass over each segment."""
     played = play(num=2)
     batch = batch_of(played)
     actor = started(ActorWorker, tiny_config(folder, loss_agg_mode="seq-mean-token-mean"), 1)

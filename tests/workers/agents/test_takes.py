@@ -1,4 +1,4 @@
-"""Trajectories that are played over several takes, as in asynchronous training."""
+"""Trajectories over several calls of `take`, as in asynchronous training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPEN = 64
 
 @pytest.fixture
 def looped(tokenizer: Any, model: Any) -> Iterator[Looped]:
-    """Loops that play an environment of `games`."""
+    """Return loops that play an environment of `games`."""
     hosts: list[EnvironmentHost] = []
 
     def made(name: str, kwargs: Any = None, **settings: Any) -> tuple[TurnLoop, NativeEngine]:
@@ -61,7 +61,7 @@ def starts(first: int, last: int) -> list[Start]:
 
 
 def taken(loop: TurnLoop, **bounds: Any) -> tuple[dict[int, Trajectory], int]:
-    """All that run, taken bit by bit, and how many takes that were."""
+    """Return all results, taken bit by bit, and the number of takes."""
     found: dict[int, Trajectory] = {}
     count = 0
     while loop.num_running:

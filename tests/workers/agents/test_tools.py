@@ -1,4 +1,4 @@
-"""Tools: a function's schema, and calls that are answered, whatever the policy writes."""
+"""Tools: a function's schema, and answers to all calls, whatever the policy writes."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_calls_of_one_turn_are_answered_in_their_order() -> None:
 
 def test_texts_for_arguments_become_what_the_schema_says() -> None:
     def note(text: str, number: int, several: list[int], either: int | None, any_: Any) -> str:
-        "What was given."
+        """Return the arguments."""
         return repr((text, number, several, either, any_))
 
     tool = Tool.of(note, "t")
@@ -368,7 +368,7 @@ def test_no_text_raises() -> None:
 
 
 def test_any_ids_are_a_call_or_a_text() -> None:
-    """Of a tokenizer whose tokens are a byte, a letter, or a piece of a call."""
+    """With a tokenizer whose tokens are a byte, a letter, or a part of a call."""
     pieces = [*map(chr, range(256)), '{"name": "add", "arguments": ', "<tool_call>", "{}", "\ufffd"]
     chance = random.Random(1)
     loaded = EnvironmentSpec(f"{HERE}:Counter", tools=[f"{HERE}:add"]).load()
@@ -381,7 +381,7 @@ def test_any_ids_are_a_call_or_a_text() -> None:
 
 
 def test_a_text_of_many_openings_is_read_in_its_length() -> None:
-    """No pattern goes back over what it has read, again and again."""
+    """No pattern backtracks over the text repeatedly."""
     openings = ("<parameter=a>", "<parameter=", "<arg_key>", "\n```json\n", "[CALL_ID]", "a", "{")
     openings += ("<think>", "<tool_call>", '<|"|>', " ", "<", "\nf(a=1)", '{"a":1};', "(")
     starts = (

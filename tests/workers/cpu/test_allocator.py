@@ -1,4 +1,4 @@
-"""Large memory that is taken again and again does not lengthen a heap that keeps what is freed."""
+"""Large memory that is allocated repeatedly does not grow the heap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks ke
 
 
 class Mallinfo(ctypes.Structure):
-    """What glibc's `mallinfo2` gives."""
+    """The result of glibc's `mallinfo2`."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
 
@@ -32,7 +32,7 @@ def bytes_of_heap() -> int:
 
 
 def print_growth() -> None:
-    """In the fork: how much longer the heap is after the buffers of so many syncs."""
+    """Print, in the fork, the growth of the heap after the buffers of so many syncs."""
     assert keep_freed_memory()
     settled = []
     before = bytes_of_heap()

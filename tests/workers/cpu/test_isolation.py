@@ -1,4 +1,4 @@
-"""The CPU kernels change nothing of other packages, nor of the process, and only a CPU loads them.
+"""The CPU kernels change neither other packages nor the process, and only a CPU loads them.
 
 They are looked at in a fork of a process that has noted what was there before our packages were
 (`tests/foreign_functions.py`).
@@ -23,7 +23,7 @@ from tests.workers.samples import make_batch, started, tiny_config
 
 
 def print_what_changes() -> None:
-    """In the fork: what importing every module changes, and then what running engines changes."""
+    """Print, in the fork, the changes by importing every module, and by running engines."""
     from tests import foreign_functions as foreign
 
     importlib.import_module("ray")  # which sets a variable
@@ -51,7 +51,7 @@ def import_all(package: str) -> None:
 
 
 def changed_by_engines(tiny_dir: Path) -> list[Any]:
-    """What is changed while an engine runs, and after it has trained and another has drawn.
+    """Return the changes while an engine runs, and after training and sampling.
 
     With each whether the module of the model's class is as it was.
     """
@@ -79,7 +79,7 @@ def changed_by_engines(tiny_dir: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def seen(tiny_dir: Path) -> dict[str, Any]:
-    """What is printed by a process that has imported the engines, imports all and runs some."""
+    """The output of a process that has imported the engines, imports all, and runs some."""
     done = run_program(print_what_changes, str(tiny_dir), folder=ROOT)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -87,7 +87,7 @@ NUM_KEPT = 16 * 2**20
 
 
 def page_faults_of_a_tensor(tiny_dir: Path) -> int:
-    """Page faults of a tensor of 64 MiB, the twentieth one in a process that trains.
+    """Return the page faults of a tensor of 64 MiB, the twentieth one in a process that trains.
 
     By then the heap has found its layout.
     """

@@ -69,14 +69,14 @@ def test_other_types_devices_and_builds_of_torch_are_left_to_torch(
 
 
 class Heap(ctypes.Structure):
-    """What glibc's mallinfo2 says."""
+    """The result of glibc's mallinfo2."""
 
     names = "arena b c d mmapped f g used free keepcost".split()
     _fields_ = [(name, ctypes.c_size_t) for name in names]
 
 
 def mebibytes_of_further_kernels() -> float:
-    """By which the heap grows from kernel `KERNELS_KEPT` to the last of 700 more."""
+    """Return the heap's growth from kernel `KERNELS_KEPT` to the last of 700 more."""
     limit_kernel_caches()
     heap = ctypes.CDLL(None).mallinfo2
     heap.restype = Heap
@@ -90,9 +90,8 @@ def mebibytes_of_further_kernels() -> float:
 
 @pytest.mark.skipif(not supports(torch.ones(2, 2)), reason="torch without oneDNN's operation")
 def test_kernels_that_are_not_used_again_are_forgotten() -> None:
-    """In a process of its own, as it looks at the whole heap:
-
-    900 kernels take 200 MiB where torch keeps them.
+    """In a separate process, because the test measures its whole heap: torch's cache of 900 kernels
+    takes 200 MiB.
     """
     (grown,) = run(1, mebibytes_of_further_kernels)
     assert grown < 40

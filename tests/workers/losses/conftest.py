@@ -1,4 +1,4 @@
-"""One batch that every loss is tried on."""
+"""A batch for all losses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from tests.workers.losses.plain_python import ROWS, WIDTH, Columns
 
 @pytest.fixture
 def batch() -> Columns:
-    """Rows of 5, 3, 1, 0, 4 and 2 tokens in float64, one with a hole; what lies outside the mask is
-    NaN.
-    """
+    """Rows of 5, 3, 1, 0, 4 and 2 tokens in float64, one with a hole; NaN outside the mask."""
     torch.manual_seed(0)
     mask = (torch.arange(WIDTH) < torch.tensor([[5], [3], [1], [0], [4], [2]])).to(torch.int64)
     mask[4, 1] = 0

@@ -1,4 +1,4 @@
-"""The rollout correction in plain Python, row by row: log-ratios, weights, figures of criteria."""
+"""The rollout correction in plain Python, row by row: log-ratios, weights, criteria."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMMED = ("seq_sum", "seq_max")
 
 
 def threshold_of(name: str) -> str:
-    """One that rejects some of the example's tokens and keeps some."""
+    """Return a threshold that rejects some of the example's tokens and keeps some."""
     if name.endswith("k1"):
         return "0.66_1.4"
     return "0.2" if name.startswith(SUMMED) else "0.1"
@@ -25,7 +25,7 @@ def threshold_of(name: str) -> str:
 def corrected(
     log_prob: Tensor, behaviour: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """(weights, mask, figures) by the settings of the configuration."""
+    """Return (weights, mask, figures) for the configuration's settings."""
     correction = RolloutCorrection.of(RolloutCorrectionConfig(**settings))
     gauge = correction.gauge()
     weights, kept = correction(log_prob, behaviour, mask, gauge)
@@ -33,7 +33,7 @@ def corrected(
 
 
 def plain_log_ratios(batch: Columns) -> list[list[float]]:
-    """Of every row, trainer's less rollout's log-prob of each token."""
+    """Return the trainer's minus the rollout's log-prob of each token, by row."""
     mask = batch["response_mask"]
     pairs = zip(
         tokens_of(batch["log_prob"], mask), tokens_of(batch["old_log_prob"], mask), strict=True
@@ -49,7 +49,7 @@ def plain_ratios(row: list[float], level: str) -> list[float]:
 
 
 def plain_figures(row: list[float], name: str) -> list[float]:
-    """The figure of a criterion for every token of a row."""
+    """Return a criterion's value for every token of a row."""
     level, _, estimator = name.rpartition("_")
     formulas = {
         "k1": lambda x: -x,

@@ -1,4 +1,4 @@
-"""Token losses and their aggregation in plain Python: what every loss is compared with."""
+"""Token losses and their aggregation in plain Python, for comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = ActorConfig(clip_ratio=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5)
 
 
 def aggregate(rows_of_tokens: Rows, mode: str, scale: float = WIDTH) -> float:
-    """`agg_loss` in plain Python, from each row's list of token losses."""
+    """Compute `agg_loss` in plain Python, from each row's list of token losses."""
     rows = [tokens for tokens in rows_of_tokens if tokens]
     if mode == "token-mean":
         return sum(map(sum, rows)) / sum(map(len, rows))

@@ -1,4 +1,4 @@
-"""Aggregation beside plain Python, and cut into parts."""
+"""Aggregation next to plain Python, whole and in parts."""
 
 from __future__ import annotations
 

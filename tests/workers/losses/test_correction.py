@@ -1,4 +1,4 @@
-"""Weights and rejection of the rollout correction beside plain Python, and their thresholds."""
+"""Weights and rejection of the rollout correction next to plain Python, and their thresholds."""
 
 from __future__ import annotations
 

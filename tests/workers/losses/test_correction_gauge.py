@@ -1,4 +1,4 @@
-"""The figures of the rollout correction beside plain Python, whole and added up from parts."""
+"""The figures of the rollout correction next to plain Python, whole and summed over parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def figures_of(
     bounds: tuple[float, float],
     **how: Any,
 ) -> dict[str, float]:
-    """What `Spread` says, from each row's list of values, and of those before the bounds."""
+    """Return the figures of `Spread`, from each row's values with and without bounds."""
     lower, upper = bounds
     tokens: list[float] = sum(values, [])
     rows, raw_rows = means_of(values), means_of(raw)

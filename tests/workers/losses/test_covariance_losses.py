@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov, which compare tokens with each other, beside loops over all tokens."""
+"""Clip-Cov and KL-Cov, which compare tokens with each other, next to loops over all tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs_of(batch: Columns) -> Columns:
 
 
 def tokens_with_covariance(batch: Columns) -> list[Token]:
-    """(row, old log-prob, log-prob, advantage, covariance) of every token inside the mask."""
+    """Return (row, old log-prob, log-prob, advantage, covariance) of every token in the mask."""
     columns = [tokens_of(batch[name], batch["response_mask"]) for name in NAMES]
     tokens = [
         (row, *token)

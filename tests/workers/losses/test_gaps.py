@@ -1,4 +1,4 @@
-"""For every loss, correction, KL and masked operation: gaps in a mask, its dtype, what is written.
+"""Masks with gaps and of any dtype, for every loss, correction, KL and masked operation.
 
 A row with gaps gives what the row without them gives. Whatever is not zero in a mask of any dtype
 is inside. Nothing that is given is written to.
@@ -136,7 +136,7 @@ FORMULAS: dict[str, Formula] = {
 
 @pytest.fixture
 def whole(batch: Columns) -> Columns:
-    """Rows without holes, and NaN after them."""
+    """Return rows without holes, and NaN after them."""
     mask = torch.arange(WIDTH) < batch["response_mask"].sum(dim=-1, keepdim=True)
     torch.manual_seed(1)
     columns = {
@@ -154,7 +154,7 @@ def with_gradients(columns: Columns) -> Columns:
 
 
 def flat(numbers: Numbers, mask: Tensor) -> dict[str, Any]:
-    """Every number or tensor by a name; of columns what is inside the mask."""
+    """Return every number or tensor by name, for columns inside the mask."""
     found: dict[str, Any] = {}
     for name, value in numbers.items():
         if isinstance(value, tuple):

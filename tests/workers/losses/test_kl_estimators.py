@@ -1,4 +1,4 @@
-"""The KL estimators beside their formulas."""
+"""The KL estimators next to their formulas."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ HEADS = ("lm_head", "score")
 
 
 def gradients_by_loss(one_layer_dir: Path, rows_of_a_pass: int) -> dict[str, Gradients]:
-    """Name of a loss -> the gradients of one mini-batch of all rows; of the models' heads alone."""
+    """Return loss name -> the gradients of the heads for one mini-batch of all rows."""
     config = tiny_config(
         one_layer_dir, ppo_mini_batch_size=ROWS, loss_agg_mode="seq-mean-token-mean"
     )

@@ -13,7 +13,7 @@ GAPS = [-1e4, -90.0, -3.0, -0.1, 0.0, 0.1, 3.0, 90.0, 1e4]
 
 
 def in_plain_python(gap: float) -> tuple[float, float]:
-    """-log sigmoid(gap) and its slope, by whichever form does not overflow."""
+    """Return -log sigmoid(gap) and its slope, in a form that does not overflow."""
     small = math.exp(-abs(gap))
     loss = math.log1p(small) + max(-gap, 0.0)
     return loss, -(small if gap > 0 else 1.0) / (1.0 + small)

@@ -1,4 +1,4 @@
-"""Every policy loss beside a twin in plain Python, and cut into parts."""
+"""Every policy loss next to a twin in plain Python, whole and in parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_policy_loss_has_a_twin() -> None:
 
 
 def naive_losses(name: str, batch: Columns) -> Rows:
-    """Token losses of one policy loss under CONFIG's clip ranges, by its twin."""
+    """Return a policy loss's token losses by its twin, under CONFIG's clip ranges."""
     columns = (
         tokens_of(batch[column], batch["response_mask"])
         for column in ("old_log_prob", "log_prob", "advantages")
@@ -82,7 +82,7 @@ def test_policy_losses_weigh_tokens_by_the_rollout_correction(batch: Columns, na
 
 
 def chosen_tokens(batch: Columns, name: str) -> Columns:
-    """What the driver would choose of the whole batch; nothing for a loss that takes no choice."""
+    """Return the driver's choice of tokens; nothing for a loss without a choice."""
     inside = batch["response_mask"].bool()
     return {"chosen_tokens": inside & (batch["advantages"] > 0.5)} if name in CHOOSING else {}
 
@@ -92,7 +92,7 @@ def assert_same(key: str, found: Tensor, expected: Tensor, **how: bool) -> None:
 
 
 def summed_over_cuts(batch: Columns, name: str, mode: str, cuts: list[int]) -> Columns:
-    """The loss, its metrics and the gradient, summed over parts of `cuts` rows each."""
+    """Return the loss, its metrics and the gradient, summed over parts of `cuts` rows."""
     leaf = batch["log_prob"].clone().requires_grad_()
     chosen = chosen_tokens(batch, name)
     total, start = {"loss": torch.zeros(())}, 0
@@ -316,7 +316,7 @@ def test_verls_name_gpg_is_reinforce() -> None:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_loss_reads_the_keys_that_it_says_it_reads(batch: Columns, name: str) -> None:
     class Recorded:
-        """The actor's settings, and which of them were looked at."""
+        """The actor's settings; it records which ones are read."""
 
         def __init__(self, settings: Any, section: str = "") -> None:
             self.settings, self.section = settings, section

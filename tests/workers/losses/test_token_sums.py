@@ -1,4 +1,4 @@
-"""The protocol's losses against their formulas, a token at a time."""
+"""The protocol's losses against their formulas, token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbers = dict[str, float]
 
 
 def brute_force(name: str, p: float, token: Numbers, s: float) -> float:
-    """The loss of a token, given log-prob p, its columns, and its row's ratio."""
+    """Return a token's loss, for log-prob p, its columns, and its row's ratio."""
     if name == "cross_entropy":
         return -p * token["weights"]
     q, a = token["logprobs"], token["advantages"]

@@ -1,4 +1,4 @@
-"""The critic's loss beside plain Python, and cut into parts."""
+"""The critic's loss next to plain Python, whole and in parts."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def sapo(rows: Samples, low: float, high: float, c: float) -> Rows:
 
 
 def dppo(divergence: Divergence, rows: Samples, low: float, high: float, c: float) -> Rows:
-    """Tokens that have moved too far in their advantage's direction add nothing."""
+    """Ignore tokens that have moved too far in their advantage's direction."""
     losses: Rows = []
     for old, new, advantages in rows:
         losses.append([])
@@ -135,7 +135,7 @@ TWINS: Mapping[str, Callable[..., Rows]] = {
 
 
 def cispo_held(rows: Samples, new: Rows, low: float, high: float, c: float) -> Rows:
-    """The loss of log-probs `new`, its weights those of the log-probs in `rows`."""
+    """Return the loss of log-probs `new`, with the weights of the log-probs in `rows`."""
     losses = []
     for (old, held, advantages), moved in zip(rows, new, strict=True):
         weights = [clamp(ratio, 1 - low, 1 + high) for ratio in ratios_of(old, held)]

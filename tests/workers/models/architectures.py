@@ -192,16 +192,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class NotBuilt(Exception):
-    """A model type that has no causal LM from a configuration alone; the text says why."""
+    """A model type without a causal LM from a configuration alone; the text says why."""
 
 
 def cases() -> list[str]:
-    """Every model type of transformers that has a causal LM, and the variants."""
+    """Return every model type of transformers with a causal LM, and the variants."""
     return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
 
 def tiny_model_config(case: str) -> Any:
-    """The configuration of a case."""
+    """Return the configuration of a case."""
     model_type, own = VARIANTS.get(case, (case, {}))
     try:
         config_cls = CONFIG_MAPPING[model_type]
@@ -213,7 +213,7 @@ def tiny_model_config(case: str) -> Any:
 
 
 def _shrunk(default: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that have a size here, those of its sections too."""
+    """Return the fields with a size here, including those of sections."""
     small: dict[str, Any] = {}
     for name, value in default.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -244,7 +244,7 @@ def _short_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_tiny(config: Any) -> Any:
-    """The module, in evaluation mode; weights and persistent buffers are not at their defaults."""
+    """Build the module in evaluation mode, with weights and buffers off their defaults."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         try:

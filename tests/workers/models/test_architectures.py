@@ -1,4 +1,4 @@
-"""The tiny configurations build, alike each time, with state that is not at its defaults."""
+"""The tiny configurations build reproducibly, with state off its defaults."""
 
 from __future__ import annotations
 

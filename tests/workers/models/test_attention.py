@@ -1,4 +1,4 @@
-"""Which attention a model runs, and what takes its place where it cannot run."""
+"""The attention of each model, and its replacement where it cannot run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_attention_falls_back_to_what_runs_with_one_warning(
 
 
 class Capped:
-    """A class that has sdpa, under a config that caps its scores."""
+    """A class with sdpa, under a config that caps its scores."""
 
     _supports_sdpa = True
 

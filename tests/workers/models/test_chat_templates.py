@@ -18,7 +18,7 @@ LOOP = "{% for i in range(100000) %}"
 
 
 def tokenizer_with(template: str | None) -> Any:
-    """A tokenizer as far as the check reads it, which renders as transformers does."""
+    """Return a tokenizer with the parts that the check reads, rendered as in transformers."""
 
     def apply(messages: Any, add_generation_prompt: bool, tokenize: bool) -> str:
         assert not tokenize

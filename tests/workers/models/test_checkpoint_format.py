@@ -1,4 +1,4 @@
-"""Weights go to a checkpoint's names and pieces and come from them, a few at a time."""
+"""Weights are converted to and from a checkpoint's names and shapes, a few at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_names_and_tensors_are_those_that_save_pretrained_writes(
 
 
 def test_a_weight_is_handed_on_before_the_next_is_asked_for(tmp_path: Path) -> None:
-    """So no more than one fused weight is held, and memory that is used again is left in time."""
+    """At most one fused weight is in memory, and reused memory is released in time."""
     module = saved(tmp_path, "mixtral")
     asked: list[str] = []
 
@@ -109,7 +109,7 @@ def test_a_folder_is_loaded_without_the_whole_model(
 def test_what_was_read_for_one_group_is_gone_before_the_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So loading takes the module's weights and one group beside them, however many layers."""
+    """Loading takes the module's weights and one group, however many layers there are."""
     saved(tmp_path, "mixtral")
     read, slices, held, calls = load.local_rows, load._end_to_end, list[weakref.ref[Tensor]](), []
 

@@ -25,7 +25,7 @@ def forget_folders() -> None:
 
 @pytest.fixture
 def cached_model(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a model that was fetched before; the machine does not reach the hub now."""
+    """The name of a model that was fetched before; the hub is now unreachable."""
     cached = tmp_path / "hub" / "models--maker--tiny"
     shutil.copytree(tiny_dir / "model", cached / "snapshots" / "1a2b")
     (cached / "refs").mkdir()

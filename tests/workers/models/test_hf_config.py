@@ -1,4 +1,4 @@
-"""A folder's configuration is parsed once, and everybody has a copy of their own."""
+"""A folder's configuration is parsed once, and every caller gets a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: adapters alone learn, base + adapter leaves the engine, the reference is the base."""
+"""LoRA: only adapters learn, the engine gets base + adapter, the reference is the base."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lora_actor(one_layer_dir: Path, **model: Any) -> ActorWorker:
 
 
 def beside(actor: Any, cls: type, config: WorkersConfig) -> Any:
-    """A worker that finds the actor in its own process."""
+    """Return a worker that finds the actor in its own process."""
     worker = cls(config)
     worker._siblings["actor"] = actor
     worker.init_model()

@@ -1,4 +1,4 @@
-"""What is in use of a GPU's memory and of the machine's has verl's names."""
+"""The metrics of used GPU and machine memory have verl's names."""
 
 from __future__ import annotations
 

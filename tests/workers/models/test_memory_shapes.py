@@ -1,4 +1,4 @@
-"""Memory from shapes, against the bytes of real tensors and against torch's meta device."""
+"""Memory from shapes, against the bytes of real tensors and torch's meta device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shapes_of(folder: Path, compute: torch.dtype = torch.float32) -> ModelShapes
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small Llama under `model`, weights included."""
+    """A folder with a small Llama under `model`, including weights."""
     folder = tmp_path_factory.mktemp("small")
     config = LlamaConfig(
         hidden_size=64,
@@ -87,7 +87,7 @@ def columns() -> RowColumns:
 
 
 def kept_by(forward: Callable[[], Tensor], weights: list[nn.Parameter]) -> tuple[int, Tensor]:
-    """Bytes that autograd saves in a forward pass, weights left out, and what the pass returns."""
+    """Return bytes that autograd saves in a forward pass without weights, and the pass's result."""
     own = {weight.untyped_storage().data_ptr() for weight in weights}
     found: dict[int, Tensor] = {}
 
@@ -176,7 +176,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
 
 
 def held_by_a_rank(small: Path) -> tuple[int, int]:
-    """Bytes of the weights, and of what a pass keeps, where two ranks cut the matrices."""
+    """Return bytes of the weights and of a pass's activations, over two tensor-parallel ranks."""
     model_module.cpu_kernels = lambda _: nullcontext()
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
@@ -234,7 +234,7 @@ def test_counting_a_large_model_takes_no_address_space_where_freed_memory_is_kep
 
 
 def address_space() -> int:
-    """Bytes that this process has mapped, filled or not."""
+    """Return the bytes that this process has mapped, filled or not."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,4 +1,4 @@
-"""The types of weights, passes and rollouts: what is chosen, and what is computed in them."""
+"""The types of weights, passes and rollouts: their choice, and the computation in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear weights as int8: their numbers, their memory, and what they refuse."""
+"""Linear weights as int8: values, memory, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def held(values: Tensor) -> Int8Weight:
-    """These weights as int8."""
+    """Return these weights as int8."""
     out_width, in_width = values.shape
     weight = Int8Weight.empty(out_width, in_width, values.dtype, CPU)
     weight.copy_(values)
@@ -37,7 +37,7 @@ def held(values: Tensor) -> Int8Weight:
 
 
 def twin(states: Tensor, weight: Tensor) -> np.ndarray:
-    """What `int8_linear` computes, in float64 and plain loops over rows."""
+    """Compute `int8_linear` in float64 and plain loops over rows."""
     columns = weight.double().numpy()
     scales = np.abs(columns).max(axis=1) / 127
     rounded = np.rint(columns / scales[:, None])
@@ -129,7 +129,7 @@ PAIR = (None, "int8")
 
 
 def bytes_of(weight: Tensor) -> int:
-    """Of the storages that a weight holds."""
+    """Return the bytes of a weight's storages."""
     parts = (weight.numbers, weight.scales) if isinstance(weight, Int8Weight) else (weight,)
     return sum(part.untyped_storage().nbytes() for part in parts)
 

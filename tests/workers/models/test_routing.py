@@ -1,4 +1,4 @@
-"""Choices of experts: noted, chosen again, and classes of models where that cannot be."""
+"""Expert choices: recorded, replayed, and rejected for some classes of models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_of(family: str, seed: int = 0, **more: Any) -> Any:
 def gradients_of(
     model: Any, routers: Routers, chosen: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits of a pass with these choices, and the gradients of all weights."""
+    """Return logits of a pass with these choices, and the gradients of all weights."""
     model.zero_grad()
     with routers.replaying():
         routers.replay(chosen)
@@ -90,7 +90,7 @@ def test_choices_of_another_router_are_chosen_and_weighted_by_this_one(family: s
 
 
 def test_experts_are_chosen_within_groups_and_replayed_over_all() -> None:
-    """DeepSeek's groups are chosen by topk, too: that is left alone."""
+    """DeepSeek's groups are chosen by topk, too: that stays unchanged."""
     sizes = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
     model = model_of("deepseek-v3", **sizes)
     routers = Routers(model)

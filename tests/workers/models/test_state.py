@@ -1,4 +1,4 @@
-"""Weights are all of the state: buffers are loaded, sharded, sent, saved, exported and missed."""
+"""All state counts as weights: buffers are loaded, sharded, sent, saved and exported."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def short_proof_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take most of the time, and nothing is decoded here."""
+    """Skip the proof of decoding: it takes most of the time, and nothing is decoded here."""
     monkeypatch.setattr(hf_proof, "NUM_STEPS", NUM_STEPS)
 
 
 def save_model(folder: Path, family: str) -> Path:
-    """A tiny model whose buffers decide what it computes, in `folder`/model."""
+    """Save a tiny model whose buffers affect its results in `folder`/model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 def plain_log_probs(model_folder: Path) -> Tensor:
-    """Transformers' log-probs of the batch's responses, from each row without its padding."""
+    """Return transformers' log-probs of the batch's responses, row by row without padding."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
@@ -164,7 +164,7 @@ def test_a_rollout_in_bfloat16_has_the_buffers_that_the_trainer_s_passes_read(
 
 
 def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
-    """Ranks 0 and 1 are one sharded actor, rank 2 a rollout; checksums, errors and buffers.
+    """Ranks 0 and 1 are one sharded actor, rank 2 a rollout; return checksums, errors, buffers.
 
     The actor's buffers leave their values, go to the rollout and into a checkpoint, and come back.
     """
@@ -316,7 +316,7 @@ def test_vllm_is_to_be_sent_the_buffers_too(tmp_path: Path) -> None:
 
 
 def test_what_a_class_freezes_stays_frozen_in_training(tmp_path: Path) -> None:
-    """afmoe's router bias is a parameter that its class keeps from gradients."""
+    """afmoe's router bias is a parameter without gradients."""
     actor = started(ActorWorker, tiny_config(save_model(tmp_path, "afmoe")), 10)
     for name, parameter in actor.engine.module.named_parameters():
         assert parameter.requires_grad == (not name.endswith("expert_bias")), name

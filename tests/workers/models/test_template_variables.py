@@ -1,4 +1,4 @@
-"""`data.apply_chat_template_kwargs`: variables of a chat template with a value."""
+"""`data.apply_chat_template_kwargs`: values of a chat template's variables."""
 
 from __future__ import annotations
 

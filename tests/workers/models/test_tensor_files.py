@@ -1,4 +1,4 @@
-"""Files of tensors: what safetensors itself would write."""
+"""Files of tensors are those that safetensors itself would write."""
 
 from __future__ import annotations
 

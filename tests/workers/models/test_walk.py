@@ -1,4 +1,4 @@
-"""Every causal LM of transformers is right in each part of a run, or refused with words."""
+"""Every causal LM of transformers is right in each part of a run, or rejected with an error."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ UNKNOWN = {"blt": "reads bytes through three models; its configuration has no la
 
 
 def check(case: str, folder: Path) -> None:
-    """Every part is right, or refused with words, and as the docs' table says."""
+    """Check that every part is right or rejected, and agrees with the docs' table."""
     found = walk(case, folder)
     assert not {part: result for part, result in found.items() if result.startswith("wrong")}
     assert outcomes_in(PAGE.read_text(encoding="utf-8"))[case] == outcome(found)
 
 
 def outcomes_in(page: str) -> dict[str, tuple[str, ...]]:
-    """Case -> what the page says of it."""
+    """Return case -> its entry on the page."""
     table = page.partition("<!-- begin models -->")[2]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if "`" in line]
     return {case: tuple(cells) for *cells, names in rows for case in re.findall("`(.+?)`", names)}

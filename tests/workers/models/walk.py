@@ -62,7 +62,7 @@ CRASHES = (
 
 
 def walk(case: str, folder: Path) -> dict[str, str]:
-    """What came out of each part; `NotBuilt` where transformers builds no such model."""
+    """Return the result of each part; raise `NotBuilt` if transformers builds no such model."""
     module = build_tiny(tiny_model_config(case))
     module.save_pretrained(folder / "model")
     logging.disable(logging.WARNING)
@@ -82,7 +82,7 @@ def walk(case: str, folder: Path) -> dict[str, str]:
 
 
 def outcome(found: dict[str, str]) -> tuple[str, ...]:
-    """What `docs/models.md` says of a model, part by part."""
+    """Return the entry of `docs/models.md`, part by part."""
     return tuple(_cell(part, found.get(part, "")) for part in PARTS)
 
 
@@ -109,7 +109,7 @@ def _result(part: Callable[[], tuple[float, str]]) -> str:
 
 
 def make_rows() -> DataProto:
-    """Ragged rows with a weight for every response token."""
+    """Return ragged rows with a weight for every response token."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor(ROWS)
     places = torch.arange(PROMPT + RESPONSE)
@@ -135,7 +135,7 @@ def _engine(folder: Path, checkpointing: bool) -> Any:
 
 
 def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
-    """Worst relative error of log-probs, entropys and the gradient; how rows are fed."""
+    """Return the worst relative error of log-probs, entropies and the gradient, and the layout."""
     data, (pairs, plain) = make_rows(), alone
     found = engine.forward_rows(data, Budget(rows=4), Wanted(entropy=True))
     inside = data.batch["response_mask"] != 0
@@ -152,7 +152,7 @@ def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
 
 
 def each_row_alone(module: Any, data: DataProto) -> Alone:
-    """Transformers' log-probs and entropys of every row, and the gradient."""
+    """Return transformers' log-probs and entropies of every row, and the gradient."""
     module.zero_grad()
     pairs = [_alone(module, data, row) for row in range(len(ROWS))]
     weights = data.batch["advantages"]
@@ -162,7 +162,7 @@ def each_row_alone(module: Any, data: DataProto) -> Alone:
 
 
 def rounding_of_gradient(module: Any, data: DataProto, plain: dict[str, Tensor]) -> float:
-    """How far transformers' own gradient moves where each weight moves by its last bit.
+    """Return how far transformers' gradient moves if each weight moves by its last bit.
 
     Two ways to the same gradient cannot agree better than that: norms of outputs that all but
     cancel, as in gated linear attention, blow rounding up.
@@ -192,7 +192,7 @@ def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
 
 
 def _alone(module: Any, data: DataProto, row: int) -> tuple[Tensor, Tensor]:
-    """The log-probs and entropys of a row's response, by transformers."""
+    """Return the log-probs and entropies of a row's response, by transformers."""
     ids = data.batch["input_ids"][row][data.batch["attention_mask"][row] != 0]
     prompt, _ = ROWS[row]
     logits = module(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1]
@@ -206,7 +206,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of the whole gradient; a parameter without one counts as zeros."""
+    """Return the error of the whole gradient; a missing gradient counts as zeros."""
     squares = 0.0
     for name in expected.keys() | found.keys():
         nothing = torch.zeros(())
@@ -238,13 +238,13 @@ def _native(module: Any) -> tuple[float, str]:
 
 
 def _hf(module: Any) -> tuple[float, str]:
-    """The engine that is there instead, on one row."""
+    """Run the hf engine on one row."""
     engine = HFEngine(module, EngineLimits(32, 64))
     return _decoding_error(engine, module, num_prompts=1), ""
 
 
 def _decoding_error(engine: Any, module: Any, num_prompts: int) -> float:
-    """How far the greedy tokens are from the best, and their log-probs from transformers'."""
+    """Return the distance of greedy tokens from the best, and of their log-probs."""
     engine.commit(0)
     rows = range(num_prompts)
     prompts = [[6 + (7 + row) * place % 120 for place in range(1 + 9 * row)] for row in rows]

@@ -1,4 +1,4 @@
-"""Experts over ranks: each rank's rows get what one process gives, and so do the gradients."""
+"""Experts over ranks: each rank's outputs and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 
 
 def make_model(family: str) -> Any:
-    """Off its defaults: every weight, router biases too, is drawn."""
+    """Create a model with random weights and router biases."""
     known = AutoConfig.for_model(family)
     asked = SIZES | (OF_DEEPSEEK if family == "deepseek_v3" else {})
     config = AutoConfig.for_model(
@@ -63,7 +63,7 @@ def make_model(family: str) -> Any:
 
 
 def tokens_of(rank: int, rows: tuple[int, int]) -> torch.Tensor:
-    """Those of a rank; no rows are one token, as in a dummy pass."""
+    """Return a rank's tokens; no rows become one token, as in a dummy pass."""
     generator = torch.Generator().manual_seed(rank)
     shape = (rows[rank], 7) if rows[rank] else (1, 1)
     return torch.randint(0, SIZES["vocab_size"], shape, generator=generator)
@@ -77,7 +77,7 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def compare(
     family: str, rows: tuple[int, int], num_passes: int, trained: str = "", one_sided: bool = False
 ) -> tuple[float, dict[str, float]]:
-    """Relative error of this rank's loss, and of every gradient; `trained` is in their names."""
+    """Return the relative error of this rank's loss, and of the gradients of `trained`."""
     Worker().open_process_group()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     model, reference = make_model(family), make_model(family)

@@ -27,7 +27,7 @@ from workers.training.microbatch import Budget
 
 
 class Collectives(TorchDispatchMode):
-    """Within, counts FSDP2's collectives by name."""
+    """Counts FSDP2's collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def under(one_layer_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(one_layer_dir: Path) -> dict[str, Any]:
-    """What one rank computes."""
+    """Return the results of one rank."""
     return under(one_layer_dir, "single")
 
 
@@ -85,7 +85,7 @@ def test_a_strategy_changes_where_weights_lie_and_nothing_else(
 
 
 def wholes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether tensors sharded by rows come whole to this rank; in its process."""
+    """Return whether row-sharded tensors are gathered correctly; in a rank's process."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
@@ -169,7 +169,7 @@ def test_a_slice_of_a_pickle_reads_only_its_own_bytes(tmp_path: Path) -> None:
 
 
 def anonymous_bytes() -> int:
-    """This process's resident memory that is not a file's."""
+    """Return this process's resident memory that belongs to no file."""
     status = Path("/proc/self/status").read_text()
     (kilobytes,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
     return int(kilobytes) * 1024
@@ -227,7 +227,7 @@ OPTIMIZERS = [
 
 
 def weights_after(one_layer_dir: Path, optimizers: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """The actor's weights after two updates, for each optimizer."""
+    """Return the actor's weights after two updates, for each optimizer."""
     found = []
     for optimizer in optimizers:
         config = tiny_config(

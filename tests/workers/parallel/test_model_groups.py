@@ -1,4 +1,4 @@
-"""Ranks that hold the same rows give the numbers of one rank."""
+"""Ranks that share rows give the numbers of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.roles.actor import ActorWorker
 
 
 def update_on(folder: Path, tp: int) -> Any:
-    """An update where the ranks of a model group cut matrices."""
+    """Do an update with tensor parallelism inside a model group."""
     config = tiny_config(folder, ppo_mini_batch_size=3)
     config.parallel = ParallelConfig(tp=tp)
     actor = started(ActorWorker, config, 10)

@@ -1,4 +1,4 @@
-"""Offloading to a card that is recorded: what is locked, how it is copied, who waits."""
+"""Offloading on a simulated GPU: page locks, copies and waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OFFLOADS = Sharding("fsdp", 1, param_offload=True, optimizer_offload=True)
 
 
 class Card:
-    """Stands for one: notes what is locked and fetched, with which waits."""
+    """A simulated GPU that records locks, fetches and waits."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.locked: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 @contextmanager
 def training() -> Iterator[tuple[nn.Module, Any]]:
-    """A module with a tied weight, a buffer and an optimizer that has taken a step."""
+    """A module with a tied weight, a buffer and an optimizer after one step."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
     module[2].weight = module[0].weight
@@ -139,7 +139,7 @@ def test_what_rests_on_the_card_is_not_touched_and_its_free_memory_is_kept(card:
 
 
 def sharded_steps(offloads: bool) -> dict[str, Any]:
-    """Two steps of sharded weights, of which one has rows that two ranks cannot halve."""
+    """Two steps of sharded weights, one with rows that two ranks cannot halve."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""Schedules of pipelines, layers by stages, and models that have none."""
+"""Pipeline schedules, layers by stages, and models without stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as one tensor, and a rank's part of one, at every placement."""
+"""Whole weights and a rank's part of a weight, at every placement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLACEMENTS = [
 
 
 def cut_by_hand(whole: Tensor, placements: Any, at: int, tp: int) -> Tensor | None:
-    """The part of placements that torch cuts otherwise, or not at all."""
+    """Return the part at placements that torch splits differently, or not at all."""
     if placements is SHARDED_TWICE:
         return _rows(_rows(whole, tp), at)
     if placements is PACKED:
@@ -49,7 +49,7 @@ def cut_by_hand(whole: Tensor, placements: Any, at: int, tp: int) -> Tensor | No
 
 
 def _rows(tensor: Tensor, rank: int) -> Tensor:
-    """Of two ranks."""
+    """Return the rows of two ranks."""
     most = -(-len(tensor) // 2)
     return tensor[rank * most : (rank + 1) * most]
 

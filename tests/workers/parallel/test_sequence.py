@@ -1,4 +1,4 @@
-"""Attention of a packed row whose tokens are on several ranks, against one that has them all."""
+"""Attention of a packed row with tokens on several ranks, against one rank with all tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOW: dict[str, dict[str, Any]] = {
 def attended(
     heads: tuple[int, int, int], how: dict[str, Any], ranks: SequenceRanks | None
 ) -> list[torch.Tensor]:
-    """Output and gradients of the own tokens, those of sinks as a share."""
+    """Return output and gradients of this rank's tokens, and a share of the sinks' gradient."""
     generator = torch.Generator().manual_seed(0)
     num_real = sum(LENGTHS)
     num_tokens = num_real if ranks is None else ranks.padded(num_real)

@@ -1,4 +1,4 @@
-"""What of a model each strategy holds on a rank, and when; their numbers are in `test_fsdp`."""
+"""The parts of a model that each strategy stores on a rank; `test_fsdp` has the numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_LAYERS, NUM_PASSES = 2, 3
 
 @dataclass
 class Held:
-    """Shares of a model that a rank held, and the gradients of a mini-batch."""
+    """Shares of a model that a rank stores, and the gradients of a mini-batch."""
 
     weights_at_loss: list[float] = field(default_factory=list)
     """Between each forward pass and its backward pass."""
@@ -42,7 +42,7 @@ class Held:
 
 
 def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
-    """Of a model whose layers are FSDP units, as those of a large one are; in a rank's process."""
+    """Measure a model whose layers are FSDP units, in a rank's process."""
     if strategy != "single":
         sharding.SMALL_ELEMENTS = 0
     config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=2 * NUM_PASSES)
@@ -107,7 +107,7 @@ def test_shard_grad_op_gathers_weights_once_a_mini_batch_and_fsdp_in_every_pass(
 def trained(
     one_layer_dir: Path, strategy: str, start: Path | None, end: Path
 ) -> list[dict[str, float]]:
-    """Two updates, from a checkpoint if there is one to start from; a checkpoint at their end."""
+    """Do two updates, from a checkpoint if there is one; save a checkpoint at the end."""
     actor = started(
         ActorWorker, tiny_config(one_layer_dir, strategy=strategy, ppo_mini_batch_size=4), 10
     )
@@ -123,7 +123,7 @@ def trained(
 
 
 def chain(one_layer_dir: Path, folder: Path) -> list[list[dict[str, float]]]:
-    """Two ranks' checkpoints that another strategy goes on from, and what that then computes."""
+    """Let another strategy resume from two ranks' checkpoints; return its results."""
     strategies = ["ddp", "fsdp", "shard_grad_op"]
     for number, name in enumerate(strategies):
         trained(one_layer_dir, name, None, folder / f"of {number}")
@@ -153,7 +153,7 @@ def test_offload_is_a_word_behind_a_strategy() -> None:
 
 
 def order_of_gathers(tiny_dir: Path) -> list[str]:
-    """What is gathered before which layer computes, in one pass; in a rank's process."""
+    """Return which gathers precede which layer in one pass, in a rank's process."""
     sharding.SMALL_ELEMENTS = 0
     actor = started(ActorWorker, tiny_config(tiny_dir, strategy="fsdp"), 10)
     log: list[str] = []

@@ -1,4 +1,4 @@
-"""A model cut over two to four ranks computes, and gets the gradients, of a whole one."""
+"""A model over two to four tensor-parallel ranks gives the outputs and gradients of a whole one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHERS = ["qwen2", "gemma2", "gemma3_text", "gpt_neox", "mixtral", "deepseek_v2"
 
 
 def model_of(case: str, changes: dict[str, Any]) -> Any:
-    """A model in float64, its state off its defaults; with an adapter or a scalar head if asked."""
+    """Create a float64 model off its defaults, optionally with an adapter or a scalar head."""
     changes = dict(changes)
     rank, scalar = changes.pop("lora_rank", 0), changes.pop("scalar", False)
     config = tiny_model_config(case)
@@ -52,7 +52,7 @@ def model_of(case: str, changes: dict[str, Any]) -> Any:
 
 
 def numbers(model: Any, words: Words | None, ids: Tensor) -> list[Tensor]:
-    """What losses read of every token: values, or log-probs, entropies and sums of squares."""
+    """Return a loss's inputs per token: values, or log-probs, entropies and sums of squares."""
     if isinstance(model, ScalarHeadModel):
         return [model(input_ids=ids, use_cache=False)[..., 0].flatten()]
     logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
@@ -66,7 +66,7 @@ def numbers(model: Any, words: Words | None, ids: Tensor) -> list[Tensor]:
 
 
 def passes(model: Any, cut: Any, ids: Tensor, size: int, before: Any = lambda _: None) -> Tensor:
-    """Passes over `size` rows each, forwards and backwards; what losses read, [columns, tokens]."""
+    """Run passes over `size` rows each; return the loss inputs, [columns, tokens]."""
     found = []
     pieces = ids.split(size)
     for number, rows in enumerate(pieces, 1):
@@ -81,7 +81,7 @@ def passes(model: Any, cut: Any, ids: Tensor, size: int, before: Any = lambda _:
 def errors(
     case: str, tp: int, size: int, changes: dict[str, Any], shards: int = 1
 ) -> dict[str, float]:
-    """Relative errors of a cut model beside a whole one: of its numbers and every gradient."""
+    """Return the relative errors of a split model: its numbers and every gradient."""
     Worker().open_process_group()
     mesh = init_device_mesh("cpu", (shards, tp), mesh_dim_names=("shard", "tp"))
     tokens = torch.Generator().manual_seed(0)
@@ -151,11 +151,11 @@ def test_values_come_from_whole_hidden_states() -> None:
 
 
 class Mark:
-    """Something of a tensor's that lives as long as the tensor."""
+    """An object that lives as long as its tensor."""
 
 
 def number_of_states_left(case: str) -> int:
-    """Of those between the layers of a cut model, after a pass."""
+    """Count states between the layers of a split model that survive a pass."""
     Worker().open_process_group()
     model = model_of(case, {})
     cut = tensor.apply(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])

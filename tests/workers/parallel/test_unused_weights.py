@@ -1,4 +1,4 @@
-"""A weight that no token of a rank reaches keeps no rank from adding its gradients up."""
+"""A weight that no token of a rank reaches does not block the sum of gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.parallel.groups import Groups
 
 
 class Experts(nn.Module):
-    """Three experts, of which a pass takes one, and a head."""
+    """Three experts, of which a pass uses one, and a head."""
 
     _no_split_modules = ("Expert",)
 
@@ -32,7 +32,7 @@ class Experts(nn.Module):
 
 
 def gradients(strategy: str) -> dict[str, Tensor]:
-    """Full gradients after two passes; each rank's passes reach an expert of its own only."""
+    """Return full gradients after two passes; each rank's passes use a different expert."""
     worker = Worker()
     worker.open_process_group()
     module = Experts()

@@ -1,4 +1,4 @@
-"""Reward functions are called by keyword; a signature that cannot be filled is refused."""
+"""Reward functions are called by keyword; a signature that cannot be filled is rejected."""
 
 from __future__ import annotations
 

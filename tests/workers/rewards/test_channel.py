@@ -1,4 +1,4 @@
-"""Answers of untrusted code are read as lines of JSON, whatever it writes."""
+"""Output of untrusted code is read as lines of JSON, whatever it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of a model are run on tests: right ones score, and no other way to a score works."""
+"""Programs of a model are run on tests: correct ones score, and no cheat does."""
 
 from __future__ import annotations
 

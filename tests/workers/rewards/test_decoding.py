@@ -1,4 +1,4 @@
-"""Rows of ids become the texts that the tokenizer itself gives them, all at once."""
+"""Rows of ids are decoded all at once, to the texts of the tokenizer itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A reward function is untrusted code: whatever it does is reported as what it is, costs the sample
-that it was called for, and leaves nothing behind.
-"""
+"""A reward function is untrusted: its failures are reported, cost a sample, and leave nothing."""
 
 from __future__ import annotations
 
@@ -172,7 +170,7 @@ SMALL = Sandbox(memory_gb=1.0, cpu_s=0.5, file_gb=2**-10, processes=8)
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Outcomes of texts by one of the functions above; each has one process."""
+    """Return the outcomes of texts by one of the functions above; each has one process."""
     folder = tmp_path_factory.mktemp("stranger")
     path = folder / "stranger.py"
     path.write_text(f"NOTE = {str(folder / 'note')!r}\n{STRANGER}", encoding="utf-8")

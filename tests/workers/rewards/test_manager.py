@@ -1,6 +1,4 @@
-"""Rewards come from a process of their own; a function that raises or hangs costs its samples,
-never the step.
-"""
+"""Rewards come from a separate process; a function that raises or hangs costs only its samples."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
 
 @pytest.fixture(scope="module")
 def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Managers by their settings, each made once."""
+    """Managers by their settings, each created once."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
     made: dict[Any, RewardManager] = {}
@@ -92,7 +90,7 @@ def managers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
-    """Managers as a configuration asks for them."""
+    """Create managers as a configuration defines them."""
     made: list[Rewards] = []
 
     def make(
@@ -135,7 +133,7 @@ def make_batch(
 
 
 def counts(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of a scoring, less its time, which is above zero."""
+    """Return the metrics of a scoring without its time, which is positive."""
     metrics = dict(metrics)
     assert metrics.pop("timing_s/reward") > 0
     return metrics

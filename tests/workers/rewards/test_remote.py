@@ -1,4 +1,4 @@
-"""A reward server gives the numbers of its function in process; what it fails at has words."""
+"""A reward server gives the numbers of its function in process; failures have error texts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Reply], str]]:
-    """A server that answers as it is told; gives its address."""
+    """Start a server that answers as `reply` says; return its address."""
     servers: list[Any] = []
 
     def start(reply: Reply) -> str:
@@ -256,7 +256,7 @@ def test_a_sample_that_json_cannot_hold_is_named(ask: Any) -> None:
 
 
 def test_the_token_is_checked_before_the_body_is_read(served: RewardServer) -> None:
-    """A client without the token gets its answer though it never sends its body."""
+    """A client without the token gets a response before it has sent its body."""
     with socket.create_connection(served.server_address[:2], timeout=10) as client:
         client.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
         assert client.recv(64).startswith(b"HTTP/1.1 401 ")

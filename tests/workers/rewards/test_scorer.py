@@ -1,4 +1,4 @@
-"""How samples are shared out to processes: a quick batch in one go, a slow one among several."""
+"""Samples are divided among processes: a fast batch goes to one, a slow one to several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def act(solution_str):
 
 
 class Asked:
-    """A scorer of the function above, and which texts it was called with."""
+    """A scorer of the function above, and the texts that it was called with."""
 
     def __init__(self, folder: Path) -> None:
         self._note = folder / "note"

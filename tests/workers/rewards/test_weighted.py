@@ -1,4 +1,4 @@
-"""Rewards are added up by weight, normalised by choice, and a failure costs what was chosen."""
+"""Rewards are summed by weight, optionally normalized, and a failure costs what is configured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [0, 0, 0]])
 
 
 class Done:
-    """A model's future that is done."""
+    """A model's finished future."""
 
     def __init__(self, scores: DataProto):
         self.scores = scores
@@ -43,7 +43,7 @@ class Done:
 
 
 class Told:
-    """A manager whose scores are told; a NaN is a failed sample."""
+    """A manager with given scores; a NaN is a failed sample."""
 
     def __init__(self, sums: list[float], **extras: list[float]):
         self.sums, self.extras = torch.tensor(sums), extras
@@ -86,7 +86,7 @@ def part(
 
 
 class Slow:
-    """A manager whose scores never come."""
+    """A manager whose scores never arrive."""
 
     def remote(self, batch: DataProto) -> Future[Scored]:
         return Future()

@@ -23,7 +23,7 @@ REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 def updated(
     tiny_dir: Path, batch: DataProto, correction: dict[str, Any] | None = None, **actor: Any
 ) -> dict[str, float]:
-    """The metrics of one update of a fresh actor."""
+    """Return the metrics of one update of a fresh actor."""
     config = tiny_config(tiny_dir, **{"ppo_mini_batch_size": 4, **actor})
     config.algorithm.rollout_correction = RolloutCorrectionConfig(**(correction or {}))
     return learned(started(ActorWorker, config, 1).update_actor(batch))
@@ -31,7 +31,7 @@ def updated(
 
 @pytest.fixture
 def batch() -> DataProto:
-    """The rollout's log-probs are nearly the policy's, which gives every token about 1 in 50."""
+    """The rollout's log-probs are close to the policy's, about 1 in 50 per token."""
     batch = make_batch(4)
     noise = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     batch.batch["rollout_log_probs"] = 0.1 * noise - math.log(50)
@@ -89,7 +89,7 @@ def test_a_reinforce_bypass_weighs_by_the_policy_in_training(
 
 
 def test_what_a_bypass_rejects_stays_in_the_denominators(tiny_dir: Path, batch: DataProto) -> None:
-    """Half of the rows are far off: what is left weighs as it does beside them."""
+    """Half of the rows are far off: the others keep their weight."""
     rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
     batch.batch["rollout_log_probs"][:2] -= 3.0
     found = updated(tiny_dir, batch, {**REINFORCE, **rejecting})

@@ -1,4 +1,4 @@
-"""Roles of one process may be built in any order: none changes what another computes."""
+"""Roles of one process may be built in any order: none changes another's results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLES: dict[str, tuple[type, tuple[int, ...]]] = {
 
 
 def numbers(tiny_dir: Path, order: tuple[str, ...]) -> dict[str, Any]:
-    """What each role says, once all are built in this order; the updates come first."""
+    """Return each role's results, after all are built in this order; the updates come first."""
     config = tiny_config(tiny_dir, ppo_mini_batch_size=4)
     built = {role: started(ROLES[role][0], config, *ROLES[role][1]) for role in order}
     batch = make_batch(4)

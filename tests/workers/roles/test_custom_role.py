@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "examples" / "custom_role"
 
 
 def learn(tiny_dir: Path, steps: int = 4) -> tuple[list[float], torch.Tensor]:
-    """The metrics of some updates of the example's role on the same six rows."""
+    """Return the metrics of some updates of the example's role on the same six rows."""
     spec = importlib.util.spec_from_file_location("verifier", FOLDER / "verifier.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

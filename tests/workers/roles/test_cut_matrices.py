@@ -1,4 +1,4 @@
-"""Roles beside actor and critic whose matrices, or layers, lie over two ranks: as one process."""
+"""Other roles than actor and critic under tensor or pipeline parallelism equal one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.training.row_proof import RowPasses
 
 
 def cut_over_all(axis: str) -> ParallelConfig:
-    """A model lies over all ranks of this world along the axis."""
+    """Split a model over all ranks of this world along the axis."""
     return ParallelConfig(**{axis: int(os.environ.get("WORLD_SIZE", "1"))})
 
 
@@ -33,7 +33,7 @@ AXES = ("tp", "pp")
 
 
 def others(folder: Path, axis: str, lora_rank: int) -> dict[str, Any]:
-    """What workers on rows say of their rows, and of three updates."""
+    """Return the results of workers on rows, and of three updates."""
     model: dict[str, Any] = {"lora_rank": lora_rank}
     scores = test_reward_training.worker_of(
         folder / "model", model, {"parallel": cut_over_all(axis), "center_coef": 0.1}
@@ -78,7 +78,7 @@ def test_workers_on_rows_train_as_one(tiny_dir: Path, axis: str, lora_rank: int)
 
 
 def sides_apart(folder: Path) -> tuple[dict[str, float], torch.Tensor]:
-    """An update on pairs whose sides have a pass each, and log-probs after it."""
+    """Update on pairs with one pass per side; return log-probs after it."""
     config = test_preference.config_of(folder, "dpo", 2)
     config.parallel = cut_over_all("pp")
     worker, batch = started(PreferenceWorker, config, 10), test_preference.batch_of("dpo")
@@ -95,7 +95,7 @@ def test_stages_hand_on_the_states_of_each_side(tiny_dir: Path) -> None:
 
 
 def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.Tensor]]:
-    """Weights of the policy before and after two updates, then those of the reference.
+    """Return the policy's weights around two updates, then the reference's.
 
     Another reference takes over between the two.
     """
@@ -124,7 +124,7 @@ def test_a_reference_that_follows_moves_its_part_of_every_weight(
 
 
 def log_probs(folder: Path, axis: str, model: dict[str, Any]) -> list[torch.Tensor]:
-    """Of an actor after an update, and of the reference that is its base."""
+    """Return those of an actor after an update, and of the reference that is its base."""
     config = tiny_config(folder, ppo_mini_batch_size=4, parallel=cut_over_all(axis))
     for name, value in model.items():
         setattr(config.actor_rollout_ref.model, name, value)

@@ -1,4 +1,4 @@
-"""Every role on families of models, each from a folder with a config.json and no weights."""
+"""Every role on families of models, each from a folder with only a config.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED = 3
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder `model` with the config of a family's tiny model in it."""
+    """A folder `model` with the config of a family's tiny model."""
     folder = tmp_path_factory.mktemp(request.param)
     config = getattr(transformers, request.param)(
         **SIZES, **FAMILIES[request.param], pad_token_id=0, num_labels=1
@@ -48,14 +48,14 @@ def config_of(folder: Path, **settings: Any) -> Any:
 
 
 def plain(folder: Path) -> Any:
-    """The model as transformers makes it."""
+    """The model as transformers creates it."""
     torch.manual_seed(SEED)
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def row_of(rows: DataProto, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The real tokens of one row, and which of them but the first are in the loss."""
+    """Return the real tokens of one row, and which of them but the first are in the loss."""
     real = rows.batch["attention_mask"][number].bool()
     tokens = rows.batch["input_ids"][number][real]
     return tokens, rows.batch["response_mask"][number][: len(tokens) - 1].bool()

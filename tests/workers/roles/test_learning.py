@@ -1,4 +1,4 @@
-"""Actor and rollout alone learn a toy task: say one token."""
+"""Actor and rollout without a driver learn a toy task: say one token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is lost while the others wait for it in a collective is named within seconds."""
+"""A rank that is lost during a collective is named within seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from workers.training.loss import LossFn
 
 
 class Doomed(ActorWorker):
-    """Its second rank is lost at the loss of its second pass: between collectives of an update."""
+    """Loses its second rank at the loss of its second pass, between collectives of an update."""
 
     def __init__(self, config: WorkersConfig, how: str) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""A rollout group loses ranks in a generation: samples that are there stay, the rest is made."""
+"""A rollout group loses ranks during generation: finished samples stay, others are repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MADE: Counter[str] = Counter()
 
 
 class Sampler(RolloutWorker):
-    """Several ranks in this process, each with an engine of its own."""
+    """Several ranks in this process, each with its own engine."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

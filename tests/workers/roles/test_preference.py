@@ -1,4 +1,4 @@
-"""The workers of preference training: a pass, padding or a rank changes nothing."""
+"""The workers of preference training: neither passes, padding nor ranks change the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 5
 
 
 def batch_of(loss: str) -> DataProto:
-    """Rows of some lengths, with all that the loss reads."""
+    """Return rows of some lengths, with all columns of the loss."""
     generator = torch.Generator().manual_seed(3)
     side = partial(random_row, generator)
     rows = [

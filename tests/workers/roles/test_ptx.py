@@ -1,4 +1,4 @@
-"""PTX: the language-model loss beside the policy's, in one optimizer step."""
+"""PTX: the language-model loss next to the policy's, in one optimizer step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def whole(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
 
 
 def gradients_of(actor: ActorWorker, parts: str, budget: Budget) -> Gradients:
-    """Of the policy's loss, of PTX, or of both in one step."""
+    """Return the gradients of the policy's loss, of PTX, or of both in one step."""
     engine = actor.engine
     policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
     text = own_piece(text_rows(TEXT), actor.rank, actor.world_size)

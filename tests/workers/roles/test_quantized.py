@@ -1,4 +1,4 @@
-"""Roles with int8 weights: what they score, on one rank and on two, and what they leave alone."""
+"""Roles with int8 weights: their results on one rank and on two, and their unquantized parts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_reward_model_scores_with_int8(
 
 
 def updated(one_layer_dir: Path, quantization: str | None) -> tuple[Any, ...]:
-    """Metrics and weights of an actor beside a rollout, after two syncs and updates."""
+    """Return metrics and weights of an actor next to a rollout, after two syncs and updates."""
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.quantization = quantization
     actor, rollout = ActorWorker(config), RolloutWorker(config)

@@ -1,4 +1,4 @@
-"""The worker that trains a reward model: its numbers, its folder, and who loads it."""
+"""The worker that trains a reward model: its numbers, its folder, and loading the folder."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_more_padding_does_not_change_a_score(packs: bool, one_layer_dir: Path) 
 
 
 def scored_in_ppo(one_layer_dir: Path, path: Path) -> torch.Tensor:
-    """[pairs, 2]: what PPO's reward model says of both sides as samples."""
+    """Return [pairs, 2]: the scores of both sides as samples, by PPO's reward model."""
     config = tiny_config(one_layer_dir)
     config.reward_model = RewardModelConfig(enable=True, model=ScoringModelConfig(path=str(path)))
     samples = DataProto.from_dict({name: pairs().padded(name).flatten(0, 1) for name in INPUTS})

@@ -1,4 +1,4 @@
-"""The rollout role: processes that die within a generation, aborts, weights by dtype."""
+"""The rollout role: processes that die during generation, aborts, weights by dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.rollout.client import RolloutClient, Submission
 
 
 class Doomed(RolloutWorker):
-    """Its second rank is killed when it generates, once that is said."""
+    """Its second rank is killed when it generates, if the test says so."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def be_current(self) -> None:
@@ -59,7 +59,7 @@ GREEDY = META | {"do_sample": False}
 
 
 def in_slices(group: Any) -> DataProto:
-    """Two submissions, of which the second joins the first, token by token."""
+    """Run two submissions, of which the second joins the first, token by token."""
     client, prompts = RolloutClient(group), prompt_batch(10, meta=GREEDY)
     parts = [Submission(prompts[:6]), Submission(prompts[6:])]
     client.submit(parts[0])
@@ -71,7 +71,7 @@ def in_slices(group: Any) -> DataProto:
 
 
 def after_an_abort(group: Any) -> DataProto:
-    """The samples of prompts of which some were aborted in the middle."""
+    """Return the samples of prompts of which some were aborted."""
     client = RolloutClient(group)
     client.submit(Submission(prompt_batch(10, meta=GREEDY)))
     client.take(max_tokens=2)

@@ -1,4 +1,4 @@
-"""The rollout role: weights that come within a generation."""
+"""The rollout role: weights that arrive during generation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITHOUT_EOS = META | {"eos_token_id": 63}
 
 
 class Refusing(RolloutWorker):
-    """One of its ranks takes no weights, once that is said."""
+    """One of its ranks rejects weights, if the test says so."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def refuse_on_rank(self, rank: int) -> None:
@@ -38,7 +38,7 @@ class Refusing(RolloutWorker):
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def group(one_layer_dir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Two ranks, which have no weights yet."""
+    """Two ranks without weights."""
     config = tiny_config(one_layer_dir)
     recipe = ClassWithInitArgs(Refusing, config)
     if request.param != "ray":

@@ -1,4 +1,4 @@
-"""Several trained states on one actor: each is trained as if the others were not there."""
+"""Several trained states on one actor: each is trained independently of the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows(seed: int) -> DataProto:
 
 
 def train(actor: Any, seed: int, loss: str = "cross_entropy") -> list[float]:
-    """Two batches whose gradients add up, and a step."""
+    """Do two batches, whose gradients add up, and a step."""
     losses = [actor.forward_backward(rows(n), loss).metrics["loss"] for n in (seed, seed + 1)]
     return [*losses, actor.optim_step(STEP)["grad_norm"]]
 

@@ -1,4 +1,4 @@
-"""The teacher scores as the model in its folder does, and is no one's LoRA."""
+"""The teacher scores as the model in its folder does, without anybody's LoRA."""
 
 from __future__ import annotations
 

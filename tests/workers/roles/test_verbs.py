@@ -43,7 +43,7 @@ def groups(request: pytest.FixtureRequest, one_layer_dir: Path) -> Iterator[list
 
 
 def drive(group: Any, batch: DataProto) -> list[float]:
-    """One update by verbs: `update_actor`, from outside."""
+    """Do the update of `update_actor` by verbs, from outside."""
     norms = []
     count = len(batch) // MINI_BATCH
     for step in range(NUM_EPOCHS * count):

@@ -1,4 +1,4 @@
-"""Every rollout engine on one tiny model: `hf` the oracle, `native`, `vllm` here and as a server.
+"""Every rollout engine on one tiny model: `hf`, `native`, and `vllm` here and as a server.
 
 vLLM has an environment of its own, tests/run_vllm.sh.
 """
@@ -33,7 +33,7 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server for all modules: it starts with no weights, and has every engine's model."""
+    """One server for all modules, without weights, for every engine's model."""
     folder = tmp_path_factory.mktemp("served")
     make_model(folder)
     with vllm_server(folder, LIMITS) as url:

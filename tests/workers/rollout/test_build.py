@@ -1,4 +1,4 @@
-"""What building an engine leaves of the process that it is built in."""
+"""Building an engine leaves its process unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.rollout.vllm import engine, setup
 
 
 class LLM:
-    """Stands for vLLM's: what it is given, and in what environment."""
+    """Stands for vLLM's; records its arguments and environment."""
 
     given: ClassVar[list[Any]] = []
 
@@ -34,7 +34,7 @@ class LLM:
 
 
 def start_on_two_devices(folder: Path) -> tuple[Any, dict[str, str], bool]:
-    """What a rank gives vLLM, and whether it leaves the environment as found."""
+    """Return a rank's arguments for vLLM, and whether it restores the environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "3,5"
     sys.modules["vllm"] = SimpleNamespace(LLM=LLM)
     setup.version = lambda package: setup.TESTED[0] + ".1"

@@ -1,4 +1,4 @@
-"""What the driver's side of a rollout group sends to its ranks."""
+"""The requests that the driver's side of a rollout group sends to its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.rollout.client import RolloutClient, Submission
 
 
 class Echoing:
-    """A group of two whose ranks give back the rows that they were asked for."""
+    """A group of two whose ranks return their requested rows."""
 
     transport = SimpleNamespace(deadlines=Deadlines())
     world_size = 2
@@ -25,7 +25,7 @@ class Echoing:
         self.take = SimpleNamespace(remote_on=lambda rank, *_: self.given(rank))
 
     def given(self, rank: int) -> Any:
-        """All that a rank was asked for."""
+        """Return all requests of a rank."""
         rows = self.asked.pop(rank)
         return SimpleNamespace(get=lambda timeout=None: [rows], lost_ranks=[])
 

@@ -1,4 +1,4 @@
-"""What every rollout engine promises, on each of them:
+"""The contract of rollout engines, on each of them.
 
 `hf` the oracle, `native`, and `vllm` in its own environment.
 """

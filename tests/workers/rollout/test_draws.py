@@ -1,4 +1,4 @@
-"""What is trained is what was drawn: hashes of rows, found again before an update."""
+"""Trained rows are the sampled rows: hashes are compared before an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever asks the first rank of an engine has its others follow."""
+"""A call of an engine's first rank makes its other ranks follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.rollout.client import RolloutClient, Submission
 
 
 class Group:
-    """Two engines of two ranks; notes who is called."""
+    """Two engines of two ranks; records the called ranks."""
 
     world_size = 4
     transport = SimpleNamespace(deadlines=SimpleNamespace(grace_s=1.0))

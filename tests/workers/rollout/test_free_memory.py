@@ -1,4 +1,4 @@
-"""When memory that torch keeps free on a card is given back: before vLLM takes some."""
+"""Memory that torch caches on a GPU is released before vLLM allocates some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hf engine decodes from a cache only where that computes what the row itself computes."""
+"""The hf engine decodes from a cache only if that computes the same as the whole row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.rollout.sample import Sample
 
 
 def largest_gap(engine: HFEngine, module: Any) -> float:
-    """Between the log-probs of greedy tokens and those of transformers' pass over the row."""
+    """Return it between log-probs of greedy tokens and those of transformers' pass over the row."""
     engine.commit(0)
     prompt = list(range(6, 24))
     sampling = SamplingParams(max_tokens=12, stop_token_ids=(), do_sample=False)

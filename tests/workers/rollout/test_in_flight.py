@@ -1,4 +1,4 @@
-"""Weights that arrive within a generation, and responses that go on in a later one: each engine."""
+"""Weights that arrive during generation, and responses that continue later: each engine."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def keep_kv(engine: RolloutEngine, request: pytest.FixtureRequest) -> Iterator[b
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of these tokens, as `LONG` reports them."""
+    """Return the log-probs of these tokens, as `LONG` reports them."""
     every = torch.log_softmax(logits / LONG.temperature, -1)
     return every.gather(1, tokens[:, None])[:, 0]
 
 
 def logits_over_kept_keys(old: Any, new: Any, prompt: Sequence[int], output: Sample) -> Tensor:
-    """What `new` says about its tokens where `old` has read all before the last of its own."""
+    """Return `new`'s logits of its tokens after `old` has read all before the last one."""
     made = int((output.versions == 3).sum())
     ids = torch.tensor([[*prompt, *output.tokens.tolist()]])
     read = len(prompt) + made - 1

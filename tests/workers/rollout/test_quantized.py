@@ -1,4 +1,4 @@
-"""Engines with int8 weights: what they draw, what they say they hold, and a sleep between."""
+"""Engines with int8 weights: their samples and weights, before and after a sleep."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(folder: Path) -> Any:
 
 
 def engine_of(name: str, model: Any, folder: Path) -> Any:
-    """One with int8 weights, as a sync leaves it."""
+    """Return an engine with int8 weights, as after a sync."""
     own = load_model(ModelConfig(path=str(folder)), "token", quantization="int8")
     engine = HFEngine(own, LIMITS) if name == "hf" else None
     engine = engine or NativeEngine(own, LIMITS, owns_weights=True)

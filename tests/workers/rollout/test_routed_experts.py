@@ -1,4 +1,4 @@
-"""The experts that a rollout's tokens went to: those of a pass over the whole row."""
+"""The experts of a rollout's tokens are those of a pass over the whole row."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def engine_of(name: str, model: Any, **limits: Any) -> RolloutEngine:
 
 @torch.no_grad()
 def choices(model: Any, ids: list[int]) -> Tensor:
-    """What the model chooses in one pass over these tokens, in any order."""
+    """Return the model's choices in one pass over these tokens, in any order."""
     with Routers(model).noting() as noted:
         model(torch.tensor([ids]), use_cache=False)
         return noted.take().sort(dim=-1).values
 
 
 def assert_chosen(model: Any, sample: Sample) -> None:
-    """Of every token but the last, which nobody has read."""
+    """Check the choices of every token but the last, which no pass has read."""
     row = [*sample.prompt, *sample.tokens.tolist()]
     assert sample.routed_experts is not None
     assert len(sample.routed_experts) == len(row) - 1
@@ -135,7 +135,7 @@ def test_the_column_has_a_row_for_every_token(model: Any) -> None:
 
 
 class PlainEngine(EmptyEngine):
-    """One of a user's, as they were before."""
+    """A user's engine, from before choices were recorded."""
 
     def __init__(self, module: Any, limits: EngineLimits, *, decode: Any = None) -> None:
         super().__init__(limits, decode)

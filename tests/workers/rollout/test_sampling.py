@@ -1,4 +1,4 @@
-"""Draws against the distribution they should follow; the noise against its definition."""
+"""Samples against their distribution; the noise against its definition."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected_probs(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> dict[int, float]:
-    """The truncated distribution token by token, in plain Python."""
+    """Return the truncated distribution token by token, in plain Python."""
     weights = np.exp(logits.double().numpy() / temperature)
     probs = dict(enumerate(weights / weights.sum()))
     likeliest = sorted(probs, key=lambda token: -probs[token])
@@ -56,7 +56,7 @@ def expected_probs(
 
 
 def sorted_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The fewest likeliest probabilities that reach top-p, by a stable sort of the vocabulary."""
+    """Return the fewest likeliest probabilities that reach top-p, by a stable sort."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
     beyond = before >= top_p * probs.sum(dim=-1, keepdim=True)
@@ -91,7 +91,7 @@ def test_top_p_sorts_no_vocabulary() -> None:
 
 
 def chi_square_limit(freedom: int) -> float:
-    """Wilson and Hilferty's approximation of the 99.9 % quantile."""
+    """Return Wilson and Hilferty's approximation of the 99.9 % quantile."""
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 

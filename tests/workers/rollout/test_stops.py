@@ -1,4 +1,4 @@
-"""Where a response ends: at the tokenizer's eos, the model folder's, and the configured ids."""
+"""The end of a response: the tokenizer's eos, the model folder's, and the configured ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = META | {"do_sample": False}
 
 
 def folder_with(one_layer_dir: Path, tmp_path: Path, eos: Any) -> Path:
-    """A copy of the tiny model whose `generation_config.json` names these ids, None for no file."""
+    """Copy the tiny model with these ids in `generation_config.json`; None means no file."""
     shutil.copytree(one_layer_dir / "model", tmp_path / "model")
     file = tmp_path / "model" / "generation_config.json"
     if eos is None:
@@ -47,7 +47,7 @@ def worker_of(folder: Path, engine: str = "native", **rollout: Any) -> RolloutWo
 
 
 def responses(worker: RolloutWorker, **meta: Any) -> list[list[int]]:
-    """The real tokens of each row, as the response mask says."""
+    """Return the real tokens of each row, by the response mask."""
     data: DataProto = worker.generate_sequences(prompt_batch(6, meta=GREEDY | meta))
     rows = zip(data.batch["responses"], data.batch["response_mask"].bool(), strict=True)
     return [response[mask].tolist() for response, mask in rows]

@@ -1,4 +1,4 @@
-"""On every engine a response goes on after tokens that were observed."""
+"""On every engine a response continues after observed tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OBSERVED = [STOP[0], 20, 21]
 
 
 def observing(sample: Sample, observed: Sequence[int] = OBSERVED) -> Sample:
-    """The sample after an observation, with room for a second turn."""
+    """Return the sample after an observation, with room for a second turn."""
     ids = torch.tensor(observed)
     length = len(sample.tokens) + len(ids)
     return replace(
@@ -126,7 +126,7 @@ def test_a_stop_string_within_an_observation_ends_nothing(
 
 
 def agrees_with(model: Any, sample: Sample, first: int) -> None:
-    """The log-probs from token `first` on are those of the trainer's pass."""
+    """Check the log-probs from token `first` on against the trainer's pass."""
     log_probs = full_logits(model, list(sample.prompt), sample.tokens).log_softmax(-1)
     expected = log_probs.gather(1, sample.tokens[:, None])[first:, 0]
     torch.testing.assert_close(sample.log_probs[first:], expected, atol=1e-4, rtol=0)
@@ -136,7 +136,7 @@ def agrees_with(model: Any, sample: Sample, first: int) -> None:
 def test_after_an_update_the_next_turn_is_a_fresh_engines(
     engine: RolloutEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv: bool
 ) -> None:
-    """Also while others run: with `keep_kv` these alone go on with old keys and values."""
+    """Also while others run: only with `keep_kv` old keys and values are used."""
     monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv=keep_kv))
     first = [observing(one) for one in first_turns(engine, KeptStates())]
     updated = make_model(tmp_path, seed=1)
@@ -192,7 +192,7 @@ def play(
     kept: KeptStates | None = None,
     alone: bool = False,
 ) -> list[Sample]:
-    """Four turns; those of one sample before the next one's, or all together."""
+    """Play four turns, sample after sample or all together."""
     sampling = settings(max_tokens=100)
     samples = [replace(one, end_at=FIRST, kept=kept) for one in requests_of(PROMPTS)]
     found = []
@@ -262,7 +262,7 @@ def test_what_was_kept_counts_until_its_sample_is_gone(native: NativeEngine) -> 
 
 
 def test_prompts_that_are_read_beside_longer_kept_ones_cut_nothing_off(model: Any) -> None:
-    """The slots of the cache are as wide as what was put in, until all of it has left."""
+    """The cache's slots keep their width until all longer prompts have left."""
     limits = EngineLimits(prompt_width=16, response_width=96)
     engine = NativeEngine(copy.deepcopy(model), limits, owns_weights=True)
     load(engine, model, 3)

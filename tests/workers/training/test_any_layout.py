@@ -30,7 +30,7 @@ def saved_as(folder: Path, parallel: ParallelConfig, name: str) -> tuple[State, 
 
 
 def resumed_from(folder: Path, parallel: ParallelConfig, names: list[str]) -> Saved:
-    """The state and hash that an actor has after it went on from each of these checkpoints."""
+    """Return an actor's state and hash after a resume from each of these checkpoints."""
     actor, found = actor_over(folder, parallel), {}
     for name in names:
         actor.load_checkpoint(str(folder / name / "first"))
@@ -39,7 +39,7 @@ def resumed_from(folder: Path, parallel: ParallelConfig, names: list[str]) -> Sa
 
 
 def whole(of_ranks: list[tuple[State, str]]) -> tuple[State, str]:
-    """What ranks have together: stages have other weights each."""
+    """Merge the weights of ranks: stages have different ones."""
     (checksum,) = {checksum for _, checksum in of_ranks}
     found: State = {}
     for state, _ in of_ranks:

@@ -1,4 +1,4 @@
-"""The moving average of the actor's weights: its values, its place, its checkpoint."""
+"""The moving average of the actor's weights: values, storage, checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def averaged(actor: ActorWorker) -> Weights:
 
 
 def after_two_updates(one_layer_dir: str) -> tuple[list[Weights], Weights]:
-    """The weights before and after each, and the average; the weights come back as they were."""
+    """Return the weights around each update, and the average; the weights are restored."""
     actor = actor_of(one_layer_dir)
     policies = [weights_of(actor)]
     for seed in range(2):

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while its role goes on: what is in it, and how errors are told."""
+"""A checkpoint that is written while its role continues: its contents, and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.training.manifest import add_files
 
 
 class BackgroundActor(ActorWorker):
-    """Leaves even the tiny model to be written later."""
+    """Writes even the tiny model in the background."""
 
     background_from_bytes = 0
 
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save_both_ways(one_layer_dir: Path, folder: Path) -> list[bool]:
-    """The same step written at once, and in the background while two updates are made."""
+    """Write a step at once, and in the background during two updates."""
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=4)
     config.actor_rollout_ref.model.lora_rank = 4
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")

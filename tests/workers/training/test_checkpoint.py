@@ -1,4 +1,4 @@
-"""A role's checkpoint: what it brings back, on which ranks, and what it refuses."""
+"""A role's checkpoint: the restored state, on which ranks, and its errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def actor_of(one_layer_dir: Path, **settings: Any) -> ActorWorker:
 
 
 def update(worker: Any, seed: int) -> dict[str, float]:
-    """The metrics of one update, and the random numbers that would be drawn next."""
+    """Return the metrics of one update, and the next random numbers."""
     batch = own_piece(make_batch(ROWS, seed), worker.rank, worker.world_size)
     method = worker.update_actor if isinstance(worker, ActorWorker) else worker.update_critic
     return learned(method(batch)) | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
@@ -59,7 +59,7 @@ def update(worker: Any, seed: int) -> dict[str, float]:
 def save_and_go_on(
     cls: type, one_layer_dir: Path, folder: Path, **settings: Any
 ) -> tuple[list[dict[str, float]], str]:
-    """Two updates, a checkpoint, and what two more updates give."""
+    """Do two updates and a checkpoint; return the results of two more updates."""
     worker = started(cls, config_of(one_layer_dir, **settings), 10)
     torch.manual_seed(worker.rank)
     for seed in range(2):
@@ -71,7 +71,7 @@ def save_and_go_on(
 def load_and_go_on(
     cls: type, one_layer_dir: Path, folder: Path, updates_before: int = 0, **settings: Any
 ) -> tuple[list[dict[str, float]], str]:
-    """The same two updates by a worker built anew, which may have updates to forget."""
+    """Do the same two updates with a new worker, which may have updates to forget."""
     worker = started(cls, config_of(one_layer_dir, **settings), 10)
     for seed in range(updates_before):
         update(worker, seed + 10)
@@ -265,7 +265,7 @@ def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(
 
 
 def fill_the_disk(one_layer_dir: Path, folder: Path) -> tuple[str, str]:
-    """A checkpoint, then another update that a file of rank 1 (the last rank) has no room for."""
+    """Save a checkpoint, then one after another update without disk space for rank 1."""
     actor = saved(one_layer_dir, folder)
     update(actor, 0)
     if actor.rank == actor.world_size - 1:

@@ -29,7 +29,7 @@ def save(
     ema_decay: float | None = None,
     contents: Sequence[str] = CONTENTS,
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint after one update; the moving average that it holds."""
+    """Save a checkpoint after one update; return its moving average."""
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=2, optim=OptimConfig(lr=1e-2))
     config.critic.ppo_mini_batch_size = 2
     config.critic.optim["lr"] = 1e-2

@@ -1,4 +1,4 @@
-"""A pass computes on the model's device alone.
+"""A pass computes only on the model's device.
 
 torch's meta device stands for a GPU: it computes shapes, and refuses tensors of other devices.
 """
@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 @pytest.fixture(autouse=True)
 def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks whether position ids say that rows are packed; meta tensors have none."""
+    """Skip transformers' check for packed position ids; meta tensors have no values."""
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
 
 
@@ -37,7 +37,7 @@ def on_meta(worker: Any) -> Any:
 
 
 def batch_with_more() -> DataProto:
-    """With the columns that some losses read, too."""
+    """Return the batch with the columns that some losses read."""
     batch = make_batch(6)
     batch.batch["rollout_is_weights"] = torch.ones_like(batch.batch["advantages"])
     batch.batch["chosen_tokens"] = batch.batch["response_mask"].bool()

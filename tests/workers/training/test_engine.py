@@ -41,7 +41,7 @@ def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
 def on_ranks(
     tiny_dir: Path, num_rows: int, fsdp_size: int = -1, is_large: bool = False
 ) -> dict[str, Any]:
-    """What every rank sees of gradients, log-probs and an update.
+    """Return gradients, log-probs and an update of every rank.
 
     The update has two mini-batches, or one where the number of rows is odd.
 
@@ -106,7 +106,7 @@ def test_seven_rows_on_three_ranks_train_as_seven_on_one(one_layer_dir: Path) ->
 
 @pytest.fixture(scope="module")
 def alone() -> Callable[[Path], dict[str, Any]]:
-    """What one rank computes of eight rows, by the model's folder; once."""
+    """Return one rank's results on eight rows, by the model's folder; computed once."""
     return functools.cache(lambda folder: on_ranks(folder, 8))
 
 

@@ -1,4 +1,4 @@
-"""Whole updates of models whose experts lie on several ranks, against one process."""
+"""Whole updates of models whose experts are on several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def saved(folder: Path, family: str) -> Path:
-    """The folder of a small model, whose state is off its defaults, a router's buffers too."""
+    """The folder of a small model, whose state is off its defaults, including router buffers."""
     import transformers
 
     name, own = ALL[family]
@@ -62,7 +62,7 @@ def saved(folder: Path, family: str) -> Path:
 
 
 def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
-    """The configuration of actor and critic; the experts lie on `ep` ranks."""
+    """Return the configuration of actor and critic, with experts over `ep` ranks."""
     from workers.parallel import sharding
 
     change, world = dict(change), int(os.environ.get("WORLD_SIZE", "1"))
@@ -91,7 +91,7 @@ def make_actor_config(folder: Path, family: str, change: dict[str, Any]) -> Any:
 
 
 def trained(folder: Path, family: str, change: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Log-probs, gradients and three updates of actor and critic."""
+    """Return log-probs, gradients and three updates of actor and critic."""
     config = make_actor_config(folder, family, change)
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
     rows = change.get("rows")
@@ -168,7 +168,7 @@ def one_update(actor: ActorWorker, seed: int) -> dict[str, float]:
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    """Every tensor of an exported folder."""
+    """Return every tensor of an exported folder."""
     from safetensors.torch import load_file
 
     return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
@@ -177,7 +177,7 @@ def files_of(folder: Path) -> dict[str, Any]:
 def go_on(
     folder: Path, family: str, loaded: str, written: str, **change: Any
 ) -> tuple[str, dict[str, torch.Tensor], dict[str, float]]:
-    """The weights' hash, the average and the next update, all from a checkpoint."""
+    """Return the weights' hash, the average and the next update, all from a checkpoint."""
     actor = small_actor(folder, family, **change)
     if loaded:
         actor.load_checkpoint(str(folder / loaded))
@@ -194,7 +194,7 @@ def go_on(
 
 @pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_checkpoints_of_experts_on_ranks_resume_anywhere(tmp_path: Path, family: str) -> None:
-    """Two ranks with half the experts each, two that shard, one; what they write is bit-equal."""
+    """Two ranks with half the experts each, two that shard, one; their files are bit-equal."""
     folder = saved(tmp_path, family)
     start = run_kept(2, go_on, folder, family, "", "spread")
     sharded = run(2, without_experts, folder, family, "spread", "sharded")
@@ -220,7 +220,7 @@ def without_experts(folder: Path, family: str, loaded: str, written: str) -> Any
 def scored_by_reference(
     folder: Path, **change: Any
 ) -> tuple[slice, torch.Tensor, str, Counter[int]]:
-    """Log-probs of a frozen model, its hash, and how many elements of each expert were read."""
+    """Return a frozen model's log-probs, its hash, and the elements read of each expert."""
     read = Counter[int]()
     find = Folder.find
 
@@ -242,7 +242,7 @@ def scored_by_reference(
 
 
 class Noted:
-    """A tensor in a file, whose expert is noted when some of it is read."""
+    """A tensor in a file that records the experts that are read."""
 
     def __init__(self, stored: Any, name: str, read: Counter[int]) -> None:
         self.stored, self.name, self.read = stored, name, read

@@ -1,4 +1,4 @@
-"""Copies that a process of its own writes: what becomes of the file when it ends early."""
+"""Copies that a separate process writes, and their files when it ends early."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ time.sleep(60)
 
 @pytest.fixture
 def copies(tmp_path: Path) -> FileCopies:
-    """One file that is left to be written."""
+    """One file for later writing."""
     return with_a_file(tmp_path / "file")
 
 
@@ -64,7 +64,7 @@ def halted(copies: FileCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def children_before() -> set[int]:
-    """To be asked for before a process is started."""
+    """The children before the test; request it before a process is started."""
     return own_children()
 
 
@@ -191,7 +191,7 @@ def test_memory_goes_with_its_copy() -> None:
 
 
 def open_files() -> set[int]:
-    """Inodes of what this process has open."""
+    """Return the inodes of this process's open files."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing is closed

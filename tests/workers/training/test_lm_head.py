@@ -40,12 +40,12 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of three positions on models of VOCAB words."""
+    """Use chunks of three positions on models of VOCAB words."""
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 4 * VOCAB * ROWS_OF_A_CHUNK)
 
 
 def save_model(head: str, folder: Path) -> Path:
-    """A model with that head below `folder`/model."""
+    """Save a model with that head below `folder`/model."""
     name, sizes = HEADS[head]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SIZES | sizes, pad_token_id=0)
@@ -58,7 +58,7 @@ def save_model(head: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of each kind of head, made once."""
+    """The folder of each kind of head, created once."""
     return functools.cache(lambda head: save_model(head, tmp_path_factory.mktemp("head")))
 
 
@@ -70,14 +70,14 @@ def actor_of(folder: Path, **model: Any) -> ActorWorker:
 
 
 def assert_equal(grads: Gradients, expected: Gradients) -> None:
-    """As large logits round: ten times more than in other tests of gradients."""
+    """Compare with a tolerance for large logits, ten times that of other gradient tests."""
     assert grads.keys() == expected.keys()
     for name, grad in expected.items():
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
 def expected_columns(folder: Path, data: DataProto, temperature: float) -> dict[str, Tensor]:
-    """Log-probs and entropies of each row by itself in float64, from transformers' logits."""
+    """Return log-probs and entropies of each row in float64, from transformers' logits."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").double().eval()
     shape = (len(data), RESPONSE)
     found = {name: torch.zeros(shape, dtype=torch.float64) for name in ("log_probs", "entropys")}
@@ -111,7 +111,7 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
 
 
 class LargestLogits(TorchDispatchMode):
-    """Positions of the largest tensor whose last dim is the vocabulary.
+    """Counts positions of the largest tensor whose last dim is the vocabulary.
 
     A gradient of the head's weight, transposed, is none.
     """
@@ -132,7 +132,7 @@ class LargestLogits(TorchDispatchMode):
 
 @pytest.fixture
 def logits_of_an_update(tiny_dir: Path) -> Callable[..., int]:
-    """The most positions of which an update of some rows holds logits at once."""
+    """Return the most positions whose logits exist at once in an update."""
 
     def measured(**model: Any) -> int:
         actor = actor_of(tiny_dir, **model)
@@ -158,7 +158,7 @@ def test_small_logits_stand_whole(logits_of_an_update: Callable[..., int]) -> No
 
 
 def on_ranks(folder: Path, num_rows_of_chunk: int) -> dict[str, Any]:
-    """Gradients and log-probs, a row a pass on several ranks: some passes have one chunk."""
+    """Return gradients and log-probs at one row per pass on several ranks."""
     lm_head.CHUNK_BYTES = 4 * VOCAB * num_rows_of_chunk
     actor = actor_of(folder)
     data = own_piece(make_batch(7), actor.rank, actor.world_size)
@@ -218,7 +218,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
 
 @pytest.fixture
 def forgotten_proofs() -> Iterator[None]:
-    """What was proven before is proven anew, and so is what this test proves."""
+    """Forget earlier proofs, and those of this test."""
     proof._found.cache_clear()
     yield
     proof._found.cache_clear()

@@ -1,4 +1,4 @@
-"""A head whose words lie over two ranks, in chunks of positions, beside a whole one."""
+"""A head with words over two ranks, in chunks of positions, next to a whole one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POSITIONS = 20
 
 
 def errors(is_tied: bool) -> dict[str, float]:
-    """Relative errors of columns and gradients; the vocabulary is uneven."""
+    """Return relative errors of columns and gradients; the vocabulary is uneven."""
     Worker().open_process_group()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     config = tiny_model_config("qwen2")

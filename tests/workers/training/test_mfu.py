@@ -1,4 +1,4 @@
-"""The operations that `perf/mfu/…` counts are the engine's, and the peaks are the GPUs' own."""
+"""The operations in `perf/mfu/…` are the engine's, and the peaks are the GPUs' own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def torch_counts_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's counter knows its own matrix products, not oneDNN's, of which there are as many."""
+    """Disable oneDNN: torch's counter counts only its own matrix products."""
     monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 2**60)
 
 

@@ -1,4 +1,4 @@
-"""Steps with a non-finite gradient are skipped and named, and too many in a row stop a run."""
+"""Steps with a non-finite gradient are skipped and named; too many in a row stop a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def broken_batch() -> DataProto:
 
 
 def update_twice(one_layer_dir: Path) -> tuple[list[tuple[float, int, bool]], str, bool]:
-    """Counts after one broken update, then the error of a second one."""
+    """Return counts after one broken update, then the error of a second one."""
     config = tiny_config(
         one_layer_dir, ppo_mini_batch_size=2, optim=OptimConfig(max_skipped_steps=1)
     )

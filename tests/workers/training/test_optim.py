@@ -1,4 +1,4 @@
-"""The optimizer's groups: which weights decay, and that schedule and checkpoint know both."""
+"""The optimizer's groups: decaying weights, in schedules and checkpoints, too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_critic_does_as_the_actor(one_layer_dir: Path) -> None:
 def two_updates_on_either_side(
     one_layer_dir: Path, folder: Path, lora_rank: int
 ) -> list[tuple[dict[str, float], str]]:
-    """Two more updates after a checkpoint: by the worker that wrote it, and by one that resumes."""
+    """Do two more updates after a checkpoint, with the same worker and with a resumed one."""
     found = []
     for resumes in (False, True):
         actor = started(ActorWorker, config_of(one_layer_dir, lora_rank), 10)
@@ -85,7 +85,7 @@ def test_norms_stand_still_where_there_is_no_gradient(one_layer_dir: Path, strat
 
 
 def moved_without_gradient(one_layer_dir: Path, strategy: str) -> tuple[bool, bool]:
-    """Whether any norm, and whether every matrix, moved in an update without advantages."""
+    """Return whether any norm, and every matrix, changed in an update without advantages."""
     config = config_of(one_layer_dir)
     config.actor_rollout_ref.actor.strategy = strategy
     actor = started(ActorWorker, config, 10)

@@ -49,7 +49,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def odd_batch() -> DataProto:
-    """Ragged rows, and rows at the edges of what packing takes.
+    """Return ragged rows, including edge cases of packing.
 
     An empty response, one of one token, a mask with a hole, prompts padded on the right.
     """

@@ -1,4 +1,4 @@
-"""Pairs in the engine: a pass, a rank or padding changes nothing, and no pair is parted."""
+"""Pairs in the engine: passes, ranks and padding change no result, and pairs stay together."""
 
 from __future__ import annotations
 

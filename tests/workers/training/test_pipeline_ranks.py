@@ -1,4 +1,4 @@
-"""Whole updates whose layers are cut into stages over several ranks, against one process."""
+"""Whole updates with pipeline stages over several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ AXES = ("pp", "pp_schedule", "sp", "tp", "ep", "shard")
 
 
 def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs, gradients and three updates of actor and critic."""
+    """Return log-probs, gradients and three updates of actor and critic."""
     change, is_alone = dict(change), os.environ.get("WORLD_SIZE", "1") == "1"
     axes = {"pp": 2, **{name: change.pop(name) for name in AXES if name in change}}
     rows, chunk, one_unit = (change.pop(name, None) for name in ("rows", "chunk", "one_unit"))
@@ -112,7 +112,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
 
 
 def of_all_stages(results: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
-    """Gradients of every stage; those that several ranks have are the same there."""
+    """Return the gradients of all stages; ranks of one stage agree."""
     found: dict[str, torch.Tensor] = {}
     for result in results:
         for key, grad in result[name].items():
@@ -183,7 +183,7 @@ def test_a_stage_without_ends_has_layers_alone(tmp_path: Path, strategy: str) ->
 
 
 def assert_resumes(folder: Path, family: str, lora_rank: int = 0) -> None:
-    """From ranks that share layers to one to ranks that shard rows, and back."""
+    """Resume from pipeline ranks on one rank, on sharded ranks, and back."""
     saved(folder, family, num_hidden_layers=5)
     stages, interleaved = ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="interleaved")
     first = run_kept(2, updated_and_saved, folder, stages, lora_rank)

@@ -26,7 +26,7 @@ def config_of(one_layer_dir: Path | str, decay: float = DECAY) -> WorkersConfig:
 
 
 def beside(actor: ActorWorker, config: WorkersConfig) -> ReferenceWorker:
-    """A reference in the actor's process."""
+    """Return a reference in the actor's process."""
     reference = ReferenceWorker(config)
     reference._siblings = {"actor": actor}
     reference.init_model()
@@ -38,7 +38,7 @@ def update(actor: ActorWorker, seed: int) -> None:
 
 
 def follow(one_layer_dir: str, decay: float, folder: str, saved: bool = False) -> list[Weights]:
-    """The actor's weights before and after each of two updates, then those of the reference.
+    """Return the actor's weights around two updates, then the reference's.
 
     With `saved`, another reference takes over between the two.
     """
@@ -58,7 +58,7 @@ def follow(one_layer_dir: str, decay: float, folder: str, saved: bool = False) -
 
 
 def average_twin(policies: list[Weights], decay: float) -> Weights:
-    """The moving average in float64."""
+    """Compute the moving average in float64."""
     average = {name: weight.double() for name, weight in policies[0].items()}
     for policy in policies[1:]:
         for name, weight in policy.items():

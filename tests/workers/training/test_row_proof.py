@@ -1,4 +1,4 @@
-"""Rows longer than every window, through the engine, against transformers on each row alone."""
+"""Rows longer than every window, through the engine, against transformers row by row."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def saved_model(path: Path, model_type: str, own: dict[str, Any]) -> Path:
-    """A tiny model of a type, its weights as large as trained ones."""
+    """A tiny model of a type, with weights as large as trained ones."""
     unknown = {"gpt_neo": ("num_hidden_layers", "num_attention_heads"), "recurrent_gemma": ()}
     fields = {k: v for k, v in SMALL.items() if k not in unknown.get(model_type, ())}
     config = transformers.AutoConfig.for_model(model_type, **{**fields, **own})
@@ -167,7 +167,7 @@ def sum_of_both(outputs: Any, columns: Any, batch: Any) -> tuple[torch.Tensor, d
 def by_the_engine(
     engine: TrainEngine, data: DataProto
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Columns and gradients, in passes of several rows."""
+    """Return columns and gradients, in passes of several rows."""
     found = engine.forward_rows(data, NEIGHBOURS, Wanted(entropy=True))
     set_training_mode(engine.module)
     batch = mini_batch(Rows.take(data, INPUTS), 0, 1, None)
@@ -181,7 +181,7 @@ def by_the_engine(
 def by_transformers(
     path: Path, data: DataProto, attention: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The same by transformers' own model, one row at a time, no padding, no checkpointing."""
+    """Return the same by transformers' own model, row by row, without padding."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path / "model", attn_implementation=attention
     ).eval()

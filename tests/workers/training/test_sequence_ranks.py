@@ -1,4 +1,4 @@
-"""Whole updates whose rows have their tokens on several ranks, against one process."""
+"""Whole updates with the tokens of a row on several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def saved(folder: Path, family: str, **more: Any) -> Path:
 
 
 def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs, gradients and three updates of actor and critic."""
+    """Return log-probs, gradients and three updates of actor and critic."""
     change, world = dict(change), int(os.environ.get("WORLD_SIZE", "1"))
     rows, tokens = change.pop("rows", None), change.pop("tokens", None)
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, entropy_coeff=0.01)
@@ -143,7 +143,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of all tensors together, as a share of what is expected."""
+    """Return the relative distance of all tensors together."""
     assert found.keys() == expected.keys()
     ours = torch.cat([found[name].flatten() for name in expected])
     theirs = torch.cat([tensor.flatten() for tensor in expected.values()])
@@ -199,7 +199,7 @@ def test_a_model_whose_rows_cannot_be_shared_is_refused(
 
 
 def saved_by_ranks(folder: Path) -> tuple[str, list[dict[str, float]]]:
-    """A checkpoint after an update, the hash of its weights, and the next update."""
+    """Return a checkpoint after an update, the hash of its weights, and the next update."""
     actor = small_actor(folder)
     actor.update_actor(make_batch(NUM_ROWS))
     actor.save_checkpoint(str(folder / "checkpoint"))

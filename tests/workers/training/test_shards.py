@@ -1,4 +1,4 @@
-"""Tensors in files by rank: what is written once, what comes back, and what is refused."""
+"""Tensors in files by rank: each element is written once, read back, and checked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_whole_tensors_come_back_and_are_written_once(tmp_path: Path, num_ranks:
 
 
 def sharded(rows: Tensor, rank: int, replicas: int) -> DTensor:
-    """What a rank of four holds of rows sharded under `replicas` replicas."""
+    """Return the tensor of a rank of four, with rows sharded under `replicas` replicas."""
     dist.init_process_group("fake", rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
     own = rows.tensor_split(4 // replicas)[rank % (4 // replicas)]
@@ -66,7 +66,7 @@ def test_shards_under_replicas_are_written_once_and_read_by_any_number(
 
 
 def write_and_read(tmp_path: Path, replicas: int) -> None:
-    """What four ranks would, one after the other."""
+    """Do what four ranks would, one after the other."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend known
 
     rows = torch.arange(24.0).reshape(8, 3)
@@ -96,7 +96,7 @@ def test_packed_weights_are_two_pieces_of_a_rank_which_torch_reads_without_us(
 
 
 def write_packed(tmp_path: Path) -> None:
-    """Rows of two weights end to end, each cut over two ranks."""
+    """Write rows of two weights end to end, each split over two ranks."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend known
 
     rows, packed = torch.arange(24.0).reshape(8, 3), _StridedShard(0, split_factor=2)
@@ -126,7 +126,7 @@ def write_packed(tmp_path: Path) -> None:
 
 
 def part(folder: Path, rank: int, places: str | None = None) -> None:
-    """Half of a tensor of four rows."""
+    """Return half of a tensor of four rows."""
     if places is None:
         places = json.dumps({"w": {"saved_offsets": [2 * rank, 0]}})
     save_file({"w": torch.ones(2, 2)}, folder / f"{rank}.safetensors", metadata={PLACES: places})

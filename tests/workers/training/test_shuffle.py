@@ -1,4 +1,4 @@
-"""Mini-batches of other samples in every pass: which samples, on how many ranks, after a resume."""
+"""Shuffled mini-batches in every pass: on any number of ranks, and after a resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numbered(num_rows: int = ROWS, seed: int = 0) -> DataProto:
 def mini_batches(
     batch: DataProto, world_size: int, seed: int | None = 7, call: int = 0
 ) -> list[set[int]]:
-    """The sample numbers of every mini-batch of two passes of three, over all ranks."""
+    """Return the sample numbers of every mini-batch of two passes, over all ranks."""
     found: list[set[int]] = [set() for _ in range(6)]
     for piece in split_rows(batch, world_size):
         rows = Rows.take(piece, NAMES, world_size)

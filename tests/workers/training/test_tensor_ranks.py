@@ -1,4 +1,4 @@
-"""Whole updates whose matrices are cut over several ranks, against one process."""
+"""Whole updates with tensor parallelism over several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FOUR: dict[str, dict[str, Any]] = {
 
 
 def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs, gradients and three updates of actor and critic."""
+    """Return log-probs, gradients and three updates of actor and critic."""
     change, world = dict(change), int(os.environ.get("WORLD_SIZE", "1"))
     rows, chunk, one_unit = (change.pop(name, None) for name in ("rows", "chunk", "one_unit"))
     if world > 1:
@@ -138,7 +138,7 @@ State = dict[str, torch.Tensor]
 
 
 def actor_over(folder: Path, parallel: ParallelConfig, lora_rank: int = 0) -> ActorWorker:
-    """An actor with a moving average, whose checkpoints have an export."""
+    """Return an actor with a moving average, whose checkpoints have an export."""
     config = tiny_config(folder, ppo_mini_batch_size=NUM_ROWS, parallel=parallel, ema_decay=0.5)
     config.actor_rollout_ref.model.lora_rank = lora_rank
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
@@ -147,13 +147,13 @@ def actor_over(folder: Path, parallel: ParallelConfig, lora_rank: int = 0) -> Ac
 
 
 def state_of(actor: ActorWorker) -> State:
-    """All that a checkpoint keeps of tensors, whole."""
+    """Return all tensors of a checkpoint, whole."""
     kept = weights(actor.engine) | optimizer_state(actor.engine) | averages(actor.average)
     return {name: full_tensor(tensor).clone() for name, tensor in kept.items()}
 
 
 def updated_and_saved(folder: Path, parallel: ParallelConfig, lora_rank: int) -> tuple[State, str]:
-    """The state after an update, which the checkpoint "first" keeps, and the hash of the weights.
+    """Return the state after an update, saved as "first", and the hash of the weights.
 
     Ranks that hold the same part of a weight have the same bits of it.
     """
@@ -174,7 +174,7 @@ def updated_and_saved(folder: Path, parallel: ParallelConfig, lora_rank: int) ->
 def resumed(
     folder: Path, parallel: ParallelConfig, lora_rank: int, name: str, into: str
 ) -> tuple[State, str]:
-    """The same of an actor that went on from a checkpoint, and kept it under another name."""
+    """Return the same of an actor that resumed, saved under another name."""
     actor = actor_over(folder, parallel, lora_rank)
     actor.load_checkpoint(str(folder / name))
     actor.save_checkpoint(str(folder / into))
@@ -185,7 +185,7 @@ TP, SHARDS, ONE = ParallelConfig(tp=2), ParallelConfig(), ParallelConfig()
 
 
 def assert_resumes(folder: Path, family: str, first: int, last: int, lora_rank: int = 0) -> None:
-    """From ranks that cut matrices to ranks that shard rows to one, and back."""
+    """Resume from tensor-parallel ranks on sharded ranks, on one rank, and back."""
     saved(folder, family)
     results = run_kept(first, updated_and_saved, folder, TP, lora_rank)
     (expected, checksum), *others = results

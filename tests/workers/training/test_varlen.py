@@ -1,4 +1,4 @@
-"""Packed rows by FlashAttention: which kernel, what it is given, what comes out, on stand-ins."""
+"""Packed rows by FlashAttention, on stand-ins: the kernel, its arguments, its results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attended(
 
 
 def installed(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have these versions of packages, and no others."""
+    """Simulate these versions of packages, and no others."""
 
     def version(package: str) -> str:
         if package not in versions:
@@ -63,7 +63,7 @@ def installed(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an A100, with torch's kernel and without flash-attn."""
+    """Simulate an A100 with torch's kernel and without flash-attn."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     installed({"flash-attn": "2.8.3"}, monkeypatch)
     monkeypatch.setattr(varlen, "kernel_blocker", lambda *_: "")

@@ -1,4 +1,4 @@
-"""What ranks that share a model compare with one process: passes and updates of both roles."""
+"""Passes and updates of both roles, for ranks that share a model and for one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.training.microbatch import Budget
 
 
 def piece_of(actor: ActorWorker, num_rows: int) -> DataProto:
-    """The rows of a batch that this rank is dealt."""
+    """Return the rows of a batch that this rank gets."""
     dims = actor.engine.dims
     return own_piece(make_batch(num_rows), dims.data_rank(actor.rank), dims.data_size)
 
@@ -21,7 +21,7 @@ def piece_of(actor: ActorWorker, num_rows: int) -> DataProto:
 def three_updates(
     actor: ActorWorker, critic: CriticWorker, data: DataProto, budget: Budget
 ) -> dict[str, Any]:
-    """Log-probs, gradients and three updates of actor and critic on the rank's rows."""
+    """Return log-probs, gradients and three updates of actor and critic on the rank's rows."""
     start, real = data.shard.start if data.shard else 0, data.num_real_rows
     return {
         "rows": slice(start, start + real),

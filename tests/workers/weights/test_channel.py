@@ -1,4 +1,4 @@
-"""What goes wrong with a bucket on its way is caught; where it can, it goes card to card."""
+"""Errors of a bucket in transit are detected; GPUs exchange data directly where possible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_flipped_bit_is_caught_and_no_version_flips(
 
 
 def cards_of(monkeypatch: pytest.MonkeyPatch, cards: Any) -> list[int]:
-    """Ranks believe that these are their cards; gives the sizes of what travels between cards."""
+    """Simulate these GPUs; return the sizes of tensors that travel between GPUs."""
     sizes = []
 
     class Cards:
@@ -81,7 +81,7 @@ def test_a_shared_card_or_none_leaves_all_to_gloo(
 
 
 def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
-    """What the sender makes of its buckets of at most 100 bytes is `change` of them."""
+    """Change the sender's buckets of at most 100 bytes by `change`."""
 
     def changed(tensors: Any, limit: int, *how: Any) -> Any:
         made = pack(tensors, 100, *how)
@@ -98,7 +98,7 @@ def test_a_dropped_bucket_is_caught(
 
 
 def announced(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
-    """What the sender says that a bucket holds is `change` of it."""
+    """Change the sender's announcement of a bucket by `change`."""
     announce = Channel._start_header
     monkeypatch.setattr(
         Channel,

@@ -33,7 +33,7 @@ from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 
 def deliver_to_all(actor: Any, generators: list[Any], version: int) -> list[dict[str, float]]:
-    """At once, from a thread a generator."""
+    """Deliver at once, from one thread per generator."""
     with ThreadPoolExecutor(len(generators)) as threads:
         return list(
             threads.map(lambda generator: deliver_weights(actor, generator, version), generators)
@@ -211,7 +211,7 @@ class Trainer(WeightSender, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def learn(self, num_deliveries: int) -> bool:
-        """An update that lasts until so many deliveries have ended; whether they have."""
+        """Update until so many deliveries have ended; return whether they have."""
         train(Group([self]))
         return all(self.sent.acquire(timeout=30) for _ in range(num_deliveries))
 
@@ -227,7 +227,7 @@ class Trainer(WeightSender, Worker):
 
 
 class Generator(WeightReceiver, Worker):
-    """Holds weights."""
+    """Stores weights."""
 
     def __init__(self) -> None:
         super().__init__()

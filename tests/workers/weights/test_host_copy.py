@@ -1,4 +1,4 @@
-"""What has not changed does not travel, and the rollout's weights are the actor's all the same."""
+"""Unchanged weights are not sent, and the rollout's weights are still the actor's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def num_bytes(figures: dict[str, float]) -> float:
 
 @pytest.fixture
 def changing(actor: Group) -> Group:
-    """The actor, sending what has changed."""
+    """Return an actor that sends its changes."""
     for worker in actor.workers:
         worker.sends_changed = True
     return actor
@@ -181,7 +181,7 @@ def lora_pair(one_layer_dir: Path, engine: str, dtype: str | None = None) -> tup
 
 
 def apart(actor: Group, rollout: Group) -> float:
-    """The largest difference between the actor's merged weights and the rollout's."""
+    """Return the largest difference between the actor's merged weights and the rollout's."""
     sender = actor.workers[0]
     merged = dict(sender.engine.named_full_tensors(dtype=sender.sent_dtype))
     own = dict(rollout.workers[0].engine.named_weights())

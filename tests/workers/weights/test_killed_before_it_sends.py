@@ -1,4 +1,4 @@
-"""A rank that dies before a sync has begun to send: whoever waits for it there goes on at once."""
+"""A rank that dies before a sync begins to send: waiting ranks continue at once."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Actor(WeightSender, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def answer(self) -> int:
-        """In its turn: after what is being sent."""
+        """Answer in turn, after the current send."""
         return self.rank
 
 
 class DiesFirst(WeightReceiver, Worker):
-    """Its rank 0 does; the other one waits for the sender."""
+    """Its rank 0 dies; the other one waits for the sender."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_nobody_waits_for_a_rank_that_died_before_it_came(
 
 
 class DiesAsItForms(DiesFirst):
-    """Its rank 0 dies after it has come: before it has said where it listens, or just after."""
+    """Its rank 0 dies after it has joined: before or just after it announces its address."""
 
     def __init__(self, says_where: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class DiesAsItForms(DiesFirst):
 
 
 def die_at_the_second_write(is_written: bool) -> None:
-    """A rank writes into the store that it has come, then where it listens."""
+    """Die at the second write: a rank first writes that it has joined, then its address."""
     write, keys = SignedStore.set, list[str]()
 
     def write_or_die(store: SignedStore, key: str, value: str | bytes) -> None:

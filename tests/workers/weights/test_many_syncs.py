@@ -1,4 +1,4 @@
-"""A run of many syncs keeps its memory, its threads, its descriptors and its store as they were."""
+"""Many syncs do not grow a run's memory, threads, descriptors and store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROWTH_MB = 3.0
 
 
 def held() -> tuple[float, int, int]:
-    """Resident megabytes, threads and open descriptors of this process."""
+    """Return resident megabytes, threads and open descriptors of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     resident = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
     tasks, descriptors = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
@@ -25,7 +25,7 @@ def held() -> tuple[float, int, int]:
 
 
 def many_syncs() -> tuple[float, ...]:
-    """What has been added after the first few; and the keys that the sender's store holds."""
+    """Return the growth after the first few syncs, and the keys of the sender's store."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
     worker = Receiver() if rank else Sender()

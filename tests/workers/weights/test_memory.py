@@ -1,4 +1,4 @@
-"""What a delivery of weights takes of memory, at either end."""
+"""The memory of a delivery of weights, at either end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wide(nn.Module):
 
 
 def peak_of(work: Callable[[], bool]) -> float:
-    """The most memory that this process had while it did that, beyond what it had before, in MB."""
+    """Return the peak memory of this process during the call, minus the memory before, in MB."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     assert work()
@@ -43,7 +43,7 @@ def _status(field: str) -> int:
 
 
 def synced(worker: Any, store: Any, version: int) -> bool:
-    """Publish and deliver, or receive and load; whether all went well."""
+    """Publish and deliver, or receive and load; return whether all succeeded."""
     if isinstance(worker, Sender):
         worker.publish_weights(version, bucket_mb=2.0)
         address, _ = worker.open_delivery(version)
@@ -55,7 +55,7 @@ def synced(worker: Any, store: Any, version: int) -> bool:
 
 
 def memory_of_a_sync() -> float:
-    """Two syncs in buckets of 2 MB; the peak of both at this rank, after one of a few bytes."""
+    """Return the peak of two syncs in buckets of 2 MB at this rank, after a small one."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
     worker: Any = Receiver() if rank else Sender()

@@ -1,4 +1,4 @@
-"""Writing weights into a module, and what is refused."""
+"""Writing weights into a module, and its errors."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ DEVICE = torch.device("meta")
 
 
 class Devices:
-    """What stands for GPUs: the groups among them, what they broadcast, what the host got."""
+    """Stands for GPUs: their groups, broadcasts, and tensors that reached the host."""
 
     def __init__(self) -> None:
         self.num_groups = 0
@@ -53,7 +53,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 
 
 def groups_formed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ranks that have formed their groups, from now on."""
+    """The ranks that have formed their groups since the fixture started."""
     ranks: list[int] = []
     form = connection.form_groups
 

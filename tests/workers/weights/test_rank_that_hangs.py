@@ -1,6 +1,4 @@
-"""A rank that hangs or dies in a weight sync is named, on whichever side it is; it is not waited
-for to the end of any deadline.
-"""
+"""A rank that hangs or dies during a weight sync, on either side, is named before any deadline."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ QUICK = Deadlines(call_s=8.0, grace_s=2.0)
 
 
 class Fault:
-    """Mixed into a worker: where it stops in its next sync, and how."""
+    """Mixed into a worker: where and how it stops in its next sync."""
 
     rank: int
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def prepare(self, rank: int, how: str) -> None:
-        """At the vote this rank does so; and nobody waits long for who does not come."""
+        """Let this rank stop at the vote; ranks wait only briefly for missing ones."""
         connection.JOIN_TIMEOUT = timedelta(seconds=2)
         if self.rank != rank:
             return
@@ -70,8 +68,8 @@ class Rollout(Fault, WeightReceiver, Worker):
 def groups(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
-    """Two pools of two processes, as a run has them: each is looked at while the other is waited
-    for.
+    """Two pools of two processes, as in a run: each is watched while the driver waits for the
+    other.
     """
     backend = request.param
     if backend == "ray":
@@ -89,7 +87,7 @@ def groups(
 
 
 def fail_next_sync(groups: dict[str, Any], role: str, how: str) -> None:
-    """Rank 0 of a role does so in its next sync."""
+    """Let rank 0 of a role fail in its next sync."""
     for name, group in groups.items():
         group.prepare(0 if name == role else -1, how)
 

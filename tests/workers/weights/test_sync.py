@@ -1,4 +1,4 @@
-"""Weights arrive bit for bit, and whatever goes wrong on the way flips no version."""
+"""Weights arrive bit for bit, and no error in transit changes a version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 
 def three_versions() -> list[Any]:
-    """Rank 0 trains and sends, ranks 1 and 2 receive; every rank's checksum of three versions."""
+    """Rank 0 trains and sends, ranks 1 and 2 receive; return the checksums of three versions."""
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(
         "127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30)
@@ -72,7 +72,7 @@ def test_processes_have_equal_weights_after_each_version() -> None:
 def sharded_actor_and_lonely_rollout(
     one_layer_dir: Path, folder: Path, fsdp_size: int, lora_rank: int, sync: str
 ) -> list[Any]:
-    """All ranks but the last train one sharded actor, the last is a rollout in a pool of its own.
+    """All ranks but the last train one sharded actor, the last is a rollout in another pool.
 
     Five versions; before the fourth, actor and rollout are made anew and the actor resumes. Returns
     what each rank thinks of every version.
@@ -127,7 +127,7 @@ def test_a_sharded_actor_fills_a_rollout_in_another_pool(
 
 
 def colocated(one_layer_dir: Path) -> tuple[Any, ...]:
-    """An actor and a rollout on the same ranks: two updates with their syncs, a sleep between.
+    """An actor and a rollout on the same ranks: two updates with syncs, and a sleep between them.
 
     Then a sync whose copy is damaged, if there is one.
     """

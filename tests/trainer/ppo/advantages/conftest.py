@@ -1,4 +1,4 @@
-"""Rewards, values and masks that every estimator is tried on."""
+"""Rewards, values and masks for all estimators."""
 
 import pytest
 import torch

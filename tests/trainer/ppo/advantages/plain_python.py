@@ -1,4 +1,4 @@
-"""Rows, groups and whole batches that every estimator is tried on."""
+"""Rows, groups and whole batches for all estimators."""
 
 import statistics
 
@@ -31,7 +31,7 @@ def batch_of(rewards, mask, **more):
 
 
 def whole_batch(rewards, values, mask):
-    """A batch with every column that some estimator reads; half of the tokens end a step."""
+    """Return a batch with every column that an estimator reads; half of the tokens end a step."""
     generator = torch.Generator().manual_seed(1)
     steps = torch.rand(mask.shape, generator=generator) < 0.5
     chances = 0.1 + 0.8 * torch.rand(mask.shape, generator=generator, dtype=rewards.dtype)

@@ -1,4 +1,4 @@
-"""What holds for every estimator: its twin, empty rows, untouched inputs, its file, its names."""
+"""Properties of every estimator: its twin, empty rows, untouched inputs, its file, its names."""
 
 import inspect
 
@@ -24,7 +24,7 @@ EVERY_SETTING = [(name, given) for name in TWINS for given in SETTINGS.get(name,
 
 
 def arguments_of(name, batch, given):
-    """What the driver would call an estimator with, in the batch's own precision."""
+    """Return the driver's arguments for an estimator, in the batch's own precision."""
     taken = inspect.signature(ADVANTAGE_ESTIMATORS[name]).parameters
     arguments = {key: batch.batch[key] for key in columns_read(name) if key in taken}
     if "index" in taken:

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation beside its backward recursion."""
+"""Generalized advantage estimation next to its backward recursion."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_long_rows_of_float32_match_the_recursion_in_float64():
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts the tensor operations run inside it."""
+    """Counts the tensor operations inside it."""
 
     def __init__(self):
         super().__init__()

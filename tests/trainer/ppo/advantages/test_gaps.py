@@ -17,7 +17,7 @@ EVERY_SETTING = [
 
 
 def compact_batch():
-    """Rows of 6, 4, 1, 0, 6, 3 and 2 tokens, and garbage after them."""
+    """Return rows of 6, 4, 1, 0, 6, 3 and 2 tokens, with garbage after them."""
     torch.manual_seed(0)
     mask = torch.arange(WIDTH) < torch.tensor([[6], [4], [1], [0], [6], [3], [2]])
     rewards, values = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
@@ -25,7 +25,7 @@ def compact_batch():
 
 
 def spread(column, mask, wide, filling):
-    """The tokens of a column inside `mask`, at the places of `wide`."""
+    """Move the tokens inside `mask` to the positions of `wide`."""
     return filling.clone().masked_scatter_(wide, column[mask])
 
 

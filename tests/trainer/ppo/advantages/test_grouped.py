@@ -1,4 +1,4 @@
-"""Estimators that compare samples of one prompt: a group of one, and what GDPO keeps apart."""
+"""Estimators that compare samples of one prompt: a group of one, and GDPO's separate rewards."""
 
 import numpy as np
 import pytest

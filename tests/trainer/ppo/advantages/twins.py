@@ -12,7 +12,7 @@ from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, WIDTH, positi
 
 @dataclass
 class Case:
-    """What estimators read, as lists; what lies outside the mask is never looked at."""
+    """The inputs of estimators, as lists; entries outside the mask are never read."""
 
     rewards: list
     values: list
@@ -39,7 +39,7 @@ def on_tokens(scores, case):
 
 
 def of_scores(advantage):
-    """The twin of an estimator that gives a row one advantage."""
+    """Return the twin of an estimator with one advantage per row."""
 
     def twin(case):
         scores, found = case.scores(), []
@@ -123,7 +123,7 @@ def gdpo(case):
 
 
 def later_sums(rows, case, decay):
-    """Every token's own number and all later ones of its row, each step back times `decay`."""
+    """Sum every token's number and all later ones of its row, decayed by `decay` per step."""
     found = [[0.0] * WIDTH for _ in range(ROWS)]
     for row in range(ROWS):
         later = 0.0
@@ -222,7 +222,7 @@ def optimal_token_baseline(case):
 
 
 def squared_norm(case, row, t):
-    """Of the gradient of log softmax: 1 - p at the token, -p at every other word."""
+    """Return that of the gradient of log softmax: 1 - p at the token, -p at every other word."""
     return 1 - 2 * math.exp(case.old_log_probs[row][t]) + case.sum_pi_squared[row][t]
 
 

@@ -1,4 +1,4 @@
-"""A head of Ray's that is gone is named in seconds, and no end waits for a daemon in vain."""
+"""A lost head of Ray is named in seconds, and the end of a run never waits for a dead daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls on Ray, small and large, queued and past the queue: order, errors, deaths."""
+"""Calls on Ray, small and large, queued and concurrent: order, errors, deaths."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LARGE = 300_000
 
 
 class UnreadableThere:
-    """Can be pickled, and not be read again."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self):
         return int, ("no number",)
 
 
 class Witness(Worker):
-    """Remembers its calls in their order."""
+    """Records its calls in order."""
 
     def __init__(self) -> None:
         super().__init__()

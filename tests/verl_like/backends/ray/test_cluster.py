@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine is its user's alone, and a lost head or node is known soon."""
+"""A Ray cluster of this machine is private to its user; a lost head or node is noticed soon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What the process would do at its end; homes and temporary files are in `tmp_path`."""
+    """The functions that the process would call at its end; homes and files are in `tmp_path`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(cluster, "LONGEST_PATH", 1000)
@@ -113,7 +113,7 @@ def test_a_cluster_of_this_machine_has_no_metrics_unless_there_is_a_dashboard(
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Its clock, and whether anybody listens in it."""
+    """A simulated clock, and whether a listener answers."""
     now = SimpleNamespace(seconds=1000.0, listens=False)
     context = SimpleNamespace(gcs_address="192.0.2.1:6379")
     node = {"NodeID": "n" * 56, "NodeManagerAddress": "192.0.2.2", "NodeManagerPort": 7000}

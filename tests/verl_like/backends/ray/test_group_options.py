@@ -1,4 +1,4 @@
-"""Options of a group that only Ray has: devices, variables of a class, workers that stay."""
+"""Options of a group that only Ray has: devices, variables of a class, detached workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is pickled ahead of Ray's own pickler, and what is left to that."""
+"""Which values are pickled before Ray's own pickler, and which are left to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only Ray has: places on a cluster, actors, references that travel from worker to worker."""
+"""Features that only Ray has: nodes, actors, references passed from worker to worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch(rows: int, **meta: object) -> DataProto:
 
 
 def drive(group) -> list[DataProto]:
-    """The driver code of the next test: it does not know what runs it."""
+    """The driver code of the next test, which does not know its backend."""
     first = group.noise.remote(batch(7))
     drawn = [first.get(), group.noise(batch(3))]
     group.make_mesh(1).get()

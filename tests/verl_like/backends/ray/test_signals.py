@@ -1,4 +1,4 @@
-"""Signals keep their handlers after Ray has ended in the middle of a run."""
+"""Signals keep their handlers after Ray has ended during a run."""
 
 from __future__ import annotations
 

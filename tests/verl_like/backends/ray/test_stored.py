@@ -1,4 +1,4 @@
-"""A batch that several calls read is in Ray's store once, as long as one of them is under way."""
+"""A batch that several calls read is in Ray's store once, while one of them is running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every preference loss beside a twin in plain Python, a hand-computed value and its slope."""
+"""Every preference loss next to a twin in plain Python, a hand-computed value and its slope."""
 
 from __future__ import annotations
 

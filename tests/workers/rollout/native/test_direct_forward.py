@@ -1,6 +1,4 @@
-"""The native engine's direct pass against the module's own, on every family it knows, and when it
-stands back.
-"""
+"""The native engine's direct pass against the module's, on every family, and its fallback."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def generate(
     max_num_seqs: int = 256,
     **changes: Any,
 ) -> dict[int, Sample]:
-    """Row -> output, and the kind of pass that made them."""
+    """Return row -> output, and the kind of pass that computed it."""
     engine = NativeEngine(model, EngineLimits(PROMPT, RESPONSE, max_num_seqs), owns_weights=False)
     engine.commit(0)
     sampling = SamplingParams(**{"max_tokens": RESPONSE, "stop_token_ids": (3, 5), **changes})
@@ -91,7 +89,7 @@ def generate(
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
-    """(kind of pass, rows) of every decode step."""
+    """Return (kind of pass, rows) of every decode step."""
     seen = []
     monkeypatch.setattr(native_rollout, "check_decoding", lambda *_: None)  # makes passes, too
     for kind in (DirectForward, ModuleForward):
@@ -111,7 +109,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 
 def hooked(model: Any) -> Any:
-    """The same model, with a hook that does nothing: a part the direct pass does not know."""
+    """Return the same model with a no-op hook, which the direct pass does not know."""
     model = copy.deepcopy(model)
     model.lm_head.register_forward_hook(lambda *_: None)
     return model
@@ -119,7 +117,7 @@ def hooked(model: Any) -> Any:
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
 def both_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With oneDNN's linear layers, where torch has them, and with torch's own."""
+    """Run with oneDNN's linear layers, if torch has them, and with torch's own."""
     monkeypatch.setattr(linear, "NARROW", 0 if request.param else 2**30)
 
 

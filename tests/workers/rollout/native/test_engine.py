@@ -1,6 +1,4 @@
-"""The native engine against transformers and against itself in other company, and the rollout
-role's columns.
-"""
+"""The native engine against transformers and among other samples, and the role's columns."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Ragged, with the longest and the shortest that fit, and two that are equal."""
+    """Ragged prompts with the longest and the shortest that fit, and two equal ones."""
     random = np.random.default_rng(0)
     ragged = [
         random.integers(3, VOCAB, size=n).tolist() for n in random.integers(1, PROMPT + 1, size=17)
@@ -71,7 +69,7 @@ def generate(
     max_num_seqs: int = 256,
     **changes: Any,
 ) -> dict[int, Sample]:
-    """Row -> output, for these rows of the prompts in this order."""
+    """Return row -> output, for these rows of the prompts in this order."""
     requests = [Sample(prompts[row], noise_key(0, f"{row}-0", 0), f"row {row}") for row in rows]
     outputs = engine_of(model, max_num_seqs).generate(requests, settings(**changes))
     return dict(zip(rows, outputs, strict=True))
@@ -326,7 +324,7 @@ def wide_engine(model: Any) -> NativeEngine:
 
 
 def test_a_prefill_of_short_prompts_leaves_the_long_ones_before_it(model: Any) -> None:
-    """A pass takes 64 prompts, so that the second one begins before anything is decoded."""
+    """A pass takes 64 prompts, so the second pass begins before decoding."""
     random = np.random.default_rng(0)
     lengths = [60] * 64 + [3] * 8
     prompts = [random.integers(8, VOCAB, size=length).tolist() for length in lengths]

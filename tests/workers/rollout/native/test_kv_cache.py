@@ -40,7 +40,7 @@ def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: P
     "case", ["llama", "falcon", "gpt_bigcode", "bloom", "deepseek_v3", "minicpm3", "longcat_flash"]
 )
 def test_slots_take_the_memory_that_is_counted(case: str) -> None:
-    """Measured after a generation whose slots grew, so that a spare copy was made."""
+    """Measured after a generation whose slots grew, and were copied."""
     model = build_tiny(tiny_model_config(case))
     config, prompt_width, steps = model.config.get_text_config(), 16, 64
     width, memory = slot_width(config, prompt_width, steps), CacheMemory()

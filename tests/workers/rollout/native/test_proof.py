@@ -1,4 +1,4 @@
-"""Which classes the native engine takes: what it decodes is right, and the rest is refused."""
+"""The native engine decodes its classes of models correctly, and rejects the others."""
 
 from __future__ import annotations
 

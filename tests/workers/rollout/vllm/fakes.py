@@ -1,4 +1,4 @@
-"""What stands for vLLM: an engine that notes what it is told, in the order of all that happens."""
+"""A stand-in for vLLM that records its calls in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = EngineLimits(prompt_width=9, response_width=14)
 
 
 class FakeLLM:
-    """Takes all weights, and is told to sleep and to wake up."""
+    """Accepts all weights, and calls to sleep and wake up."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
@@ -45,6 +45,6 @@ class FakeLLM:
 def engine_on(
     monkeypatch: pytest.MonkeyPatch, folder: Any, log: list[Any], device_type: str = "cuda"
 ) -> VllmEngine:
-    """Our engine with it in vLLM's place, told that it is on this device."""
+    """Return our engine on this device, with the stand-in for vLLM."""
     monkeypatch.setattr(InProcessVllm, "start", lambda self: FakeLLM(log))
     return VllmEngine(VllmSettings(str(folder), device_type=device_type), LIMITS)

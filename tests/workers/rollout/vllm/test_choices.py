@@ -1,4 +1,4 @@
-"""The experts that vLLM chooses are noted, request by request."""
+"""The experts that vLLM chooses are recorded for each request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.rollout.base import EngineLimits
 
 
 def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
-    """vLLM's and transformers' for each sample; some were aborted, some saw a newer version."""
+    """Return vLLM's and transformers' choices by sample; some saw an abort or a new version."""
     from workers.rollout.vllm.engine import VllmEngine
     from workers.rollout.vllm.setup import VllmSettings
 

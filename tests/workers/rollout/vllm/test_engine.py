@@ -1,6 +1,4 @@
-"""vLLM alone: its version, what it would ignore silently, tensor
-parallelism, and a PPO step on it.
-"""
+"""vLLM: its version, its silently ignored settings, tensor parallelism, and a PPO step."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ def test_the_doctors_check_generates_and_syncs_and_leaves_room_for_another_engin
 
 
 def two_steps(tiny: Path, folder: Path, *more: str) -> list[dict[str, float]]:
-    """The metrics of a run on vLLM."""
+    """Return the metrics of a run on vLLM."""
     from trainer import load_config, run
 
     run(
@@ -150,7 +148,7 @@ def test_a_ppo_step_on_a_server_is_that_of_the_engine_in_process(
 
 
 def decoded(folder: Path, size: int) -> Any:
-    """Greedy tokens, the checksum, and whether what is drawn has finite log-probs, by one rank."""
+    """Return greedy tokens, the checksum, and whether sampled log-probs are finite, by one rank."""
     from workers.rollout.vllm.engine import VllmEngine
     from workers.rollout.vllm.setup import VllmSettings
 

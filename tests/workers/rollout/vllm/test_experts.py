@@ -80,7 +80,7 @@ def test_a_name_that_no_rank_has_a_place_for_is_an_error(tmp_path: Path) -> None
 
 
 def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
-    """vLLM's and transformers', of greedy tokens after each load; checksums are compared."""
+    """Return vLLM's and transformers' log-probs of greedy tokens after each load."""
     from workers.rollout.vllm.engine import VllmEngine
     from workers.rollout.vllm.setup import VllmSettings
 
@@ -113,7 +113,7 @@ def log_probs_of_two_versions(folder: Path, family: str) -> list[tuple[Tensor, T
 def test_vllm_computes_what_the_trainer_computes_and_refuses_names_it_does_not_know(
     family: str, tmp_path: Path
 ) -> None:
-    """In a process of its own: vLLM's groups of ranks are made once a process."""
+    """In a separate process: vLLM creates its groups of ranks once per process."""
     (found,) = run(1, log_probs_of_two_versions, tmp_path, family, deadline_s=300)
     for ours, theirs in found:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)

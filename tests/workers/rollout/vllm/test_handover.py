@@ -1,4 +1,4 @@
-"""Beside the actor its weights go to vLLM from the memory in which they are gathered."""
+"""Next to the actor, vLLM gets weights from the memory in which they are gathered."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_tensors_of_a_layer_are_handed_over_together_and_do_not_change_afterward
 
 
 class ModelOfVllm:
-    """Has places for some tensors, and notes what comes together."""
+    """Has some tensors, and records those that arrive together."""
 
     def __init__(self, *places: str) -> None:
         self.places, self.calls = set(places), list[list[str]]()

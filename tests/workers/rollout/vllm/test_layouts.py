@@ -1,4 +1,4 @@
-"""An engine of two ranks of vLLM beside an actor whose ranks share its model."""
+"""An engine of two vLLM ranks next to an actor whose ranks share its model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 class Hashes:
-    """A callback: what the actor's ranks hold, and the engine, when samples are drawn."""
+    """A callback that stores the hashes of the actor's ranks and of the engine at sampling."""
 
     def __init__(self) -> None:
         self.actor: list[set[str]] = []
@@ -31,7 +31,7 @@ class Hashes:
 
 
 def hashes_of(tiny: Path, model: str, folder: Path, *more: str) -> Hashes:
-    """Of a run of two steps on vLLM."""
+    """Return the hashes of a run of two steps on vLLM."""
     from trainer import load_config, run
 
     settings = [

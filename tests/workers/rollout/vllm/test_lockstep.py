@@ -1,4 +1,4 @@
-"""Ranks of one vLLM engine do the same in the same order, whoever is slow and whatever fails."""
+"""Ranks of one vLLM engine make the same calls in order, also with slow or failing ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLING = SamplingParams(max_tokens=14, stop_token_ids=(0,))
 
 
 class Scripted(FakeLLM):
-    """Gives each of its requests a token a pass."""
+    """Gives each of its requests one token per pass."""
 
     def __init__(self, log: list[Any]) -> None:
         super().__init__(log)
@@ -63,7 +63,7 @@ class ScriptedVllm(InProcessVllm):
 
 
 class Role:
-    """Two calls, as the rollout's role has them."""
+    """Two calls, as the rollout's role makes them."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
@@ -98,7 +98,7 @@ def llm_of(engine: VllmEngine) -> Any:
 
 
 def one_is_slow(folder: Path) -> Any:
-    """Its second rank takes part late; time decides how far a call goes."""
+    """Delay the second rank; time decides how far a call goes."""
     engine = engine_of(folder)
     role = Role(engine)
     if engine.follows:

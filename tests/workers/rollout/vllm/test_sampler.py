@@ -1,4 +1,4 @@
-"""Our sampler in vLLM's runner: what a step asks of the host, and what it leaves in the tables."""
+"""Our sampler in vLLM's runner: its host copies per step, and the entries of its tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY, PROMPT, MOST = 1000, 5, 3 * STEPS_BEHIND
 
 
 class Requests(dict[str, Any]):
-    """The runner's, which counts how often it is asked."""
+    """The runner's requests, with a count of look-ups."""
 
     num_asked = 0
 
@@ -30,7 +30,7 @@ class Requests(dict[str, Any]):
 
 
 class Runner:
-    """Stands for vLLM's model runner: its requests, each with so many tokens of its own."""
+    """Stands for vLLM's model runner: its requests, each with some generated tokens."""
 
     def __init__(self, num_requests: int, device: str = "cpu") -> None:
         self.device = torch.device(device)
@@ -66,7 +66,7 @@ def begun(runner: Runner, **settings: Any) -> Sampler:
 
 
 def step(sampler: Sampler, logits: Tensor) -> Tensor:
-    """One pass: every request has a token more afterwards."""
+    """Run one pass, after which every request has another token."""
     tokens: Tensor = sampler(logits, None).sampled_token_ids
     sampler.runner.input_batch.num_tokens_no_spec += 1
     return tokens[:, 0]

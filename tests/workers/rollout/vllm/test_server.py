@@ -1,4 +1,4 @@
-"""What `rollout.server_urls` promises beside the contract: how a server is asked, and refused.
+"""`rollout.server_urls` beyond the contract: requests to a server, and its errors.
 
 The contract suite runs on a real server (marker `vllm`); here one stands in for it.
 """
@@ -136,7 +136,7 @@ def test_weights_arrive_while_the_server_is_paused_and_later_tokens_have_their_v
 def test_weights_reach_a_server_on_another_machine_than_the_run(
     folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told an address of this machine that others can reach."""
+    """The server gets an address of this machine that others can reach."""
     host = address_toward("192.0.2.1")
     if host.startswith("127."):
         pytest.skip("this machine has no address but loopback")

@@ -1,4 +1,4 @@
-"""A vLLM engine on a GPU gives its memory to the trainer and takes it again, part by part."""
+"""A vLLM engine on a GPU lends its memory to the trainer, part by part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS, CACHE = "wake ['weights']", "wake ['kv_cache']"
 
 
 def resident(model: Any, log: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """The trainer's weights, which are on the GPU as long as they are gathered."""
+    """The trainer's weights, which are on the GPU while they are gathered."""
     log.append("shards there")
     yield from ((name, weight.detach()) for name, weight in model.named_parameters())
     log.append("shards gone")
@@ -96,7 +96,7 @@ def test_on_a_cpu_vllm_has_no_sleep(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 class Rope(nn.Module):
-    """A layer with what no checkpoint has."""
+    """A layer with a buffer that no checkpoint has."""
 
     cos: Tensor
 

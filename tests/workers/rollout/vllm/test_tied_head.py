@@ -1,4 +1,4 @@
-"""A head that shares the embedding's memory follows new weights, though vLLM has packed it."""
+"""A head that shares the embedding's memory gets new weights, though vLLM has packed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers by torch.compile beside the same layers without, on the CPU.
+"""Layers by torch.compile next to the same layers without, on the CPU.
 
 All but one test have graphs that torch runs as they are: g++ takes minutes.
 """
@@ -28,7 +28,7 @@ from workers.training.parts.compile import Compile, blocking_axis
 
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are traced, not written as programs."""
+    """Trace graphs without generating programs."""
     if "slow" not in request.keywords:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     yield

@@ -1,4 +1,4 @@
-"""Linear layers in float8 beside bfloat16, on the CPU, where torch multiplies float8, too."""
+"""Linear layers in float8 next to bfloat16, on the CPU, where torch supports float8, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load-balancing loss of experts: its value, and what must not change it."""
+"""The load-balancing loss of experts: its value, and its invariances."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def actor_of(folder: Path, packed: bool = True, **actor: Any) -> ActorWorker:
 
 
 def logits_by_layer(folder: Path) -> list[torch.Tensor]:
-    """What transformers says of the tokens of each row by itself, up to the last that is read."""
+    """Return transformers' router logits of each row, up to the last token read."""
     model = load_model(tiny_config(folder).actor_rollout_ref.model, "token")
     batch = make_batch(6).batch
     layers: list[list[torch.Tensor]] = [[], []]
@@ -71,7 +71,7 @@ def logits_by_layer(folder: Path) -> list[torch.Tensor]:
 
 
 def loss_twin(layers: list[torch.Tensor]) -> float:
-    """The definition, token by token in float64."""
+    """Compute the definition, token by token in float64."""
     total = 0.0
     for layer in layers:
         chosen, mass = [0.0] * NUM_EXPERTS, [0.0] * NUM_EXPERTS
@@ -165,7 +165,7 @@ def test_the_weight_scales_what_it_adds_to_the_gradient(experts_dir: Path) -> No
 
 
 def updated(folder: str, is_large: bool = False) -> dict[str, float]:
-    """An update of which the ranks have unequal numbers of rows and passes."""
+    """Do an update in which ranks have unequal numbers of rows and passes."""
     if is_large:
         sharding.SMALL_ELEMENTS = 0
     actor = actor_of(Path(folder), ppo_mini_batch_size=5, ppo_micro_batch_size_per_gpu=2)

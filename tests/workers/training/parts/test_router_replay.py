@@ -1,4 +1,4 @@
-"""Passes and updates in which the experts are those that the rollout chose."""
+"""Passes and updates with the experts that the rollout chose."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def actor_of(folder: Path, mode: str = "R3", **change: Any) -> ActorWorker:
 
 
 def routers_of(actor: ActorWorker) -> Routers:
-    """The routers of the actor's model."""
+    """Return the routers of the actor's model."""
     part = actor.engine.part(RouterReplay)
     assert part is not None
     return part.routers
 
 
 def own_choices(actor: ActorWorker) -> list[Tensor]:
-    """What the actor's routers choose for every row by itself."""
+    """Return the choices of the actor's routers for each row."""
     batch, module = make_batch(NUM_ROWS).batch, actor.engine.module
     rows = []
     for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
@@ -63,7 +63,7 @@ def own_choices(actor: ActorWorker) -> list[Tensor]:
 
 
 def with_column(batch: DataProto, rows: list[Tensor]) -> DataProto:
-    """Ragged, or a rectangle as the rest of the batch is."""
+    """Return a ragged column, or a rectangle if the batch is one."""
     lengths = batch.padded("attention_mask").sum(dim=1)
     width = batch.padded("input_ids").shape[1]
     starts = batch.padded("attention_mask").int().argmax(dim=1)
@@ -72,7 +72,7 @@ def with_column(batch: DataProto, rows: list[Tensor]) -> DataProto:
 
 
 def any_choices(actor: ActorWorker, seed: int = 0) -> list[Tensor]:
-    """Different experts for each token and layer, by chance."""
+    """Return random experts for each token and layer."""
     generator = torch.Generator().manual_seed(seed)
     routers = routers_of(actor)
     layers, num_chosen = routers.shape
@@ -137,7 +137,7 @@ def test_layers_that_are_run_again_choose_the_same_experts(tmp_path: Path) -> No
 
 
 def trained(folder: Path, change: dict[str, Any], num_rows: int = NUM_ROWS) -> dict[str, Any]:
-    """Log-probs and two updates with the experts of a column."""
+    """Return log-probs and two updates with the experts of a column."""
     actor = actor_of(folder, **change)
     dims = actor.engine.dims
     batch = with_column(make_batch(NUM_ROWS), any_choices(actor))[:num_rows]
