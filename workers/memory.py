@@ -147,13 +147,6 @@ class RoleMemory:
     beside_engine: bool = False
     """True if the role computes while an engine that otherwise sleeps is awake."""
 
-    def offloaded(self, sharding: Sharding, device_type: str) -> RoleMemory:
-        """Return it with weights and moments offloaded between calls as in `sharding`."""
-        if device_type != "cuda":
-            return self
-        weights = sharding.param_offload * self.weights
-        return replace(self, host=weights + sharding.optimizer_offload * self.moments)
-
     @property
     def kept(self) -> float:
         """Bytes that stay on the device between calls, or are needed next to an engine's."""
@@ -249,22 +242,25 @@ class _Rank:
     def memory(self, role: str, pool: str, largest: LargestPass, copies: bool) -> RoleMemory:
         """Return the memory of the rank."""
         trained = self.held.trains * self.shapes.num_trained * self.kept.itemsize
-        weights = self.shapes.held(self.kept, self.held.quantization) + self._averages()
+        stored = self.shapes.held(self.kept, self.held.quantization) + self._averages()
+        weights, moments = stored / self.shards, 2 * trained / self.shards
+        sharding, may_offload = self.held.sharding, self.device_type == "cuda"
+        offloaded = sharding.param_offload * weights + sharding.optimizer_offload * moments
         whole, activations = self._largest_moment(largest)
         copied = self._copied_for_checkpoints(trained) if copies else 0.0
         names = [self.held.quantization or name_of(self.kept), name_of(self.compute)]
-        memory = RoleMemory(
+        return RoleMemory(
             role=role,
             pool=pool,
             types=" / ".join(dict.fromkeys(names)),
-            weights=weights / self.shards,
+            weights=weights,
             gradients=trained / self.shards,
-            moments=2 * trained / self.shards,
+            moments=moments,
             whole=whole,
             activations=activations,
+            host=may_offload * offloaded,
             copies=copied if copied >= LEAST_BYTES else 0,
         )
-        return memory.offloaded(self.held.sharding, self.device_type)
 
     def _averages(self) -> int:
         """Return the bytes of a float32 moving average: of trained weights, or of narrower ones."""

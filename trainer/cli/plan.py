@@ -50,9 +50,7 @@ from verl_like.terminal import terminal_width
 JOBS = {
     "ppo": "trainer.planner.ppo.PPOJob",
     "async": "trainer.planner.async_training.AsyncJob",
-    "sft": "trainer.planner.rows.SFTJob",
-    "reward-model": "trainer.planner.rows.RewardModelJob",
-    "dpo": "trainer.planner.rows.PreferenceJob",
+    **dict.fromkeys(("sft", "reward-model", "dpo"), "trainer.planner.rows.RowsJob"),
 }
 ON_SAMPLES = ("ppo", "async")
 """Recipes that plan samples; the others plan rows of a file."""
@@ -108,10 +106,11 @@ def job_of(arguments: Sequence[str]) -> Job:
             f"--gpus={num_gpus} are not whole nodes of --per-node={per_node}: give "
             f"{below} or {below + per_node}."
         )
-    cls = load_object(JOBS[recipe], "plan")
+    cls, program = load_object(JOBS[recipe], "plan"), load_object(RECIPES[recipe], "plan")
     cluster = cluster_keys(device, num_gpus, per_node)
-    config = compose.load_config([*keys, *cluster], cls.recipe)
+    config = compose.load_config([*keys, *cluster], program)
     common = {
+        "recipe": program,
         "config": config,
         "settings": keys,
         "device": device,

@@ -9,12 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.recipe import ASYNC
 from trainer.async_training.topology import TRAINER_POOL, generator_pool
-from trainer.config.recipe import Recipe
 from trainer.planner.cost import Gpus
 from trainer.planner.job import layout_keys, pool_key, sizes_of
 from trainer.planner.ppo import PPOJob
@@ -72,7 +69,6 @@ class AsyncPlacement(PlannedPlacement):
 class AsyncJob(PPOJob):
     """A run that generates samples while it trains."""
 
-    recipe: ClassVar[Recipe[Any]] = ASYNC
     config: AsyncConfig
 
     @functools.cached_property

@@ -55,9 +55,9 @@ Keys = dict[str, Any]
 class Job(ABC):
     """A configuration to plan, its settings, and the GPUs."""
 
-    recipe: ClassVar[Recipe[Any]]
     stages: ClassVar[tuple[str, ...]]
     """The stages of each step that use GPUs."""
+    recipe: Recipe[Any]
     config: Any
     settings: Sequence[str]
     device: Device
@@ -230,23 +230,19 @@ class Job(ABC):
 
         Pipeline stages wait for each other, so `pp` is tried only if no other layout fits.
         """
-        candidates = list(self._layouts(role, num_gpus, self._axes(role, num_gpus)))
+        candidates = list(self._layouts(role, num_gpus, [{}, *self._axes(role, num_gpus)]))
         may_have_stages = self.models[role].trains and self.axes_are_tried(role)
         if may_have_stages and not any(map(self.fits, candidates)):
-            candidates += self._layouts(
-                role, num_gpus, [("pp", size) for size in SIZES], only_axes=True
-            )
+            candidates += self._layouts(role, num_gpus, self._sizes_of_axis(role, "pp"))
         return candidates
 
-    def _layouts(
-        self, role: str, num_gpus: int, axes: Sequence[tuple[str, int]], only_axes: bool = False
-    ) -> Iterator[Layout]:
+    def _layouts(self, role: str, num_gpus: int, axes: Sequence[Keys]) -> Iterator[Layout]:
         gpus = Gpus(self.device, num_gpus, self.per_node)
         on_one_pool = {
             "resource_pool_spec": {"pool": _per_node(num_gpus, self.per_node)},
             "role_mapping": dict.fromkeys(expand_roles(self.config.role_mapping), "pool"),
         }
-        for keys in self._choices(role, axes, only_axes):
+        for keys in self._choices(role, axes):
             config = changed(self.config, on_one_pool | keys)
             held, calls, rows = self.models_in(config)[role], self.calls(role), self.rows(role)
             try:
@@ -264,22 +260,17 @@ class Job(ABC):
             words = {key: str(value).lower() for key, value in keys.items()}
             yield Layout(role, tuple(seconds.values()), memory, words)
 
-    def _choices(
-        self, role: str, axes: Sequence[tuple[str, int]], only_axes: bool
-    ) -> Iterator[Keys]:
-        """Yield the keys of every layout to try."""
+    def _choices(self, role: str, axes: Sequence[Keys]) -> Iterator[Keys]:
+        """Yield the keys of every layout to try; those that the user has set stay."""
         held = self.models[role]
         again = f"{held.key.removesuffix('.path')}.enable_gradient_checkpointing"
         fsdp = f"{held.section or held.key.removesuffix('.path')}.fsdp_config"
         offload = {f"{fsdp}.param_offload": True, f"{fsdp}.optimizer_offload": True}
-        changes: list[list[Keys]] = [[{f"{held.axes_key}.{axis}": size} for axis, size in axes]]
+        changes = [axes]
         if held.trains:
-            changes += [self.smaller_passes(role), [{again: False}], [offload]]
+            changes += [[{}, *self.smaller_passes(role)], [{}, {again: False}], [{}, offload]]
         free = [[keys for keys in of_kind if not self.keys & keys.keys()] for of_kind in changes]
-        tried = [[{}, *of_kind] for of_kind in free]
-        if only_axes:
-            tried[0] = free[0]
-        for combination in product(*tried):
+        for combination in product(*free):
             yield {key: value for keys in combination for key, value in keys.items()}
 
     def axes_are_tried(self, role: str) -> bool:
@@ -287,18 +278,21 @@ class Job(ABC):
         model = self.models[role]
         return model.parallel is not None and not model.quantization
 
-    def _axes(self, role: str, num_gpus: int) -> list[tuple[str, int]]:
-        """Return sizes of axes to try, one axis at a time."""
+    def _axes(self, role: str, num_gpus: int) -> list[Keys]:
+        """Return the keys of sizes of axes to try, one axis at a time."""
         if not self.axes_are_tried(role):
             return []
-        rows, axes = self.rows(role), [("tp", size) for size in SIZES]
+        rows, axes = self.rows(role), self._sizes_of_axis(role, "tp")
         if self.longest() > LONG or rows.samples < rows.mini_batches * num_gpus:
-            axes += [("sp", size) for size in SIZES]
+            axes += self._sizes_of_axis(role, "sp")
         if self.costs[role].in_experts:
-            axes += [("ep", size) for size in SIZES]
+            axes += self._sizes_of_axis(role, "ep")
         if num_gpus > self.per_node:
-            axes.append(("shard", self.per_node))
+            axes += self._sizes_of_axis(role, "shard", [self.per_node])
         return axes
+
+    def _sizes_of_axis(self, role: str, axis: str, sizes: Sequence[int] = SIZES) -> list[Keys]:
+        return [{f"{self.models[role].axes_key}.{axis}": size} for size in sizes]
 
     def call_seconds(
         self, config: Any, role: str, method: str, held: HeldModel, gpus: Gpus

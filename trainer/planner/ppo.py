@@ -6,10 +6,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trainer.config.devices import devices_of
-from trainer.config.recipe import Recipe
 from trainer.memory import held_memory
 from trainer.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.planner.job import Job, Keys
@@ -17,7 +16,6 @@ from trainer.planner.search import Layout
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import step_nodes
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
-from trainer.ppo.recipe import PPO
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
 from workers.config import ActorRolloutRefConfig, model_rewards
@@ -34,7 +32,6 @@ UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 class PPOJob(Job):
     """A PPO run, and the lengths of its samples."""
 
-    recipe: ClassVar[Recipe[Any]] = PPO
     stages: ClassVar[tuple[str, ...]] = ("gen", "score", "update", "update_weights")
     config: PPOConfig
     mean_prompt: float

@@ -12,8 +12,6 @@ from trainer.launch import trainer_class
 from trainer.memory import held_memory
 from trainer.planner.cost import StepRows
 from trainer.planner.job import Job, Keys
-from trainer.preference.recipe import DPO
-from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import (
     held_models,
@@ -22,7 +20,6 @@ from trainer.rows.preflight import (
     preflight,
     role_memories,
 )
-from trainer.sft.recipe import SFT
 from workers.memory import HeldModel, RoleMemory
 from workers.parallel.sharding import dims_of
 
@@ -103,21 +100,3 @@ class RowsJob(Job):
     def axes_are_tried(self, role: str) -> bool:
         """Return whether axes are searched; axes that a reference shares stay unchanged."""
         return len(self.models) == 1 and super().axes_are_tried(role)
-
-
-class SFTJob(RowsJob):
-    """Supervised fine-tuning."""
-
-    recipe: ClassVar = SFT
-
-
-class RewardModelJob(RowsJob):
-    """A reward model of pairs."""
-
-    recipe: ClassVar = REWARD_MODEL
-
-
-class PreferenceJob(RowsJob):
-    """DPO and other preference losses."""
-
-    recipe: ClassVar = DPO
