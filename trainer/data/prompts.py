@@ -226,6 +226,7 @@ class PromptLoader:
         """The prompts of `data.val_files`, if there are any."""
         if config.data.val_files:
             self.validation = PromptSet(config.data, "val_files", tokenizer, needs_rules, limit)
+        self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
         if not len(self):
             raise ConfigError(
                 f"{self.prompts.story}: {len(self.prompts)} remain, too few for one batch of "
@@ -277,29 +278,23 @@ class PromptLoader:
     @property
     def data_sources(self) -> set[str]:
         """The data sources of training and validation rows: each needs a reward."""
-        return self.prompts.data_sources | (
-            self.validation.data_sources if self.validation else set()
-        )
+        return {name for prompts in self._sets for name in prompts.data_sources}
 
     @property
     def columns(self) -> list[str]:
         """Columns outside verl's schema that both training and validation rows have."""
         columns = self.prompts.columns
-        if self.validation is None:
-            return columns
-        return [name for name in columns if name in self.validation.columns]
+        return [name for name in columns if all(name in each.columns for each in self._sets)]
 
     @property
     def has_truth(self) -> bool:
         """True if training and, if there are any, validation rows have ground truths."""
-        return self.prompts.has_truth and (self.validation is None or self.validation.has_truth)
+        return all(prompts.has_truth for prompts in self._sets)
 
     @property
     def has_open_asserts(self) -> bool:
         """True if the tests of a training or validation row are asserts."""
-        return self.prompts.has_open_asserts or (
-            self.validation is not None and self.validation.has_open_asserts
-        )
+        return any(prompts.has_open_asserts for prompts in self._sets)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: with the config's seed, all that a resume needs."""

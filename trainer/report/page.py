@@ -22,7 +22,6 @@ from trainer.report.read import (
     phase_shares,
     read_run,
 )
-from trainer.report.sparklines import sparklines
 from trainer.report.summary import summary
 from trainer.report.tokens import drawn_of, tokens_in_words, tokens_of
 from trainer.report.trajectories import LONGEST_TURN, MOST_TURNS, SECONDS, TRAJECTORIES_PER_STEP
@@ -56,7 +55,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
             note.write_text(text, encoding="utf-8", errors="backslashreplace")
         data = read_run(folder)
         width = terminal_width()
-        for line in [*sparklines(data.metrics, width), *summary(data)]:
+        for line in summary(data):
             print(fit(line, width))
         print(f"report: {_write(data)}", flush=True)
     except OSError as err:  # a full disk, say

@@ -111,7 +111,7 @@ def read_run(folder: str | Path) -> RunData:
     notes: list[str] = []
     failure = folder / FAILURE_FILE
     calls, stages = read_timeline(folder / "timeline.json", notes)
-    metrics = _read_metrics(folder / "metrics.jsonl", notes)
+    metrics = read_metrics(folder / "metrics.jsonl", notes)
     return RunData(
         folder=folder,
         metrics=metrics,
@@ -162,7 +162,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
+def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
     """Return the metrics of every step."""
     rows = [
         {name: v for name, v in row.items() if _is_number(v)} for row in _read_lines(path, notes)

@@ -19,6 +19,15 @@ ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP, FAILED_CALLS = 0.05, 0.3, 0.2, 0.2,
 FEWEST_STEPS = 5
 """A shorter run cannot show whether it learns."""
 BIGGEST_PHASES = 3
+WATCHED = {
+    "reward": ("critic/score/mean",),
+    "length": ("response_length/mean",),
+    "KL": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
+    "loss": ("train/loss",),
+    "accuracy": ("train/accuracy", "train/rewards/accuracy"),
+    "val loss": ("val/loss", "val-core/rm/loss"),
+}
+"""Word -> metrics, of which the first existing one is shown; a KL of only 0 is skipped."""
 
 
 def summary(data: RunData) -> list[str]:
@@ -27,7 +36,8 @@ def summary(data: RunData) -> list[str]:
         return []
     best = list(_best_validations(data))
     disturbances = [*faults_in_words(data.folder), *restarts_in_words(data.folder)]
-    return [_time(data), *_trajectories(data), *best, *disturbances, *what_to_look_at(data)]
+    lines = [_time(data), *_first_to_last(data), *_trajectories(data), *best, *disturbances]
+    return [*lines, *what_to_look_at(data)]
 
 
 def what_to_look_at(data: RunData) -> list[str]:
@@ -57,6 +67,17 @@ def _time(data: RunData) -> str:
     mean = sum(seconds) / len(seconds)
     steps = f"{len(seconds)} steps" if len(seconds) > 1 else "1 step"
     return f"{steps} of {mean:.3g} s: {phases}"
+
+
+def _first_to_last(data: RunData) -> list[str]:
+    """Return a line with the first and the last value of the metrics that people watch."""
+    changes = []
+    for word, metrics in WATCHED.items():
+        candidates = [values for _, values in map(data.series, metrics) if len(values) > 1]
+        values = next((v for v in candidates if word != "KL" or any(v)), None)
+        if values:
+            changes.append(f"{word} {values[0]:.3g} -> {values[-1]:.3g}")
+    return [f"from the first to the last: {', '.join(changes)}"] if changes else []
 
 
 def _trajectories(data: RunData) -> Iterator[str]:

@@ -14,7 +14,7 @@ from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
 from trainer.report.figures import Panel, curves, panels_of
 from trainer.report.page import REPORT_FILE
-from trainer.report.read import series
+from trainer.report.read import read_metrics, series
 from trainer.run_folder.marker import MODEL, committed, marker_of_model
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_objects
@@ -43,7 +43,10 @@ class RunResult:
     def of(cls, config: RunConfig, role: str) -> RunResult:
         """Read the result from the run folder; an export is of `role`."""
         folder = Path(config.trainer.default_local_dir)
-        metrics = _read_metrics(folder / "metrics.jsonl")
+        notes: list[str] = []
+        metrics = read_metrics(folder / "metrics.jsonl", notes)
+        for note in notes:
+            logger.warning("%s", note)
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
         left = [folder / MODEL] if marker_of_model(folder) else []
         places = [*left, *reversed(exports)]
@@ -152,16 +155,3 @@ class Curves:
         ]
         style = "display:flex;flex-wrap:wrap;gap:12px;background:#fff;color:#222"
         return f'<div style="{style}">{"".join(boxes)}</div>'
-
-
-def _read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of steps; incomplete and other lines are left out with a warning."""
-    objects, num_broken = json_objects(path)
-    steps = [row for row in objects if "step" in row]
-    num_lines = len(objects) + num_broken
-    if len(steps) < num_lines:
-        logger.warning(
-            "%s: %d of %d lines are no step's, and left out.",
-            path, num_lines - len(steps), num_lines,
-        )  # fmt: skip
-    return steps

@@ -42,6 +42,15 @@ def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Pat
     ]
 
 
+def test_it_says_how_reward_length_and_the_kl_that_moves_changed(tmp_path: Path) -> None:
+    numbers = [
+        {"critic/score/mean": score, "actor/reward_kl_penalty": 0.0, "actor/ppo_kl": score / 10}
+        for score in (0.25, 0.9, 0.5)
+    ]
+    lines = summary(run_of(tmp_path, *[STEP | each for each in numbers]))
+    assert lines[1] == "from the first to the last: reward 0.25 -> 0.5, KL 0.025 -> 0.05"
+
+
 @pytest.mark.parametrize("seconds", [(0.5, 0.5, 0.5, 0.5), (0.667, 0.667, 0.666), (1.0, 0.999)])
 def test_the_phases_add_up_to_100(tmp_path: Path, seconds: tuple[float, ...]) -> None:
     stages = [f"s{number}" for number in range(len(seconds))]
