@@ -161,8 +161,8 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
     same = [key for key in own if _what_it_is(key, docs, default) in of_ppo]
     parts = [_rows_of_keys(recipe.schema, [key for key in own if key not in same])]
     if same:
-        names = _code(key.name for key in same)
-        parts.append(f"As for the policy of [PPO](keys_models.md): {names}.")
+        sections = dict.fromkeys(key.name.rpartition(".")[0] or key.name for key in same)
+        parts.append(f"The other keys of {_code(sections)} are those of [PPO](keys_models.md).")
     return "\n\n".join(parts)
 
 
@@ -554,18 +554,11 @@ def _joined(names: list[str]) -> str:
 
 
 def tinker_method_table() -> str:
-    """A row for every client of the tinker SDK, and one for each method that is rejected."""
+    """A row for each method of the tinker SDK that is rejected."""
     methods = json.loads((DOCS / "data" / "tinker_methods.json").read_text(encoding="utf-8"))
-    working: dict[str, list[str]] = {}
-    rejected = ["", "| Rejected | Why |", "|---|---|"]
-    for method, said in methods.items():
-        client, _, name = method.partition(".")
-        if said == "works":
-            working.setdefault(client, []).append(f"`{name}`")
-        else:
-            rejected.append(f"| `{method}` | {said.removeprefix('rejected: ')} |")
-    rows = [f"| `{client}` | {', '.join(names)} |" for client, names in working.items()]
-    return "\n".join(["| Client | Methods that work |", "|---|---|", *rows, *rejected])
+    rejected = {name: said for name, said in methods.items() if said != "works"}
+    rows = [f"| `{name}` | {said.removeprefix('rejected: ')} |" for name, said in rejected.items()]
+    return "\n".join(["| Rejected | Why |", "|---|---|", *rows])
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {

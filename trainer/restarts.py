@@ -171,7 +171,7 @@ def bring_back(
     if not lost or len(lost) == len(roles_of):
         return False
     for pool, why in lost.items():
-        logger.warning("pool %s is started anew, the others stay: %s", pool, why)
+        logger.warning("pool %s is restarted, the others stay: %s", pool, why)
     try:
         for pool in lost:
             restarts.when_there_is_room(partial(groups.restart, pool), since)
@@ -187,7 +187,9 @@ def bring_back(
     except NoRoomError:
         raise  # a full restart would find no room either
     except (WorkerError, PlacementError) as error:
-        logger.warning("the lost group cannot be brought back, so all are started anew: %s", error)
+        logger.warning(
+            "the lost group cannot be restarted alone, so all groups are restarted: %s", error
+        )
         return False
     return True
 

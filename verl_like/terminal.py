@@ -33,7 +33,7 @@ def exit_on_broken_pipe() -> None:
 def survive_broken_pipes() -> None:
     """Make prints of this process safe: output that its console cannot take or show is dropped.
 
-    A standard stream that others have replaced stays.
+    A standard stream that other code has replaced is not changed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)

@@ -169,10 +169,10 @@ def check_start(config: AsyncConfig) -> None:
         return
     if not resume.why_finished:
         raise CheckpointError(
-            f"{resume.start} is of a run that ended within a round of {length} steps "
-            "(async_training.update_steps x async_training.train_epochs), whose batches no "
-            f"checkpoint holds. Move it away to go on from one after a multiple of {length} steps, "
-            "if there is one, or start in another trainer.default_local_dir."
+            f"{resume.start} was saved in the middle of a round of {length} steps "
+            "(async_training.update_steps x async_training.train_epochs), and checkpoints do not "
+            "contain the batches of a round. Move it away to resume from a checkpoint after a "
+            f"multiple of {length} steps, or start in another trainer.default_local_dir."
         )
 
 

@@ -179,9 +179,9 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     if missing:
         columns = ", ".join([*make_batch(kind, "1"), *counts_of()])
         raise ConfigError(
-            f"{name} takes {in_words(signature)}, and as a {kind} function it lacks or asks for "
-            f"{', '.join(missing)}. There are {columns}, and the settings by their keys: rename "
-            "the parameter, give it a default, or a value by --set NAME=VALUE."
+            f"{name} takes {in_words(signature)}, but for a {kind} function these parameters are "
+            f"missing or unknown: {', '.join(missing)}. Known are {columns}, and all settings: "
+            "rename the parameter, give it a default, or set it by --set NAME=VALUE."
         )
     facts, section = facts_of(function), KINDS[kind].section()
     filled = {n: key for n, key in filled.items() if key != "chosen_tokens" or facts.choose_tokens}

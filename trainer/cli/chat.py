@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def talk(chat: Chat) -> None:
     """Read messages from the terminal until Ctrl-D or Ctrl-C."""
-    print(f"{FORGET} begins anew, Ctrl-D ends")
+    print(f"{FORGET} starts a new conversation, Ctrl-D ends")
     while True:
         try:
             text = input(PROMPT).strip()

@@ -1,4 +1,4 @@
-"""The roles of a run as their classes declare them: the models that they hold, how they score.
+"""The roles of a run as their classes declare them: which models they hold and how they score.
 
 The printed dataflow, the tables of sizes and memory, the checks before a process starts and the
 score stage of the step use these declarations. A user's class without declarations counts as the

@@ -47,8 +47,8 @@ def sample_all(
 def name_metrics(samples: DataProto) -> dict[str, float]:
     """Return the metrics of every data source under verl's names, mean length, and turn metrics.
 
-    `val-core/…` are mean, best and majority over all samples of the core variable, `val-aux/…` all
-    others. The core variable is acc, if the data source's rule returns it, otherwise the reward.
+    The core variable of a data source is acc if its rule returns it, otherwise the reward. Its
+    mean, best and majority are under `val-core/…`, and all other numbers under `val-aux/…`.
     """
     sources = samples.non_tensor_batch["data_source"]
     metrics: dict[str, float] = {}

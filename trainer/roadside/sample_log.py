@@ -264,7 +264,7 @@ class SampleLog:
     def _tokens(self, sample: SampleKey) -> int:
         if sample not in self._open:
             raise LedgerError(
-                f"nobody made samples of uid {sample[0]}, or they are done with already."
+                f"no samples of uid {sample[0]} are open: none were made, or all are closed."
             )
         return self._open[sample].tokens
 

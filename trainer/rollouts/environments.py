@@ -91,8 +91,8 @@ def check_row_columns(kinds: Mapping[str, Kind], there: Collection[str]) -> None
     needed = [name for kind in kinds.values() for name in kind.columns]
     if kinds and "" not in kinds and COLUMN not in columns:
         raise ConfigError(
-            f"environment.paths has {len(kinds)} environments, and the rows of data.train_files no "
-            f"column {COLUMN!r} that names one of {', '.join(kinds)}."
+            f"environment.paths has {len(kinds)} environments, but the rows of data.train_files "
+            f"have no column {COLUMN!r} that names one of {', '.join(kinds)}."
         )
     for name in needed:
         if name not in columns:

@@ -258,11 +258,11 @@ class ResumePoint:
         start = Path(self.trainer.resume_from_path or "").resolve()
         steps = [step for step in committed(start.parent) if start.name != f"global_step_{step}"]
         if not steps:
-            return "There is no other beside it: start anew."
+            return "The folder has no other checkpoint: start a new run."
         if start.parent == self.folder:
             return (
-                "Leave out trainer.resume_mode and trainer.resume_from_path, and the run goes on "
-                f"from the newest whole one (beside it: {named(steps)})."
+                "Leave out trainer.resume_mode and trainer.resume_from_path, and the run resumes "
+                f"from the newest complete checkpoint ({named(steps)})."
             )
         return f"Name another one: beside it are {named(steps)}."
 
@@ -273,7 +273,7 @@ def _refuse_lies(state: dict[str, Any], step: int) -> None:
     Counts and numbers must be valid and finite.
     """
     if state.get("global_step", step) != step:
-        raise ValueError(f"global_step is {state['global_step']!r:.40} in the one of step {step}")
+        raise ValueError(f"global_step is {state['global_step']!r:.40}, not {step}")
     for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
         if isinstance(number, float) and not math.isfinite(number):
             raise ValueError(f"{name} is {number}")

@@ -90,7 +90,7 @@ class Deadlines:
         for name, seconds in settings.items():
             if name not in known:
                 raise ConfigError(
-                    f"timeouts.{name} is no timeout.{nearest(name, known)} There are "
+                    f"timeouts.{name} does not exist.{nearest(name, known)} The keys are "
                     f"{', '.join(known)}."
                 )
             if seconds <= 0:

@@ -143,7 +143,7 @@ class Transport(ABC):
 
     @staticmethod
     def share(value: Any) -> tuple[Any, Any]:
-        """Return a large value as a part of calls, and the object that keeps the part alive.
+        """Store a large value once; return a reference for calls, and what keeps it alive.
 
         A backend with an object store puts the value there.
         """

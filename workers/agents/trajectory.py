@@ -238,7 +238,7 @@ class Trajectory:
                 self.end(BROKEN, setting, str(error))
 
     def note_time(self, busy_s: float) -> None:
-        """Record the arrival of an answer, and the seconds of work for it."""
+        """Record the arrival of a reply and the seconds that the environment worked on it."""
         seconds, times = self.lap(), self.times[-1]
         busy_s = min(busy_s, seconds)
         times.environment += busy_s

@@ -192,7 +192,7 @@ def packed_attention(
     elif isinstance(attention_mask, LocalMask):
         local = attention_mask
     else:
-        raise TypeError(f"{type(module).__name__} makes a mask of its own")
+        raise TypeError(f"{type(module).__name__} builds its own attention mask")
 
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     scoring = _Scores(scaling, local, softcap)

@@ -337,8 +337,8 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
         ranks = range(num_receivers + 1)
         absent = ", ".join(_who(rank) for rank in ranks if not _has_joined(store, rank))
         raise WeightSyncError(
-            f"weight sync: waited {JOIN_TIMEOUT.total_seconds():.0f} s for {absent or _who(0)}: "
-            "not there. Is that worker alive, and not busy with another call?"
+            f"weight sync: {absent or _who(0)} did not connect within "
+            f"{JOIN_TIMEOUT.total_seconds():.0f} s. Is it alive, or busy with another call?"
         ) from error
 
 

@@ -209,7 +209,7 @@ def test_the_command_names_what_holds_and_what_does_not(
     file.write_text("def mine(log_prob, mask, scale):\n    return (-log_prob).mean() * scale\n")
     with pytest.raises(SystemExit, match=r"mine breaks prompt_tokens: gradient is -1.5, not 0"):
         run([f"{file}:mine", "--set", "scale=3"], monkeypatch)
-    with pytest.raises(SystemExit, match="lacks or asks for scale"):
+    with pytest.raises(SystemExit, match="missing or unknown: scale"):
         run([f"{file}:mine"], monkeypatch)
 
 
@@ -241,7 +241,7 @@ TRUE_ALARMS: dict[str, set[str]] = {
     "verl:optimal_token_baseline": {"holes_in_the_mask", "reward_scale_and_shift"},
     "verl:tir_optimal_token_baseline": {"reward_scale_and_shift"},
 }
-"""Function of another framework -> the relations that it breaks; docs/check_loss.md says why."""
+"""Function of another framework -> the relations that it breaks."""
 THEIRS = [f"trl:{name}" for name in TRAINERS] + [name for name in TRUE_ALARMS if "verl" in name]
 THEIRS += ["verl:grpo", "verl:grpo_vectorized", "verl:rloo", "verl:rloo_vectorized", "verl:remax"]
 

@@ -119,7 +119,7 @@ def test_a_terminal_is_asked_until_its_end(
     talk(chat)
     answer = greedy(tiny_dir / "model", [user("say a")], 6)
     assert len(chat.messages) == 2
-    expected = f"/new begins anew, Ctrl-D ends\n{answer}\n{answer}\n\n"
+    expected = f"/new starts a new conversation, Ctrl-D ends\n{answer}\n{answer}\n\n"
     assert capsys.readouterr().out == expected
 
 

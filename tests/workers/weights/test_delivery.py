@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named_and_its_version_let_go(
     alone = Group([Receiver(0, 2)])
     alone.world_size = 2
     publish_weights(actor, 0)
-    with pytest.raises(WeightSyncError, match="rollout rank 1: not there"):
+    with pytest.raises(WeightSyncError, match="rollout rank 1 did not connect"):
         deliver_weights(actor, alone, 0)
     assert not actor.workers[0].snapshots.by_address
 

@@ -182,8 +182,8 @@ def _reject_interleaved(pp: int, schedule: str) -> None:
     """Reject two stages per rank: transformers hooks only the routers of the first pass."""
     if pp > 1 and schedule == "interleaved":
         raise ConfigError(
-            "actor.router_aux_loss_coef is set, and the routers of two stages on a rank are not "
-            "heard; set actor.parallel.pp_schedule=1f1b or gpipe, or leave it at 0."
+            "actor.router_aux_loss_coef does not work with two pipeline stages per rank: set "
+            "actor.parallel.pp_schedule=1f1b or gpipe, or leave it at 0."
         )
 
 
