@@ -20,7 +20,7 @@ for the start of a backend.
 A role is hit as the step begins. `actor@sync` and `rollout@sync` are rank 0 of the sender and of
 the receivers within a weight sync: before the vote that all of them take together, where `left` is
 a rank that goes without it. `rollout@meet` is hit right before a sync, and never comes to it. A
-line a fault is printed at once, and in the end the table of `docs/placement.md`.
+line a fault is printed at once, and in the end a table.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def make_judge(tiny: Path) -> None:
 
 
 def print_table(cells: list[Cell]) -> None:
-    """A row for each worker, as `docs/placement.md` has them."""
+    """A row for each worker."""
     goals = (f"{HEADS[fault]} (goal {GOALS[fault]:.0f})" for fault in HEADS)
     print("| backend | one worker of |", " | ".join(goals), "|\n|---|---|---|---|---|---|")
     found = {(cell.backend, cell.worker, cell.fault): cell.seconds for cell in cells}
