@@ -331,13 +331,8 @@ def lr_schedule_table() -> str:
 
 
 def correction_table() -> str:
-    """The presets of `correction`, and what each sets."""
-    rows = []
-    for preset in PPO.preset_names("correction"):
-        leaves = preset_leaves("correction", preset).items()
-        keys = [f"{name}={_show(value).strip('`')}" for name, value in leaves]
-        rows.append([_code([preset]), _code(keys)])
-    return _list(rows)
+    """The presets of `correction`."""
+    return f"{_code(PPO.preset_names('correction'))}."
 
 
 def preset_table() -> str:
