@@ -133,11 +133,12 @@ def without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
 
 
 def cut_rows(
-    rows: Sequence[EncodedRow], max_length: int, story: str, lost: str
+    key: str, kind: str, rows: Sequence[EncodedRow], num_bad: int, max_length: int, lost: str
 ) -> tuple[list[EncodedRow], str]:
-    """Return rows with sides of at most `max_length` tokens, and `story` with the counts.
+    """Return rows with sides of at most `max_length` tokens, and the counts in words.
 
-    A row that then has nothing to learn from is dropped; `lost` names what it lacks.
+    A row that then has nothing to learn from is dropped; `lost` names what it lacks. The words call
+    the rows `kind`.
     """
     good: list[EncodedRow] = []
     num_cut = 0
@@ -147,11 +148,8 @@ def cut_rows(
             row = row._replace(sides=[side.cut(max_length) for side in row.sides])
         if teaches(row.sides):
             good.append(row)
-    dropped = f"and of these {len(rows) - len(good)} dropped, since nothing was left of {lost}"
-    return good, f"{story}; {num_cut} were cut to {max_length} tokens, {dropped}"
-
-
-def how_many(key: str, kind: str, num_rows: int, num_bad: int) -> str:
-    """Return a sentence for the log about the number of rows."""
     skipped = f", {num_bad} bad ones skipped" if num_bad else ""
-    return f"{key} holds {num_rows + num_bad} {kind}{skipped}"
+    return good, (
+        f"{key} holds {len(rows) + num_bad} {kind}{skipped}; {num_cut} were cut to {max_length} "
+        f"tokens, and of these {len(rows) - len(good)} dropped, since nothing was left of {lost}"
+    )

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.encoded_rows import EncodedRow, LMRow, cut_rows, encode_rows, how_many
+from trainer.data.encoded_rows import EncodedRow, LMRow, cut_rows, encode_rows
 from trainer.data.files import Row, filled_columns
 from trainer.data.lm_rows import lm_batch
 from trainer.data.pairs import encode_pair, encode_reply
@@ -66,8 +66,7 @@ def read_labelled(
         for row in rows
         for side, label in zip(row.sides, row.numbers, strict=True)
     ]
-    story = how_many(key, "responses", len(responses), num_bad)
-    responses, story = cut_rows(responses, max_length, story, "the response")
+    responses, story = cut_rows(key, "responses", responses, num_bad, max_length, "the response")
     labelled = [(row.sides[0], bool(row.numbers[0])) for row in responses]
     num_good = sum(label for _, label in labelled)
     if num_good in (0, len(labelled)):

@@ -25,14 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.encoded_rows import (
-    EncodedRow,
-    LMRow,
-    cut_rows,
-    encode_rows,
-    how_many,
-    teaches,
-)
+from trainer.data.encoded_rows import EncodedRow, LMRow, cut_rows, encode_rows, teaches
 from trainer.data.files import Row, filled_columns
 from trainer.data.prompt_tokens import (
     OF_A_TEMPLATE,
@@ -73,8 +66,7 @@ def read_lm_rows(
     if loss_on_all:
         sides = [row.sides[0] for row in encoded]
         encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
-    story = how_many(key, "rows", len(encoded), num_bad)
-    rows, story = cut_rows(encoded, max_length, story, "their loss")
+    rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "their loss")
     if not rows:
         raise ConfigError(f"{story}: no row is left to train on.")
     logger.info("%s", story)

@@ -22,14 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.encoded_rows import (
-    EncodedRow,
-    LMRow,
-    cut_rows,
-    encode_rows,
-    how_many,
-    teaches,
-)
+from trainer.data.encoded_rows import EncodedRow, LMRow, cut_rows, encode_rows, teaches
 from trainer.data.files import Row, filled_columns
 from trainer.data.lm_rows import encode_lm_row, lm_columns
 from trainer.data.prompt_tokens import encode_prompt
@@ -64,8 +57,8 @@ def read_pairs(
     line of the log counts both.
     """
     encoded, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row, limit)
-    story = how_many(key, "pairs", len(encoded), num_bad)
-    rows, story = cut_rows(encoded, max_length, story, "a response or of the difference")
+    lost = "a response or of the difference"
+    rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, lost)
     if not rows:
         raise ConfigError(f"{story}: no pair is left to train on.")
     logger.info("%s", story)

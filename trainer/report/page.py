@@ -146,15 +146,9 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
     if data.failure.startswith(STOPPED):
         outcome = "stopped"
     facts = [("outcome", outcome), ("steps", _steps(data))]
-    _, scores = data.series("critic/score/mean")
-    if scores:
-        facts.append(("reward, first to last", f"{scores[0]:.3g} → {scores[-1]:.3g}"))
     _, seconds = data.series("timing_s/step")
     if seconds:
-        facts += [
-            ("time of all steps", f"{sum(seconds):.1f} s"),
-            ("a step", f"{sum(seconds) / len(seconds):.3g} s"),
-        ]
+        facts.append(("time of all steps", f"{sum(seconds):.1f} s"))
     _, proven = data.series("training/num_proven_samples")
     if proven:
         facts.append(("samples as they were drawn, by hash", f"{sum(proven):,.0f}"))
