@@ -1,7 +1,8 @@
 """Other APIs than chat completions: their bodies, answers and streams.
 
-    POST v1/messages      Anthropic's Messages
-    POST v1/responses     OpenAI's Responses
+    POST v1/messages                  Anthropic's Messages
+    POST v1/messages/count_tokens     its estimate of a prompt's length
+    POST v1/responses                 OpenAI's Responses
 
 A body becomes one of chat completions, which the endpoint serves. The completion then becomes an
 answer of the API. A stream has all of its events at once, when the turn is complete.
@@ -10,7 +11,7 @@ answer of the API. A stream has all of its events at once, when the turn is comp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,29 @@ class Dialect:
 
 
 def _text(parts: Any) -> str:
-    """The text of a content, as it is or in parts."""
+    """Return the text of a content; a part without a text, such as an image, is named."""
     if isinstance(parts, str):
         return parts
-    for part in parts or ():
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"content of the type {part.get('type')!r} is no text")
-    return "".join(part["text"] for part in parts or ())
+    texts = [part.get("text", f"[{part['type']}]") for part in parts or ()]
+    return "".join(texts)
+
+
+def _for_templates(messages: Sequence[Body]) -> list[Body]:
+    """Return messages in the order that every chat template takes.
+
+    A system message comes first, and a later one becomes the user's; neighbors of these roles are
+    joined. Coding agents send several of them, and reminders between turns.
+    """
+    joined: list[Body] = []
+    for message in messages:
+        role, last = message["role"], joined[-1] if joined else {}
+        if role in ("system", "developer"):
+            role = "system" if not joined or last["role"] == "system" else "user"
+        if role == last.get("role") and role in ("system", "user"):
+            last["content"] += f"\n\n{message['content']}"
+        else:
+            joined.append({**message, "role": role})
+    return joined
 
 
 def _call(number: Any, name: Any, arguments: Any) -> Body:
@@ -60,12 +77,14 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def _from_messages(body: Body) -> Body:
-    own = ("system", "messages", "tools", "tool_choice", "stop_sequences")
-    chat = {name: value for name, value in body.items() if name not in own}
+    translated = ("system", "messages", "tools", "tool_choice", "stop_sequences")
+    chat = {name: value for name, value in body.items() if name not in translated}
+    chat.pop("context_management", None)
     system = _text(body.get("system"))
-    chat["messages"] = [{"role": "system", "content": system}] if system else []
+    messages: list[Body] = [{"role": "system", "content": system}] if system else []
     for message in body.get("messages") or ():
-        chat["messages"] += _from_message(message)
+        messages += _from_message(message)
+    chat["messages"] = _for_templates(messages)
     # tools without a schema run on Anthropic's servers
     tools = [tool for tool in body.get("tools") or () if "input_schema" in tool]
     chat["tools"] = [_function(tool, tool["input_schema"]) for tool in tools]
@@ -119,14 +138,14 @@ def _message(whole: Body) -> Body:
 
 
 def _message_events(answer: Body) -> list[Body]:
-    begun = {**answer, "content": [], "stop_reason": None}
-    events: list[Body] = [{"type": "message_start", "message": begun}]
+    start = {**answer, "content": [], "stop_reason": None}
+    events: list[Body] = [{"type": "message_start", "message": start}]
     for index, block in enumerate(answer["content"]):
         if block["type"] == "text":
             empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
-            written = json.dumps(block["input"])
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": written}
+            arguments = json.dumps(block["input"])
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
         events += [
             {"type": "content_block_start", "index": index, "content_block": {**block, **empty}},
             {"type": "content_block_delta", "index": index, "delta": delta},
@@ -144,10 +163,10 @@ OF_SERVER = ("include", "truncation", "background", "conversation", "client_meta
 
 
 def _from_responses(body: Body) -> Body:
-    own = ("instructions", "input", "tools", "tool_choice", "max_output_tokens", "text", *OF_SERVER)
-    chat = {name: value for name, value in body.items() if name not in own}
-    told, items = body.get("instructions"), body.get("input") or ()
-    messages: list[Body] = [{"role": "system", "content": told}] if told else []
+    translated = ("instructions", "input", "tools", "tool_choice", "max_output_tokens", "text")
+    chat = {name: value for name, value in body.items() if name not in (*translated, *OF_SERVER)}
+    system, items = body.get("instructions"), body.get("input") or ()
+    messages: list[Body] = [{"role": "system", "content": system}] if system else []
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     for item in items:
@@ -164,7 +183,7 @@ def _from_responses(body: Body) -> Body:
             messages.append({**answer, "content": _text(item["output"])})
         elif kind != "reasoning":
             raise ValueError(f"input of the type {kind!r} is not supported")
-    chat["messages"] = messages
+    chat["messages"] = _for_templates(messages)
     # tools of other types run on OpenAI's servers
     tools = [tool for tool in body.get("tools") or () if tool["type"] == "function"]
     chat["tools"] = [_function(tool, tool.get("parameters")) for tool in tools]
@@ -216,10 +235,10 @@ def _response(whole: Body) -> Body:
 
 
 def _response_events(answer: Body) -> list[Body]:
-    begun = {**answer, "status": "in_progress", "output": [], "usage": None}
+    start = {**answer, "status": "in_progress", "output": [], "usage": None}
     events: list[Body] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
+        {"type": "response.created", "response": start},
+        {"type": "response.in_progress", "response": start},
     ]
     for index, item in enumerate(answer["output"]):
         is_text = item["type"] == "message"
@@ -227,28 +246,28 @@ def _response_events(answer: Body) -> list[Body]:
         of_item = {"output_index": index}
         added = {**item, **empty, "status": "in_progress"}
         events.append({"type": "response.output_item.added", **of_item, "item": added})
-        named = {**of_item, "item_id": item["id"]}
+        place = {**of_item, "item_id": item["id"]}
         if is_text:
             (part,) = item["content"]
-            named["content_index"] = 0
+            place["content_index"] = 0
             text = {"text": part["text"], "logprobs": []}
             events += [
-                {"type": "response.content_part.added", **named, "part": {**part, "text": ""}},
+                {"type": "response.content_part.added", **place, "part": {**part, "text": ""}},
                 {
                     "type": "response.output_text.delta",
-                    **named,
+                    **place,
                     "delta": part["text"],
                     "logprobs": [],
                 },
-                {"type": "response.output_text.done", **named, **text},
-                {"type": "response.content_part.done", **named, "part": part},
+                {"type": "response.output_text.done", **place, **text},
+                {"type": "response.content_part.done", **place, "part": part},
             ]
         else:
-            written, kind = item["arguments"], "response.function_call_arguments"
-            done = {"arguments": written, "name": item["name"]}
+            kind = "response.function_call_arguments"
+            done = {"arguments": item["arguments"], "name": item["name"]}
             events += [
-                {"type": f"{kind}.delta", **named, "delta": written},
-                {"type": f"{kind}.done", **named, **done},
+                {"type": f"{kind}.delta", **place, "delta": item["arguments"]},
+                {"type": f"{kind}.done", **place, **done},
             ]
         events.append({"type": "response.output_item.done", **of_item, "item": item})
     events.append({"type": f"response.{answer['status']}", "response": answer})

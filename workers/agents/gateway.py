@@ -46,6 +46,8 @@ from workers.agents.dialects import DIALECTS, Dialect
 from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, fits, waited, words_of
 
+COUNT_TOKENS, BYTES_PER_TOKEN = "v1/messages/count_tokens", 4
+OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
 MODEL = "policy"
 """The name of the policy in `v1/models`; a request may use any name."""
 GIVEN = ("row", "rng", "base_url", "api_key", "model")
@@ -696,9 +698,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _complete(self, session: Session, path: str) -> None:
         dialect = DIALECTS.get(path)
-        if dialect is None and path not in ("v1/chat/completions", "inference/v1/generate"):
+        if dialect is None and path not in OTHER_PATHS:
             raise Refused(f"there is no POST {path}", status=404)
         body = self._body()
+        if path == COUNT_TOKENS:
+            self._send(200, {"input_tokens": len(json.dumps(body)) // BYTES_PER_TOKEN})
+            return
         if dialect is not None:
             body = in_chat(dialect, body, session)
         request = read_request("v1/chat/completions" if dialect else path, body)

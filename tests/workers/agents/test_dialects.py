@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -35,15 +36,17 @@ SCHEMA = ADD["function"]["parameters"]
 SAID = {"num_read": 7, "num_drawn": 5}
 
 
-def responses(session: Session) -> Any:  # noqa: F811
-    return openai.OpenAI(base_url=url(session), api_key="any").responses
+@pytest.fixture
+def responses(session: Session) -> Iterator[Any]:  # noqa: F811
+    with openai.OpenAI(base_url=url(session), api_key="any") as client:
+        yield client.responses
 
 
-def test_responses_carry_texts_calls_and_results(session: Session, answered: Answered) -> None:  # noqa: F811
+def test_responses_carry_texts_calls_and_results(responses: Any, answered: Answered) -> None:  # noqa: F811
     tools = [{"type": "function", "name": "add", "parameters": SCHEMA}, {"type": "web_search"}]
     settings: Any = {"model": "any", "instructions": "be brief", "tools": tools}
     items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "go"}]}]
-    create = responses(session).create
+    create = responses.create
     event, first = answered(CALL, lambda: create(input=items, **settings), **SAID)
     assert event["messages"] == [
         {"role": "system", "content": "be brief"},
@@ -75,11 +78,11 @@ def test_responses_carry_texts_calls_and_results(session: Session, answered: Ans
         create(input="a", model="any", previous_response_id="x")
 
 
-def test_responses_are_streamed(session: Session, answered: Answered) -> None:  # noqa: F811
+def test_responses_are_streamed(responses: Any, answered: Answered) -> None:  # noqa: F811
     tools = [{"type": "function", "name": "add", "parameters": SCHEMA}]
 
     def stream() -> Any:
-        with responses(session).stream(model="any", input="go", tools=tools) as events:
+        with responses.stream(model="any", input="go", tools=tools) as events:
             kinds = [event.type for event in events]
             return kinds, events.get_final_response()
 
@@ -175,9 +178,14 @@ def test_bodies_that_are_not_understood_are_rejected(
     assert found.json()["type"] == "error"
 
 
-def test_anthropics_client_is_served(session: Session, answered: Answered) -> None:  # noqa: F811
+def test_anthropics_client_is_served(
+    request: pytest.FixtureRequest,
+    session: Session,  # noqa: F811
+    answered: Answered,  # noqa: F811
+) -> None:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=url(session, "").rstrip("/"), api_key="any")
+    request.addfinalizer(client.close)
     settings: Any = {**ASKED, "tools": TOOLS}
     _, found = answered(CALL, lambda: client.messages.create(**settings), **SAID)
     assert [block.type for block in found.content] == ["text", "tool_use"]
@@ -208,8 +216,9 @@ def test_a_session_is_reached_from_elsewhere_by_its_key(tmp_path: Path, play: Pl
         for headers in ({"x-api-key": key}, {"Authorization": f"Bearer {key}"}):
             asked = {**body, "messages": [{"role": "user", "content": str(len(found))}]}
             found.append(httpx.post(f"{address}/chat/completions", json=asked, headers=headers))
-        asks = openai.OpenAI(base_url=address, api_key=key).chat.completions
-        found.append(asks.create(**{**body, "messages": [{"role": "user", "content": "again"}]}))
+        again = {**body, "messages": [{"role": "user", "content": "again"}]}
+        with openai.OpenAI(base_url=address, api_key=key) as client_of_openai:
+            found.append(client_of_openai.chat.completions.create(**again))
         for headers in ({}, {"x-api-key": "0" * 32}, {"x-api-key": "../../etc"}):
             found.append(httpx.post(f"{address}/chat/completions", json=body, headers=headers))
         with httpx.Client() as client:  # one connection, and another key in its second request
@@ -245,3 +254,146 @@ def test_a_repeated_request_is_a_turn_or_not_by_a_key(
     with closing(EnvironmentHost(spec, 30.0)) as own:
         (one,) = play("repeats", on=own)
     assert (one.num_turns, one.rewards[0][1]) == (num_turns, 1.0 if reuses else 3.0)
+
+
+REMINDER = {"role": "system", "content": "Be brief."}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+ADD_CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+CLAUDE = {
+    "model": "policy",
+    "max_tokens": 64000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "You are a coding agent."},
+        {"type": "text", "text": "Today is Monday.", **CACHED},
+    ],
+    "tools": [{"name": "add", "description": "Adds.", "input_schema": {**SCHEMA, "$schema": "x"}}],
+    "metadata": {"user_id": "a"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+"""A request of Claude Code, shortened."""
+CODEX = {
+    "model": "policy",
+    "stream": True,
+    "tools": [
+        {
+            "type": "function",
+            "name": "add",
+            "description": "A.",
+            "strict": False,
+            **{"parameters": SCHEMA},
+        },
+        {
+            "type": "namespace",
+            "name": "agents",
+            "description": "B.",
+            "tools": [{"type": "function"}],
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "a",
+    "client_metadata": {"turn_id": "b"},
+}
+"""A request of Codex, shortened."""
+
+
+def events_of(answer: Any) -> list[dict[str, Any]]:
+    """The data of a stream's events."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream"
+    return [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: ")]
+
+
+def test_requests_of_claude_code_are_turns_of_one_chat(
+    session: Session,  # noqa: F811
+    answered: Answered,  # noqa: F811
+) -> None:
+    """Reminders between turns are the user's: chat templates reject a later system message."""
+
+    def ask(messages: list[Any]) -> Any:
+        body = {**CLAUDE, "messages": messages}
+        headers = {
+            "Authorization": "Bearer a",
+            "anthropic-beta": "a,b",
+            "X-Stainless-Retry-Count": "0",
+        }
+        path = url(session, "v1/messages?beta=true")
+        return httpx.post(path, json=body, headers=headers, timeout=30)
+
+    texts = [{"type": "text", "text": "Hints."}, {"type": "text", "text": "Add.", **CACHED}]
+    messages: list[Any] = [{"role": "user", "content": texts}, REMINDER]
+    event, answer = answered(ADD_CALL, lambda: ask(messages))
+    assert event["messages"] == [
+        {"role": "system", "content": "You are a coding agent.Today is Monday."},
+        {"role": "user", "content": "Hints.Add.\n\nBe brief."},
+    ]
+    assert {*event["request"]["sampling"]} == {"thinking", "output_config"}
+    use = next(e["content_block"] for e in events_of(answer) if e["type"] == "content_block_start")
+    assert (use["type"], use["name"]) == ("tool_use", "add")
+
+    result = {"type": "tool_result", "tool_use_id": use["id"], "is_error": False, **CACHED}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    messages += [
+        {"role": "assistant", "content": [{**use, "input": {"a": 2}}]},
+        {
+            "role": "user",
+            "content": [{**result, "content": [{"type": "text", "text": "2"}, image]}],
+        },
+        REMINDER,
+    ]
+    event, answer = answered("done", lambda: ask(messages))
+    assert event["request"]["extends"]
+    assert [(message["role"], message["content"]) for message in event["messages"]] == [
+        ("tool", "2[image]"),
+        ("user", "Be brief."),
+    ]
+    assert events_of(answer)[-1] == {"type": "message_stop"}
+
+
+def test_requests_of_codex_are_turns_of_one_chat(
+    session: Session,  # noqa: F811
+    answered: Answered,  # noqa: F811
+) -> None:
+    def ask(items: list[Any]) -> Any:
+        headers = {"Authorization": "Bearer a", "originator": "codex_exec"}
+        path = url(session, "v1/responses")
+        return httpx.post(path, json={**CODEX, "input": items}, headers=headers, timeout=30)
+
+    def item(role: str, text: str) -> dict[str, Any]:
+        content = [{"type": "input_text", "text": text}]
+        return {"type": "message", "id": f"msg_{text}", "role": role, "content": content}
+
+    items = [item("developer", "Code."), item("developer", "Skills."), item("user", "Here.")]
+    items.append(item("user", "Add."))
+    event, answer = answered(ADD_CALL, lambda: ask(items))
+    assert event["messages"] == [
+        {"role": "system", "content": "Code.\n\nSkills."},
+        {"role": "user", "content": "Here.\n\nAdd."},
+    ]
+    assert [tool["function"]["name"] for tool in event["request"]["tools"]] == ["add"]
+    last = events_of(answer)[-1]
+    assert last["type"] == "response.completed"
+    (call,) = last["response"]["output"]
+
+    output = {"type": "function_call_output", "id": "fco_a", "call_id": call["call_id"]}
+    items += [call, {**output, "output": "2"}, item("developer", "Be brief.")]
+    event, answer = answered("done", lambda: ask(items))
+    assert event["request"]["extends"]
+    assert [(message["role"], message["content"]) for message in event["messages"]] == [
+        ("tool", "2"),
+        ("user", "Be brief."),
+    ]
+    assert events_of(answer)[-1]["response"]["output"][0]["content"][0]["text"] == "done"
+
+
+def test_a_count_of_tokens_is_estimated_without_a_turn(session: Session) -> None:  # noqa: F811
+    messages = [{"role": "user", "content": "a" * 4000}]
+    answer = httpx.post(url(session, "v1/messages/count_tokens"), json={"messages": messages})
+    assert 1000 <= answer.json()["input_tokens"] < 1020
