@@ -188,10 +188,9 @@ def _of_teacher(config: PPOConfig) -> Iterator[str]:
 
 
 def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
-    """Reject numbers of samples that players cannot share, and what counts samples otherwise."""
-    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    name = algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    """Reject numbers of samples that players cannot share."""
+    n = config.actor_rollout_ref.rollout.n
+    estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
     compares_samples = estimator is not None and needs_groups(estimator)
     for players in [kind.players for kind in kinds if kind.players]:
         problem = ""
@@ -199,11 +198,6 @@ def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
             problem = (
                 f"{ROLLOUT}.n={n} samples of a prompt are shared by them, and each is compared "
                 f"with itself. Set it to {2 * len(players)}, or another multiple."
-            )
-        elif algorithm.filter_groups.enable or compares_with_greedy(name):
-            problem = (
-                "algorithm.filter_groups and remax have one group or baseline per prompt. "
-                "Leave them out."
             )
         elif hasattr(config, "async_training") and any(
             len(k.players) != len(players) for k in kinds

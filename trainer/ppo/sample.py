@@ -1,7 +1,8 @@
 """The first stage: choose the groups of samples that a step trains on, and order them by rank.
 
 `algorithm.filter_groups` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): groups of
-equal scores, whose advantages are zero, are replaced by groups of further prompts.
+equal scores, whose advantages are zero, are replaced by groups of further prompts. With players, a
+group stays if the scores of any player differ.
 
 Rows are balanced over the ranks of the actor so that ranks have nearly equal numbers of tokens. W
 ranks get W contiguous chunks of the batch, and mini-batch k of K has the rows whose number is k
@@ -26,7 +27,7 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import get_seqlen_balanced_partitions
-from workers.columns import count_ones, read_columns, write_columns
+from workers.columns import count_ones, game_of, read_columns, write_columns
 
 FILTERED = "algorithm.filter_groups"
 METRIC_KEY = "algorithm.filter_groups.metric"
@@ -53,7 +54,10 @@ def collect_groups(
         drawn.append(metrics)
 
         groups = groups_of(samples)
-        differs = groups_that_differ(read_named_reward(samples, config.metric, METRIC_KEY), groups)
+        values = read_named_reward(samples, config.metric, METRIC_KEY)
+        players = Groups.of(samples.non_tensor_batch["uid"], torch.empty(0))
+        differs = torch.zeros(len(groups.size), dtype=torch.bool)
+        differs[groups.of_row[groups_that_differ(values, players)[players.of_row]]] = True
         rows = differs[groups.of_row]
         differing.append(samples[rows])
         spare.append(samples[~rows])
@@ -97,21 +101,30 @@ def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return result
 
 
-def greedy_scores(rollouts: Rollouts, prompts: DataProto, limit: float | None) -> Tensor:
-    """Return the score of each prompt's greedy response, the baseline of ReMax.
+def greedy_scores(
+    rollouts: Rollouts, prompts: DataProto, samples: DataProto, limit: float | None
+) -> Tensor:
+    """Return, for each sample, the score of its prompt's greedy response, the baseline of ReMax.
 
-    `limit` clamps these scores as it clamps the scores of the samples.
+    `limit` clamps these scores as it clamps the scores of the samples. A player's baseline is its
+    own score where all players are greedy.
     """
     responses = rollouts.generate(repeat_prompts(prompts, 1), do_sample=False)
     responses, _ = rollouts.score(responses)
     if limit is not None:
         responses, _ = clamp_scores(responses, limit)
-    return read_columns(responses, "token_level_scores")["token_level_scores"].sum(dim=-1)
+    scores = read_columns(responses, "token_level_scores")["token_level_scores"].sum(dim=-1)
+    places = {uid: place for place, uid in enumerate(responses.non_tensor_batch["uid"])}
+    return scores[[places[uid] for uid in samples.non_tensor_batch["uid"]]]
 
 
 def groups_of(samples: DataProto) -> Groups:
-    """Return the groups of samples by uid, numbered in the order in which the uids appear."""
-    return Groups.of(samples.non_tensor_batch["uid"], torch.empty(0))
+    """Return the groups of samples by prompt, in the order in which the prompts appear.
+
+    If the samples have players, a group has those of all players.
+    """
+    uids = samples.non_tensor_batch["uid"]
+    return Groups.of([game_of(str(uid))[0] for uid in uids], torch.empty(0))
 
 
 def groups_that_differ(values: Tensor, groups: Groups) -> Tensor:

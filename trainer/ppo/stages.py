@@ -125,7 +125,7 @@ class PPOTrainer(Trainer):
         batch = self.rollouts.generate(repeat_prompts(prompts, num_samples), attempt=attempt)
         if compares_with_greedy(self.config.algorithm.adv_estimator):
             limit = self.config.algorithm.score_clip
-            baselines = greedy_scores(self.rollouts, prompts, limit).repeat_interleave(num_samples)
+            baselines = greedy_scores(self.rollouts, prompts, batch, limit)
             batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
         return batch
 

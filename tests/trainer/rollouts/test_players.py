@@ -16,6 +16,8 @@ from tests.trainer.rollouts.test_environments import GAMES, play, rows, settings
 from trainer.async_training.recipe import ASYNC
 from trainer.config.compose import load_config
 from trainer.launch import run
+from trainer.ppo.config import FilterGroupsConfig
+from trainer.ppo.sample import collect_groups
 from trainer.replay.trajectory import replay_trajectory
 from trainer.roadside.saved_batches import batch_file
 from trainer.rollouts.samples import repeat_prompts
@@ -104,7 +106,6 @@ def test_asynchronous_runs_train_players(tiny_dir: Path, tmp_path: Path) -> None
     [
         (("actor_rollout_ref.rollout.n=3",), "n=3 samples of a prompt.*Set it to 4"),
         (("actor_rollout_ref.rollout.n=2",), "n=2 samples of a prompt.*Set it to 4"),
-        (("algorithm.filter_groups.enable=true",), "one group or baseline"),
         (("environment={a: x.py:A, b: y.py:B}",), "there is no .*x.py"),
         ((f"environment={{a: {GAMES}:Count}}",), "no column 'environment' that names one of a"),
     ],
@@ -115,6 +116,43 @@ def test_what_players_and_columns_cannot_have_is_rejected(
     duel = () if more[0].startswith("environment") else (DUEL,)
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         play(tiny_dir, tmp_path / "run", *FOUR, *duel, *more)
+
+
+def test_a_players_baseline_is_its_own_score_where_all_are_greedy(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    """The rewards of this game tell its players apart."""
+    folder, n = tmp_path / "run", "actor_rollout_ref.rollout.n=4"
+    more = "trainer.max_batches_to_keep=2", "trainer.save_freq=1"
+    play(tiny_dir, folder, *FOUR, *more, DUEL, n, "algorithm.adv_estimator=remax")
+    batch = DataProto.load_from_disk(batch_file(folder, 1, "update"))
+    baselines: dict[str, set[float]] = {}
+    uids = batch.non_tensor_batch["uid"]
+    for uid, baseline in zip(uids, batch.padded("reward_baselines").tolist(), strict=True):
+        baselines.setdefault(uid, set()).add(baseline)
+    assert len(baselines) == 8
+    for uid, of_player in baselines.items():
+        (baseline,) = of_player
+        assert baseline > 0.5 if uid.endswith(":white") else baseline < 0.5
+
+
+def test_groups_of_players_are_filtered_by_prompts() -> None:
+    uids = ["0-0:a", "0-0:b"] * 2 + ["1-0:a", "1-0:b"] * 2 + ["2-0"] * 4
+    scores = torch.tensor([1.0, 0, 1, 2, 3, 4, 3, 4, 5, 5, 5, 5])
+    samples = DataProto.from_dict({"token_level_scores": scores[:, None]}, {"uid": uids})
+    config = FilterGroupsConfig(enable=True, max_num_gen_batches=1, metric="seq_reward")
+    batch, metrics = collect_groups(lambda _: (samples, {}), 1, config)
+    assert list(batch.non_tensor_batch["uid"]) == uids[:4]
+    assert metrics["dynamic_sampling/num_groups_drawn"] == 3
+    batch, _ = collect_groups(lambda _: (samples, {}), 2, config)
+    assert list(batch.non_tensor_batch["uid"]) == uids[:8]
+
+
+def test_a_run_filters_groups_of_players(tiny_dir: Path, tmp_path: Path) -> None:
+    more = "algorithm.filter_groups.enable=true", "trainer.total_training_steps=1"
+    play(tiny_dir, tmp_path / "run", *FOUR, DUEL, *more)
+    players = [row["uid"].split(":")[1] for row in rows(tmp_path / "run")]
+    assert sorted(players) == ["black"] * 8 + ["white"] * 8
 
 
 def test_players_of_a_game_go_to_one_rank() -> None:
