@@ -182,7 +182,11 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
         print("Enter: the model's turn; a text: yours; Ctrl-D ends")
     with closing(EnvironmentHost(spec, STEP_S)) as host:
         if players := host.kinds[""].players:
-            raise ConfigError(f"--environment: it has the players {', '.join(players)}, not one.")
+            raise ConfigError(
+                f"--environment={options.environment} has the players {', '.join(players)}, and "
+                "chat plays with one. `verl-like check-environment` plays them with your texts, "
+                "and `verl-like eval` with the model."
+            )
         host.open(0, (seed, seed + 1), row)
         first = _next_answer(host)
         print(f"environment: {first.get('failed') or heard(first)}")

@@ -27,7 +27,7 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import get_seqlen_balanced_partitions
-from workers.columns import count_ones, game_of, read_columns, write_columns
+from workers.columns import count_ones, read_columns, split_player_uid, write_columns
 
 FILTERED = "algorithm.filter_groups"
 METRIC_KEY = "algorithm.filter_groups.metric"
@@ -124,7 +124,7 @@ def groups_of(samples: DataProto) -> Groups:
     If the samples have players, a group has those of all players.
     """
     uids = samples.non_tensor_batch["uid"]
-    return Groups.of([game_of(str(uid))[0] for uid in uids], torch.empty(0))
+    return Groups.of([split_player_uid(str(uid))[0] for uid in uids], torch.empty(0))
 
 
 def groups_that_differ(values: Tensor, groups: Groups) -> Tensor:

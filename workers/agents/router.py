@@ -28,7 +28,7 @@ MOST_PORTS = 64
 """Rollout processes of a machine that find a port."""
 LONGEST_HEAD = 2**16
 ELSEWHERE = "192.0.2.1"
-"""An address that no machine has, outside of this network."""
+"""An address for documentation, to which the system chooses the route to other machines."""
 HEAD_S = 30.0
 """Time in which a connection sends the head of its first request."""
 NO_KEY = b'{"type": "error", "error": {"type": "authentication_error", "message": "no such key"}}'

@@ -339,3 +339,8 @@ def test_a_game_that_fails_says_why(
     lines = chat_with(played, "", monkeypatch, show, *games)
     assert lines[0].startswith("environment: RuntimeError: no game today")
     assert lines[-1] == "0 turns, reward 0"
+
+
+def test_a_chat_with_several_players_names_the_commands_that_play_them(tiny_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="white.*black.*check-environment.*verl-like eval"):
+        chat.main([str(tiny_dir / "model"), "--environment", "tests.workers.agents.games:Duel"])
