@@ -254,14 +254,8 @@ class Trainer(Hooks, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of `state_dict`; `global_step` has the restored step already."""
 
-    def write_more(self, folder: Path) -> None:
-        """Write further files of a checkpoint; called right after `state_dict`."""
-
     def finish(self) -> None:
         """Called once after the last step of a completed run."""
-
-    def close(self) -> None:
-        """End all background work of the recipe; called once, also after a failure."""
 
 
 def init_new_roles(trainer: Trainer) -> None:
@@ -299,7 +293,6 @@ class Loop:
                 trainer.finish()
             finally:
                 record.checkpoints.close()
-                trainer.close()
                 timeline.add(record.take_calls())
                 trainer.call_hook("on_train_end")
 
@@ -396,8 +389,14 @@ class Loop:
             for observer in stateful(record.observers):
                 if observer_state := observer.state_dict():
                     state[observer.name] = observer_state
-            checkpoints.write(step, trainer.saved_groups(), state, trainer.write_more)
+            checkpoints.write(step, trainer.saved_groups(), state, self._write_files)
         return {"timing_s/save_checkpoint": record.timing["save_checkpoint"]}
+
+    def _write_files(self, folder: Path) -> None:
+        """Write the observers' files of a checkpoint."""
+        for observer in self.record.observers:
+            if hasattr(observer, "write_files"):
+                observer.write_files(folder)
 
     def _commit(self) -> None:
         """Commit the written checkpoint, perhaps in the background."""

@@ -52,6 +52,10 @@ class Run:
         self.calls: list[dict[str, Any]] = []
         """The workers' calls since `take_calls`."""
 
+    def add_observer(self, observer: object) -> None:
+        """Call the hooks of one more observer, after those of the others."""
+        self.observers = [*self.observers, observer]
+
     @contextmanager
     def clock(
         self, stage: str, stage_of: Callable[[Call, str], str] = lambda call, stage: stage

@@ -166,7 +166,12 @@ class AsyncConfig(PPOConfig):
     @property
     def steps_per_version(self) -> int:
         """Steps of a round, which a version of the weights ends."""
-        return self.async_training.update_steps * self.async_training.train_epochs
+        return self.async_training.update_steps * self.steps_per_batch
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Steps that train on the same samples."""
+        return self.async_training.train_epochs
 
     @property
     def piece_size(self) -> int:

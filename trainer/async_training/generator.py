@@ -11,21 +11,18 @@ The rows of a validation are pieces, too. During a validation, generators get no
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer, Weights
-from trainer.async_training.config import AsyncConfig
-from trainer.async_training.lost_generators import LostGenerators
 from trainer.async_training.samplers import Experience
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
-from trainer.groups.worker_groups import WorkerGroups
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.record import Metrics
-from trainer.rollouts.rollouts import Rollouts, join_results, with_responses
+from trainer.rollouts.rollouts import join_results, with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import Result
@@ -47,33 +44,28 @@ MADE_BY_GENERATORS = frozenset(
 )
 
 
-class GeneratorsTrainer(Protocol):
-    """The part of a `AsyncTrainer` that a generator's thread uses."""
-
-    config: AsyncConfig
-    groups: WorkerGroups
-    """After a loss, a role has another group here."""
-    buffer: ExperienceBuffer
-    activity: Activity
-    weights: WeightFeed
-    losses: LostGenerators
-    rollouts: Rollouts
-
-
 class Generator:
     """One rollout group and its thread."""
 
-    def __init__(self, number: int, trainer: GeneratorsTrainer) -> None:
-        """The thread begins with `start`.
+    def __init__(
+        self,
+        number: int,
+        trainer: Any,
+        buffer: ExperienceBuffer,
+        weights: WeightFeed,
+        goes_on_after: Callable[[int, WorkerDiedError, int], bool],
+        activity: Activity,
+    ) -> None:
+        """The thread begins with `start`. `goes_on_after` handles the loss of its processes.
 
         With `max_new_tokens_per_call` a take draws that many tokens of each response and does not
         wait for slow environments. Then pieces begin next to unfinished pieces, and weights arrive
         between two takes.
         """
-        config = trainer.config
-        self._number, self._role, self._trainer = number, generator_role(number), trainer
-        self._buffer = trainer.buffer
-        self._activity = trainer.activity.of(f"generator {number}")
+        config, self._trainer, self._groups = trainer.config, trainer, trainer.groups
+        self._number, self._role = number, generator_role(number)
+        self._buffer, self._feed, self._goes_on_after = buffer, weights, goes_on_after
+        self._activity = activity.of(f"generator {number}")
         self._weights = Weights(0, 0)
         self._running: dict[Submission, Experience] = {}
         self._max_tokens = config.rollout_of(number).max_new_tokens_per_call
@@ -81,7 +73,7 @@ class Generator:
         slice_s = max(SLICE_S, config.num_generator_ranks / TAKES_PER_S)
         self._take_s = slice_s if plays(config) or not self._max_tokens else None
         self._takes_weights_within = config.takes_weights_at_once or bool(self._max_tokens)
-        self._client = RolloutClient(trainer.groups[self._role])
+        self._client = RolloutClient(self._groups[self._role])
         self._is_lost = False
         self._thread = threading.Thread(target=self._run, name=f"generator {number}", daemon=True)
 
@@ -117,7 +109,7 @@ class Generator:
         newest = self._buffer.weights
         if newest > self._weights and (self._takes_weights_within or not self._running):
             with self._activity.syncing(f"weights of version {newest.version}"):
-                version = self._trainer.weights.deliver(self._number)
+                version = self._feed.deliver(self._number)
                 self._weights = Weights(newest.num_swaps, version)
 
     def _submit(self) -> None:
@@ -163,7 +155,7 @@ class Generator:
         if (kinds := self._trainer.config.score_roles) and not self._buffer.is_closed:
             roles = {kind: role_on(kind, self._number) for kind in kinds}
             with self._activity.busy("score"):
-                scored = score_samples(self._trainer.groups, roles, experience.samples)
+                scored = score_samples(self._groups, roles, experience.samples)
             experience.samples, experience.metrics = scored
 
     def _replace(self, error: WorkerDiedError) -> None:
@@ -174,11 +166,11 @@ class Generator:
         num_lost = self._buffer.lost(self._number)
         self._running, self._weights = {}, Weights(0, 0)
         with self._activity.gone("new processes are to replace the lost ones"):
-            self._is_lost = not self._trainer.losses(self._number, error, num_lost)
+            self._is_lost = not self._goes_on_after(self._number, error, num_lost)
         if self._is_lost:
             self._activity.leave("the other generators have taken over")
         else:
-            self._client = RolloutClient(self._trainer.groups[self._role])
+            self._client = RolloutClient(self._groups[self._role])
 
 
 def score_samples(

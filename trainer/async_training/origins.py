@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from trainer.async_training.samplers import Experience
+from trainer.async_training.weights import WeightFeed
 from trainer.ppo.sample import over_draws
 from trainer.record import Metrics, Run
 from trainer.roadside.sample_log import SampleKey, SampleLog
+from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import few
 from workers.columns import count_ones, has_column, read_columns
+
+GENERATOR = "generator"
+"""Column with the number of the generator of each sample."""
 
 
 class Origins:
     """Answers the observers' questions about a step's samples."""
 
-    def __init__(self, num_trainers: int, log: SampleLog) -> None:
+    def __init__(self, num_trainers: int, log: SampleLog, weights: WeightFeed) -> None:
         """Rows of a batch go to so many trainer ranks, in equal chunks.
 
         `log` is the log in which generators begin their samples.
         """
-        self._num_trainers, self.log = num_trainers, log
-        self._generator_of: dict[str, int] = {}
-        """Uid of a prompt -> the generator of its samples, for the batches of one round."""
-        self.trained_by = 0
-        """The version of the weights with which the present update began."""
-        self.begin_step(begins_round=True)
+        self._num_trainers, self.log, self._weights = num_trainers, log, weights
+        self.begin_step()
 
-    def begin_step(self, begins_round: bool) -> None:
-        """Forget the draws of the step before, and the batches of the round before."""
-        if begins_round:
-            self._generator_of = {}
+    def begin_step(self) -> None:
+        """Forget the draws of the step before."""
         self._uids: list[str] = []
         self._scoring: list[Metrics] = []
         """Metrics of the generators' scores in this step."""
         self._num_tokens = 0
 
-    def add(self, experiences: Sequence[Experience], batch: DataProto) -> None:
-        """Note the generators of these pieces, which make up a batch."""
-        self._generator_of |= {uid: piece.generator for piece in experiences for uid in piece.uids}
-        self._uids += [uid for piece in experiences for uid in piece.uids]
-        self._scoring += [piece.metrics for piece in experiences]
+    def batch_of(self, pieces: list[Experience]) -> DataProto:
+        """Return the samples of these pieces in their order, with the column of generators."""
+        pieces.sort(key=lambda piece: (piece.rank, piece.number))
+        batch = concat_rows([piece.samples for piece in pieces if piece.samples is not None])
+        generators = [[piece.generator] * piece.num_samples for piece in pieces]
+        batch.non_tensor_batch[GENERATOR] = np.concatenate(generators)
+        self._uids += [uid for piece in pieces for uid in piece.uids]
+        self._scoring += [piece.metrics for piece in pieces]
         self._num_tokens += int(count_ones(batch, "response_mask").sum())
+        return batch
 
     def draw_metrics(self) -> Metrics:
         """Return the metrics of generators' scores and the number of tokens of this step."""
@@ -64,38 +69,40 @@ class Origins:
     def rows_by_generator(self, batch: DataProto) -> dict[int, list[int]]:
         """Return the row numbers of each generator."""
         rows: dict[int, list[int]] = {}
-        for row, uid in enumerate(batch.non_tensor_batch["uid"]):
-            rows.setdefault(self._generator_of[str(uid)], []).append(row)
+        for row, generator in enumerate(batch.non_tensor_batch[GENERATOR].tolist()):
+            rows.setdefault(generator, []).append(row)
         return dict(sorted(rows.items()))
 
     def facts(self, batch: DataProto) -> dict[SampleKey, dict[str, int]]:
         """Return the trainer rank, version and staleness of each sample, for the sample log."""
+        trained_by = self._weights.version
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
         keys = [(str(uid), index) for uid, index in zip(uids, indices, strict=True)]
         rows = zip(keys, self._trainer_ranks(batch), self._versions(batch).tolist(), strict=True)
         return {
-            key: {"trainers": rank, "versions": version, "staleness": self.trained_by - version}
+            key: {"trainers": rank, "versions": version, "staleness": trained_by - version}
             for key, rank, version in rows
         }
 
     def fields(self, batch: DataProto) -> dict[str, list[Any]]:
         """Return further fields of `rollouts/N.jsonl`."""
         return {
-            "generator": [
-                self._generator_of.get(str(uid)) for uid in batch.non_tensor_batch["uid"]
-            ],
+            "generator": batch.non_tensor_batch[GENERATOR].tolist(),
             "trainer": self._trainer_ranks(batch),
-            "trained_by_version": [self.trained_by] * len(batch),
+            "trained_by_version": [self._weights.version] * len(batch),
         }
 
-    def metrics(self, batch: DataProto) -> Metrics:
-        """Return the ages of the samples and of the values from generators' critics."""
-        ages = self.trained_by - self._versions(batch)
+    def ages(self, batch: DataProto, trained_by: int) -> Metrics:
+        """Return the ages of the samples and of the values from generators' critics.
+
+        `trained_by` is the version of the weights with which the update began.
+        """
+        ages = trained_by - self._versions(batch)
         metrics = {
             f"async/staleness/{age}": float(count) for age, count in Counter(ages.tolist()).items()
         }
         if has_column(batch, "value_version"):
-            value_ages = self.trained_by - read_columns(batch, "value_version")["value_version"]
+            value_ages = trained_by - read_columns(batch, "value_version")["value_version"]
             metrics["async/value_staleness/max"] = float(value_ages.max())
         return metrics | {
             "async/staleness/mean": float(ages.float().mean()),

@@ -210,11 +210,19 @@ class PromptLoader:
     `num_left_over` counts the prompts of each epoch's partial last batch, which is dropped.
     """
 
-    def __init__(self, config: PromptRun, tokenizer: Any, needs_rules: bool = True) -> None:
+    def __init__(
+        self,
+        config: PromptRun,
+        tokenizer: Any,
+        needs_rules: bool = True,
+        steps_per_batch: int = 1,
+    ) -> None:
         """Read, tokenize and filter `data.train_files` and, if there are any, `data.val_files`.
 
-        Set `needs_rules` if rows are scored by the rule of their data_source.
+        Set `needs_rules` if rows are scored by the rule of their data_source. Several
+        `steps_per_batch` train on the same samples.
         """
+        self._steps_per_batch = steps_per_batch
         self._config: DataConfig = config.data
         self._trainer = config.trainer
         limit = row_limit(config)
@@ -248,8 +256,8 @@ class PromptLoader:
         """
         total = self._config.total_prompts
         if total is not None:
-            return -(-total // self._config.train_batch_size)
-        return self._trainer.num_steps(lambda epochs: epochs * len(self))
+            return -(-total // self._config.train_batch_size) * self._steps_per_batch
+        return self._trainer.num_steps(lambda epochs: epochs * len(self) * self._steps_per_batch)
 
     def __iter__(self) -> Iterator[DataProto]:
         """Yield the next batch and all after it, without end."""

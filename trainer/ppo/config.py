@@ -188,6 +188,11 @@ class PPOConfig(RunConfig, WorkersConfig):
         """Steps between two versions of the rollout's weights."""
         return 1
 
+    @property
+    def steps_per_batch(self) -> int:
+        """Steps that train on the same samples."""
+        return 1
+
     def of_role(self, role: str) -> PPOConfig:
         """Return the configuration for this role's workers: this one."""
         return self

@@ -50,7 +50,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
     kinds = check_environment(config, tokenizer)
     check_players(config, kinds.values())
-    loader = PromptLoader(config, tokenizer, needs_rules=scores_by_rule(config))
+    loader = PromptLoader(config, tokenizer, scores_by_rule(config), config.steps_per_batch)
     check_row_columns(kinds, loader.prompts.columns)
     note_players(kinds, loader.prompts, loader.validation)
     rewards = make_rewards(config, tokenizer, loader)

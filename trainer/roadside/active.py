@@ -4,7 +4,8 @@
     trainer = MyTrainer(Run(config, groups, observers), *inputs)
 
 An observer is an object with some of the hooks of `trainer.hooks`. With `name`, `state_dict` and
-`load_state_dict`, its state goes into checkpoints. With `at_end`, it is called after the run.
+`load_state_dict`, its state goes into checkpoints, and with `write_files` its files. With `at_end`,
+it is called after the run.
 """
 
 from __future__ import annotations

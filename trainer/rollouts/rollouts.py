@@ -39,16 +39,18 @@ class Rollouts:
         rewards: Rewards,
         send_weights: Callable[[], Any] = lambda: None,
         ask: Callable[[DataProto], DataProto] | None = None,
+        model_role: Callable[[str], str] = lambda role: role,
     ) -> None:
         """`send_weights` sends a restarted rollout its weights; by default it has its folder's.
 
         `ask` returns the samples of rows; by default the group of the role `rollout` generates
-        them.
+        them. `model_role` returns the role that scores in place of a reward model's.
         """
         self.trainer, self.run = trainer, trainer.run
         self.config: Any = trainer.config
         self.tokenizer, self.rewards = tokenizer, rewards
         self._send_weights, self._ask = send_weights, ask or self._ask_group
+        self._model_role = model_role
 
     def generate(self, batch: DataProto, **settings: Any) -> DataProto:
         """Return the rows of prompts with a response each; `settings` override the batch's."""
@@ -106,7 +108,7 @@ class Rollouts:
         """Return a future of a reward model's scores, which may already be in the batch."""
         if has_column(batch, rm_column(role)):
             return ScoresInBatch(batch, role)
-        return self.trainer.call(role, "compute_rm_score", batch)
+        return self.trainer.call(self._model_role(role), "compute_rm_score", batch)
 
     def write(
         self, name: str, batch: DataProto, fields: dict[str, list[Any]] | None = None

@@ -155,13 +155,10 @@ def generator_of(
     **settings: Any,
 ) -> Generator:
     """Return a generator of that group."""
-    trainer: Any = SimpleNamespace(
+    trainer = SimpleNamespace(
         config=config_of(**({"generators": number + 1} | settings)),
         groups={generator_role(number): group},
-        buffer=buffer,
-        activity=Activity(),
-        weights=SimpleNamespace(deliver=deliver),
-        losses=losses,
         rollouts=SimpleNamespace(prompt_columns=asked_of),
     )
-    return Generator(number, trainer)
+    weights: Any = SimpleNamespace(deliver=deliver)
+    return Generator(number, trainer, buffer, weights, losses, Activity())

@@ -16,7 +16,7 @@ from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, numbers, overr
 from tests.trainer.async_training import rigged_workers
 from tests.waiting import wait_until
 from trainer import load_config, restarts, run
-from trainer.async_training import buffer, step
+from trainer.async_training import buffer, generators
 from trainer.async_training.recipe import ASYNC
 from verl_like.errors import WorkerDiedError
 
@@ -58,7 +58,7 @@ def test_a_trainer_that_dies_during_a_long_generation_ends_the_run_before_it_is_
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer, "LOOK_S", 0.1)
-    monkeypatch.setattr(step, "END_S", 0.1)
+    monkeypatch.setattr(generators, "END_S", 0.1)
     settings = (
         *SETTINGS,
         "async_training.max_staleness=0",

@@ -11,7 +11,7 @@ from tests.integration.runs import calls, overrides
 from tests.trainer.async_training.test_lost_trainer import KillTrainer
 from tests.trainer.async_training.test_topologies import curves
 from trainer import load_config, run
-from trainer.async_training import buffer, step
+from trainer.async_training import buffer, generators
 from trainer.async_training.recipe import ASYNC
 from verl_like.errors import WorkerDiedError
 
@@ -65,7 +65,7 @@ def test_a_trainer_that_dies_during_a_long_generation_is_noticed(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer, "LOOK_S", 0.1)
-    monkeypatch.setattr(step, "END_S", 0.1)
+    monkeypatch.setattr(generators, "END_S", 0.1)
     rollout = "role_workers.rollout=tests.trainer.async_training.rigged_workers.LongRollout"
     settings = (*ON_RAY, "async_training.topology=1m2t", "async_training.max_staleness=0", rollout)
     config = load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC)

@@ -1,0 +1,137 @@
+"""What generates while the trainer trains: generators, their queue, and the weights sent to them.
+
+It stands beside the loop as an observer of one attempt: after every step it checks that the sample
+log and the queue agree, checkpoints store its state, and the end of the run stops its threads.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.async_training.activity import Activity
+from trainer.async_training.buffer import ExperienceBuffer
+from trainer.async_training.config import AsyncConfig
+from trainer.async_training.generator import MADE_BY_GENERATORS, Generator
+from trainer.async_training.lost_generators import LostGenerators
+from trainer.async_training.origins import Origins
+from trainer.async_training.rounds import Rounds
+from trainer.async_training.topology import role_on
+from trainer.async_training.weights import WeightFeed
+from trainer.loop import Trainer
+from trainer.record import Call
+from trainer.report.async_training import describe_log
+from verl_like.batch.protocol import DataProto
+from verl_like.calls.future import gather
+from verl_like.files import write_whole
+from verl_like.placement.roles import expand_roles
+
+PAUSE_S = 600.0
+"""How long a validation waits for generators to finish what they are generating."""
+END_S = 10.0
+"""How long the end of a run waits for generators; a failed run reports soon."""
+
+
+class Generators:
+    """All generators of a run."""
+
+    name = "async"
+
+    def __init__(self, trainer: Any) -> None:
+        """The threads of generators begin with `start`. `trainer` is an `AsyncTrainer`."""
+        config: AsyncConfig = trainer.config
+        self.config, self.run = config, trainer.run
+        self.activity, self.rounds = Activity(), Rounds.of(config)
+        self.buffer = ExperienceBuffer(config, trainer.loader, self.activity, self.check_trainers)
+        self.weights = WeightFeed(self.run, self.buffer, self.rounds, self.activity)
+        self.origins = Origins(config.topology.trainers, self.buffer.log, self.weights)
+        losses = LostGenerators(self.run, self.buffer, trainer.init_arguments)
+        self._threads = [
+            Generator(number, trainer, self.buffer, self.weights, losses, self.activity)
+            for number in range(config.async_training.generators)
+        ]
+        self._validation_began = 0.0
+        """When generators last came to rest for a validation, by `time.time`."""
+
+    def start(self) -> None:
+        """Start the generators' threads, the first time."""
+        for generator in self._threads:
+            generator.start()
+
+    def training(self) -> AbstractContextManager[None]:
+        """Count the trainer as busy inside the block."""
+        return self.activity.of("trainer").busy("train")
+
+    # --------------------------------------------------------------------- validation and calls
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let generators generate only for a validation inside the block."""
+        self.start()
+        with self.buffer.paused(PAUSE_S):
+            self._validation_began = time.time()
+            yield
+
+    def validate(self, prompts: DataProto) -> DataProto:
+        """The samples of these rows; each validating generator generates an equal number."""
+        return self.buffer.validate(prompts, self._validators())
+
+    def model_role(self, role: str) -> str:
+        """Return the role that scores a validation in place of this reward model's."""
+        return role_on(role, self._validators()[0]) if role in self.config.score_roles else role
+
+    def _validators(self) -> list[int]:
+        return self.config.validators(self.buffer.generators)
+
+    def stage_of(self, call: Call, ended_in: str) -> str:
+        """Return `gen` for generators' calls, except those of a validation."""
+        roles = self.config.generator_roles
+        if call["method"] not in MADE_BY_GENERATORS or call["role"] not in roles:
+            return ended_in
+        is_validation = ended_in == "testing" and call["start"] >= self._validation_began
+        return ended_in if is_validation else "gen"
+
+    # ------------------------------------------------------------------- checks, state, the end
+
+    def others(self) -> dict[str, Any]:
+        """Return the groups of all roles but the generators'."""
+        groups, roles = self.run.groups, self.config.generator_roles
+        return {role: groups[role] for role in groups if role not in roles}
+
+    def check_trainers(self) -> None:
+        """Ping every process that trains: nobody else would notice a lost one meanwhile."""
+        pools = expand_roles(self.config.role_mapping)
+        by_pool = {pools[role]: group for role, group in self.others().items()}
+        gather(*(group.ping.remote() for group in by_pool.values()))
+
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Check that the log and the queue agree about every sample."""
+        self.buffer.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sample log, and the place in the prompts."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; samples that were being generated are generated again."""
+        self.buffer.load_state_dict(state, self.run.checkpoints.resume.start)
+
+    def write_files(self, folder: Path) -> None:
+        """Write the queued samples to a checkpoint, if `async_training.on_resume=restore`."""
+        self.buffer.write_samples(folder)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Stop the generators; check, print and write the log."""
+        self.buffer.close()
+        until = time.monotonic() + END_S
+        for generator in self._threads:
+            generator.wait_for_end(max(until - time.monotonic(), 0.0))
+        self.buffer.check()
+        log = self.buffer.log.state_dict()
+        print(describe_log(log), flush=True)
+        facts = {"ledger": log, "activity": self.activity.seconds()}
+        write_whole(self.run.folder / "async.json", json.dumps(facts))
