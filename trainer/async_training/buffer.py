@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,34 +51,6 @@ Result = TypeVar("Result")
 
 class StalledError(VerlLikeError, RuntimeError):
     """Generators and trainer wait for each other; the message says who waits for what."""
-
-
-class StallWatch:
-    """Watches a wait of the trainer: logs who waits for whom, and checks that trainers live."""
-
-    def __init__(
-        self, activity: Activity, warn_after_idle_s: float, check_trainers: Callable[[], None]
-    ) -> None:
-        """The wait begins now."""
-        self._activity, self._warn_after_idle_s, self._check_trainers = (
-            activity,
-            warn_after_idle_s,
-            check_trainers,
-        )
-        self._began = time.monotonic()
-        self._checks_at, self._warns_at = self._began + LOOK_S, self._began + warn_after_idle_s
-
-    def look(self) -> None:
-        """Warn or check if it is time to; raise the error of a lost trainer."""
-        now = time.monotonic()
-        if now > self._warns_at:
-            waits = self._activity.who_waits()
-            logger.warning("no batch for %.0f s: %s", now - self._began, waits)
-            self._warns_at = now + self._warn_after_idle_s
-        if now > self._checks_at:
-            self._check_trainers()
-            took = time.monotonic() - now
-            self._checks_at = now + max(LOOK_S, took / LOOK_SHARE)
 
 
 class Weights(NamedTuple):
@@ -206,8 +179,7 @@ class ExperienceBuffer:
                 return self._wait_for(self._take_chosen)
             finally:
                 # before the lock is free: what was taken is no longer asked for
-                rest = demand.rest_of_version, demand.rest_of_run
-                self._demand = Demand(0, 0, *rest)
+                self._demand = replace(demand, num_samples=0, attempt=0)
                 self._look_again()
 
     def validate(self, rows: DataProto, generators: Sequence[int]) -> DataProto:
@@ -217,11 +189,10 @@ class ExperienceBuffer:
         generator.
         """
         generators = generators[: len(rows)]
+        chunks = zip(generators, rows.chunk(len(generators)), strict=True)
         parts = [
-            Experience(
-                number=-1 - place, num_samples=len(part), generator=generators[place], rows=part
-            )
-            for place, part in enumerate(rows.chunk(len(generators)))
+            Experience(number=-1 - place, num_samples=len(rows), generator=generator, rows=rows)
+            for place, (generator, rows) in enumerate(chunks)
         ]
         with self._changed:
             self._to_validate = list(parts)
@@ -315,11 +286,8 @@ class ExperienceBuffer:
     def in_flight(self, generator: int | None = None) -> list[Experience]:
         """Return the pieces that this generator, or any generator, is generating."""
         with self._changed:
-            return [
-                piece
-                for piece in self.open.in_flight.values()
-                if generator in (None, piece.generator)
-            ]
+            pieces = self.open.in_flight.values()
+            return [piece for piece in pieces if generator in (None, piece.generator)]
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -336,8 +304,12 @@ class ExperienceBuffer:
         self._has_turn.notify_all()
 
     def _wait_for(self, find: Callable[[], Result]) -> Result:
-        """Wait until `find` returns something, and return it."""
-        watch = StallWatch(self._activity, self.settings.warn_after_idle_s, self._check_trainers)
+        """Wait until `find` returns something, and return it.
+
+        Log who waits for whom if it takes long, and raise the error of a lost trainer.
+        """
+        began, warns_after = time.monotonic(), self.settings.warn_after_idle_s
+        checks_at, warns_at = began + LOOK_S, began + warns_after
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -345,7 +317,13 @@ class ExperienceBuffer:
                 return result
             self._raise_if_nobody_can_go_on()
             self._changed.wait(LOOK_S)
-            watch.look()
+            now = time.monotonic()
+            if now > warns_at:
+                logger.warning("no batch for %.0f s: %s", now - began, self._activity.who_waits())
+                warns_at = now + warns_after
+            if now > checks_at:
+                self._check_trainers()
+                checks_at = now + max(LOOK_S, (time.monotonic() - now) / LOOK_SHARE)
 
     def _raise_if_nobody_can_go_on(self) -> None:
         if self.open.in_flight or self._idle < self._generators:
@@ -385,22 +363,15 @@ class ExperienceBuffer:
     def _begin_next(self, generator: int, version: int) -> Experience | None:
         """Hand out the first piece that this generator may make, if there is room for it."""
         if self.is_paused:
-            mine = [
-                p
-                for p in self._to_validate
-                if p.generator == generator or p.generator not in self._generators
-            ]
-            if not mine:
+            others = self._generators - {generator}
+            piece = next((p for p in self._to_validate if p.generator not in others), None)
+            if piece is None:
                 return None
-            piece = mine[0]
             self._to_validate.remove(piece)
         else:
-            offered = self.stream.offer(generator)
-            if offered is None or not self.open.has_room(
-                offered, self.version - version, self._demand
-            ):
+            piece, lag = self.stream.offer(generator), self.version - version
+            if piece is None or not self.open.has_room(piece, lag, self._demand):
                 return None
-            piece = offered
             self.stream.waiting.remove(piece)
             piece.version, piece.attempt = version, self._demand.attempt
             piece.rows = self.stream.rows(piece)

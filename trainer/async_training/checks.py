@@ -42,12 +42,12 @@ def check_run(config: AsyncConfig) -> None:
 def _check_pools(config: AsyncConfig, topology: Topology) -> None:
     pools = expand_roles(config.role_mapping)
     for role, (_, generator) in config.generator_roles.items():
-        pool, own = pools[role], pools[generator_role(generator)]
-        if pool != own:
+        pool, generators_pool = pools[role], pools[generator_role(generator)]
+        if pool != generators_pool:
             raise ConfigError(
-                f"role_mapping.{role}={pool} is not {generator_role(generator)}'s pool, {own}: "
-                "with async_training.score_on=generator it scores there. Leave it out, or set "
-                "async_training.score_on=trainer."
+                f"role_mapping.{role}={pool} is not {generator_role(generator)}'s pool, "
+                f"{generators_pool}: with async_training.score_on=generator it scores there. Leave "
+                "it out, or set async_training.score_on=trainer."
             )
         for other in pools.keys() - {role}:
             if pools[other] == pool and config.generator_roles.get(other, ("", -1))[1] != generator:
@@ -134,28 +134,20 @@ def _check_sizes(config: AsyncConfig, topology: Topology) -> None:
 
 def _check_buffer(config: AsyncConfig) -> None:
     async_training, batch = config.async_training, samples_per_batch(config)
-    if (
-        async_training.max_inflight_samples is not None
-        and async_training.max_inflight_samples < batch
-    ):
+    limit, age = async_training.max_inflight_samples, async_training.max_sample_age
+    if limit is not None and limit < batch:
         raise ConfigError(
-            f"async_training.max_inflight_samples={async_training.max_inflight_samples} samples "
-            f"hold no batch of {batch} (data.train_batch_size x actor_rollout_ref.rollout.n): no "
-            f"step could begin. Set it to {batch} or more, or to null."
+            f"async_training.max_inflight_samples={limit} samples hold no batch of {batch} "
+            "(data.train_batch_size x actor_rollout_ref.rollout.n): no step could begin. Set it to "
+            f"{batch} or more, or to null."
         )
-    if (
-        async_training.max_sample_age is not None
-        and async_training.max_sample_age > async_training.max_staleness
-    ):
+    if age is not None and age > async_training.max_staleness:
         raise ConfigError(
-            f"async_training.max_sample_age={async_training.max_sample_age} is wider than "
+            f"async_training.max_sample_age={age} is wider than "
             f"async_training.max_staleness={async_training.max_staleness}, which generators keep "
             "already."
         )
-    if (
-        async_training.on_buffer_full == "evict_oldest"
-        and async_training.max_inflight_samples is None
-    ):
+    if async_training.on_buffer_full == "evict_oldest" and limit is None:
         raise ConfigError(
             "async_training.on_buffer_full=evict_oldest needs a "
             "async_training.max_inflight_samples, in samples."
@@ -196,14 +188,14 @@ def _check_generator_settings(config: AsyncConfig, topology: Topology) -> None:
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
             raise ConfigError(f"{where}: this run has generators 0 to {topology.generators - 1}.")
-        own = config.of_role(generator_role(generator))
+        of_generator = config.of_role(generator_role(generator))
         try:
-            check_fields(own)
-            refuse(own)
+            check_fields(of_generator)
+            refuse(of_generator)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         for name in settings.chosen():
-            if reason := why_unused(own, f"{ROLLOUT}.{name}"):
+            if reason := why_unused(of_generator, f"{ROLLOUT}.{name}"):
                 logger.warning(notice_of([f"{where}.{name}"], reason))
 
 

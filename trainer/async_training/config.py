@@ -22,7 +22,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
 REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
 CRITIC_COPY_WORKER = "workers.roles.critic_copy.CriticCopyWorker"
-OWN_TRAINER = "trainer.async_training.step.AsyncTrainer"
+ASYNC_TRAINER = "trainer.async_training.step.AsyncTrainer"
 """The trainer of an asynchronous run, or what a user's is a subclass of."""
 BY_NUMBERS = when("topology", None, otherwise="async_training.topology gives the numbers")
 HAS_MAX_AGE = When(
@@ -115,7 +115,7 @@ class AsyncSettings(Section):
 class AsyncTrainerConfig(PPOTrainerConfig):
     """The run: length, devices, folder."""
 
-    cls: str = key(OWN_TRAINER, allows="a dotted path", may_change_on_resume=False)
+    cls: str = key(ASYNC_TRAINER, allows="a dotted path", may_change_on_resume=False)
     """Trainer class: AsyncTrainer or a subclass."""
     max_restarts: int = key(0, at_least=0)
     """Times that a run goes on by itself from its last checkpoint; for a lost

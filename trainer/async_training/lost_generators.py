@@ -41,10 +41,8 @@ class LostGenerators:
         """Return whether this generator goes on; raise if the run cannot."""
         if self._is_alive(generator):  # then a trainer died while it sent weights
             raise error
-        policy, now = (
-            self._config.async_training.on_generator_loss,
-            (generator, self._buffer.version),
-        )
+        policy = self._config.async_training.on_generator_loss
+        now = generator, self._buffer.version
         what = f"generator {generator} is lost with {num_lost} samples that it was generating"
         if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
             self._restarts[now] += 1
@@ -73,10 +71,9 @@ class LostGenerators:
         """Restart the generator, if allowed. A stopping run lets the others end the step."""
         pool = self._pools[generator_role(generator)]
         restart = partial(self._groups.restart, pool)
+        what, since = f"generator {generator}", time.monotonic()
         try:
-            wait_for_room(
-                restart, self._config, f"generator {generator}", time.monotonic(), self._look_again
-            )
+            wait_for_room(restart, self._config, what, since, self._look_again)
             for role, its_pool in self._pools.items():
                 if its_pool == pool:
                     self._groups[role].init_model(**self._init_arguments(role))

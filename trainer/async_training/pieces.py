@@ -123,10 +123,8 @@ class OpenPieces:
         """
         self._settings, self._seed = config.async_training, config.trainer.seed
         self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
-        self._limit, self._evicts = (
-            open_at_once(config),
-            config.async_training.on_buffer_full != "wait",
-        )
+        self._limit = open_at_once(config)
+        self._evicts = config.async_training.on_buffer_full == "evict_oldest"
         self._stream = stream
         self.ready: list[Experience] = []
         """The queued pieces, in the order in which they came."""

@@ -14,13 +14,9 @@ def plan_lines(
     """Describe routes, the lead of generators, and when weights reach them."""
     async_training, topology = config.async_training, config.topology
     generators, num_open = topology.generators, open_at_once(config)
-    age = AGES.get(
-        async_training.max_staleness, f"at most {async_training.max_staleness} versions old"
-    )
-    rounds = (
-        "batch" if async_training.update_steps == 1 else f"{async_training.update_steps} batches"
-    )
-
+    staleness, num_batches = async_training.max_staleness, async_training.update_steps
+    age = AGES.get(staleness, f"at most {staleness} versions old")
+    rounds = "batch" if num_batches == 1 else f"{num_batches} batches"
     aged = (
         f"a sample is {age} when it is trained on: generators wait rather than let one grow older"
     )

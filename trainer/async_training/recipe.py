@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.async_training.config import (
+    ASYNC_TRAINER,
     GENERATOR_SETTINGS,
-    OWN_TRAINER,
     ROLLOUT_WORKER,
     AsyncConfig,
     GeneratorSettings,
@@ -81,7 +81,7 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
                 f"{GENERATOR_SETTINGS} has {generator!r}: give each generator's number once, 0 to "
                 f"{config.async_training.generators - 1}."
             )
-    return {int(generator): own for generator, own in settings.items()}
+    return {int(generator): changes for generator, changes in settings.items()}
 
 
 def _workers(config: AsyncConfig) -> dict[str, str]:
@@ -100,9 +100,9 @@ def _other_weights(config: AsyncConfig) -> str:
     if async_training.max_staleness:
         staleness = f"async_training.max_staleness={async_training.max_staleness}"
         return f"{staleness} lets samples be of older weights"
-    for generator, own in async_training.generator_settings.items():
-        if own.quantization:
-            rounds = f"quantization={own.quantization} rounds that generator's weights"
+    for generator, settings in async_training.generator_settings.items():
+        if settings.quantization:
+            rounds = f"quantization={settings.quantization} rounds that generator's weights"
             return f"{GENERATOR_SETTINGS}.{generator}.{rounds}"
     return ""
 
@@ -112,17 +112,17 @@ def check_async(config: AsyncConfig) -> None:
     from trainer.async_training.checks import check_run
 
     check_run(config)
-    if config.trainer.cls != OWN_TRAINER:
+    if config.trainer.cls != ASYNC_TRAINER:
         _check_trainer(config.trainer.cls)
 
 
 def _check_trainer(path: str) -> None:
     """Reject a user's trainer that would not use the generators."""
-    own = load_object(OWN_TRAINER, "trainer.cls")
+    base = load_object(ASYNC_TRAINER, "trainer.cls")
     cls = load_object(path, "trainer.cls")
-    if isinstance(cls, type) and not issubclass(cls, own):
+    if isinstance(cls, type) and not issubclass(cls, base):
         raise ConfigError(
-            f"trainer.cls={path} is no subclass of {OWN_TRAINER}, without which this run "
+            f"trainer.cls={path} is no subclass of {ASYNC_TRAINER}, without which this run "
             "has no generators. `verl-like ppo` runs any trainer of PPO."
         )
 

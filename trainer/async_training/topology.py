@@ -51,13 +51,13 @@ def generator_pool(generator: int) -> str:
 
 def counts(preset: str) -> tuple[int, int]:
     """Generators and trainers of a name such as `2m1t`."""
-    found = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
+    if match is None:
         raise ConfigError(
             f"the topology {preset!r} is none: give generators and trainers as in "
             f"{', '.join(PRESETS)}, each number 1 or more."
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Topology:
         sample_routes: Iterable[Sequence[int]] | None = None,
         weight_routes: Iterable[Sequence[int]] | None = None,
     ) -> Topology:
-        """The routes given, or those of the default rule; checked.
+        """Return the topology with these routes, or with those of the default rule; checked.
 
         Experience: with at least as many trainers as generators every trainer has one generator,
         with more generators every generator has one trainer. Weights: every generator has one
@@ -88,23 +88,15 @@ class Topology:
                 raise ConfigError(f"async_training.{what}={number}: a number of 1 or more.")
         if sample_routes is None:
             num = max(generators, trainers)
-            experience = tuple((i % generators, i % trainers) for i in range(num))
-        else:
-            experience = _pairs(
-                "async_training.sample_routes",
-                sample_routes,
-                ("generator", generators),
-                ("trainer", trainers),
-            )
+            sample_routes = [(i % generators, i % trainers) for i in range(num)]
         if weight_routes is None:
-            weights = tuple((generator % trainers, generator) for generator in range(generators))
-        else:
-            ends = ("trainer", trainers), ("generator", generators)
-            weights = _pairs("async_training.weight_routes", weight_routes, *ends)
-
-        made = cls(generators, trainers, tuple(sorted(experience)), tuple(sorted(weights)))
-        made._check_reached()
-        return made
+            weight_routes = [(generator % trainers, generator) for generator in range(generators)]
+        of_generators, of_trainers = ("generator", generators), ("trainer", trainers)
+        experience = _pairs("sample_routes", sample_routes, of_generators, of_trainers)
+        weights = _pairs("weight_routes", weight_routes, of_trainers, of_generators)
+        topology = cls(generators, trainers, experience, weights)
+        topology._check_reached()
+        return topology
 
     @cached_property
     def _receivers(self) -> dict[int, list[int]]:
@@ -139,12 +131,9 @@ class Topology:
     @property
     def lopsided(self) -> str:
         """Say which rank has more generators than another; empty if none has."""
-        shares = {
-            rank: sum(
-                1 / len(self.trainers_of(generator)) for generator in self.generators_for(rank)
-            )
-            for rank in self.routed_ranks
-        }
+        part = [1 / len(self.trainers_of(generator)) for generator in range(self.generators)]
+        ranks = self.routed_ranks
+        shares = {r: sum(part[generator] for generator in self.generators_for(r)) for r in ranks}
         most, least = max(shares, key=lambda r: shares[r]), min(shares, key=lambda r: shares[r])
         if shares[most] == shares[least]:
             return ""
@@ -158,10 +147,8 @@ class Topology:
     def piece_size(self, batch: int) -> int:
         """Prompts of a piece, so that all generators have one of a batch of so many prompts."""
         ranks = self.routed_ranks
-        part, generators = (
-            batch // len(ranks),
-            max(len(self.generators_for(rank)) for rank in ranks),
-        )
+        part = batch // len(ranks)
+        generators = max(len(self.generators_for(rank)) for rank in ranks)
         return next(n for n in range(max(part // generators, 1), 0, -1) if part % n == 0)
 
     def weight_sender(self, generator: int) -> int:
@@ -182,17 +169,9 @@ class Topology:
     def describe(self, width: int | None = None) -> str:
         """The table of routes, no wider than `width` columns."""
         rows = [("sender", "role or rank", "pool", "experience to", "weights to")]
-        for generator in range(self.generators):
+        for generator, (role, pool) in enumerate(self.roles().items()):
             to = _named("trainer", self.trainers_of(generator))
-            rows.append(
-                (
-                    f"generator {generator}",
-                    generator_role(generator),
-                    generator_pool(generator),
-                    to,
-                    "-",
-                )
-            )
+            rows.append((f"generator {generator}", role, pool, to, "-"))
         for trainer in range(self.trainers):
             to = _named("generator", self.weight_receivers(trainer))
             rows.append((f"trainer {trainer}", f"rank {trainer}", TRAINER_POOL, "-", to))
@@ -226,18 +205,19 @@ class Topology:
 
 def by_first(pairs: Iterable[tuple[int, Other]]) -> dict[int, list[Other]]:
     """Return, by the first member of a pair, the second members in their order."""
-    found: dict[int, list[Other]] = defaultdict(list)
-    for first, other in pairs:
-        found[first].append(other)
-    return dict(found)
+    seconds: dict[int, list[Other]] = defaultdict(list)
+    for first, second in pairs:
+        seconds[first].append(second)
+    return dict(seconds)
 
 
 def _pairs(
-    key: str, edges: Iterable[Sequence[int]], sender: tuple[str, int], receiver: tuple[str, int]
+    name: str, routes: Iterable[Sequence[int]], sender: tuple[str, int], receiver: tuple[str, int]
 ) -> tuple[Route, ...]:
-    """The edges of a setting; `sender` and `receiver` are what they are called and their number."""
+    """Return the sorted routes of a setting; `sender` and `receiver` are (name, number)."""
     pairs: list[Route] = []
-    for edge in edges:
+    key = f"async_training.{name}"
+    for edge in routes:
         ends = list(edge) if isinstance(edge, Iterable) and not isinstance(edge, str) else [edge]
         if len(ends) != 2 or any(type(end) is not int for end in ends):
             raise ConfigError(
@@ -254,7 +234,7 @@ def _pairs(
     for (first, second), number in Counter(pairs).items():
         if number > 1:
             raise ConfigError(f"{key}: [{first},{second}] is there {number} times. Keep one.")
-    return tuple(pairs)
+    return tuple(sorted(pairs))
 
 
 def _named(what: str, numbers: Sequence[int]) -> str:

@@ -52,13 +52,13 @@ class Finding:
 
     subject: str
     detail: str
-    mend: str = ""
+    fix: str = ""
     is_optional: bool = False
 
     def __str__(self) -> str:
-        mark = "ok  " if not self.mend else "-   " if self.is_optional else "FAIL"
+        mark = "ok  " if not self.fix else "-   " if self.is_optional else "FAIL"
         line = f"{mark}  {self.subject:<13} {self.detail}"
-        return f"{line} → {self.mend}" if self.mend else line
+        return f"{line} → {self.fix}" if self.fix else line
 
 
 def findings() -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def findings() -> Iterator[Finding]:
     if len(nvidia_gpus()) > 1:
         probes["fsdp"] = "NCCL_DEBUG=INFO verl-like doctor  (or run on one GPU)"
     with ThreadPoolExecutor(len(probes)) as pool:
-        slow = [pool.submit(check_works, probe, mend) for probe, mend in probes.items()]
+        slow = [pool.submit(check_works, probe, fix) for probe, fix in probes.items()]
         yield check_python()
         yield from check_packages()
         yield check_gpus(required["torch"])
@@ -122,11 +122,11 @@ def check_packages() -> Iterator[Finding]:
     """Check that every required package is installed, in the required range."""
     for name, requirement in _requirements().items():
         need = OPTIONAL.get(name, "")
-        mend = f"{PIP} {_named(requirement)}"
+        fix = f"{PIP} {_named(requirement)}"
         version = _version(name)
         if version is None:
             yield Finding(
-                name, f"not installed{'; ' + need if need else ''}", mend, is_optional=bool(need)
+                name, f"not installed{'; ' + need if need else ''}", fix, is_optional=bool(need)
             )
             continue
         wanted = (
@@ -136,7 +136,7 @@ def check_packages() -> Iterator[Finding]:
         yield (
             Finding(name, f"{version}, {wanted}")
             if fits
-            else Finding(name, f"{version}, not {wanted}", mend)
+            else Finding(name, f"{version}, not {wanted}", fix)
         )
 
 
@@ -241,13 +241,13 @@ def check_machine() -> Iterator[Finding]:
             else ""
         )
         yield Finding("memory", f"{memory:.1f} GB free of {total:.1f} GB", few)
-    for subject, path, least, mend in (
+    for subject, path, least, fix in (
         ("shared memory", Path("/dev/shm"), LEAST_SHARED_GB, "mount -o remount,size=4G /dev/shm"),
         ("disk", Path.cwd(), LEAST_DISK_GB, "trainer.default_local_dir=<a folder on another disk>"),
     ):
         if path.is_dir():
             free = shutil.disk_usage(path).free / GB
-            yield Finding(subject, f"{free:.1f} GB free at {path}", "" if free >= least else mend)
+            yield Finding(subject, f"{free:.1f} GB free at {path}", "" if free >= least else fix)
 
 
 def check_network() -> Iterator[Finding]:
@@ -257,13 +257,13 @@ def check_network() -> Iterator[Finding]:
     shown += [f"{name} ({state})" for name, state in hcas.items()]
     shown += [f"{name}={value}" for name, value in variables.items()]
     yield Finding("network", ", ".join(shown) or "none")
-    for problem, mend in network.wrong_settings(variables, networks, hcas):
-        yield Finding("network", problem, mend)
+    for problem, fix in network.wrong_settings(variables, networks, hcas):
+        yield Finding("network", problem, fix)
     if nowhere := network.name_that_leads_nowhere(variables, networks):
         yield Finding("network", *nowhere, is_optional=True)
 
 
-def check_works(name: str, mend: str) -> Finding:
+def check_works(name: str, fix: str) -> Finding:
     """Run a probe of `trainer.cli.probes` in its own process."""
     command = [sys.executable, "-P", "-m", "trainer.cli.probes", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
@@ -277,11 +277,11 @@ def check_works(name: str, mend: str) -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding(f"{name} works", f"no answer within {PROBE_LIMIT_S} s", mend)
+        return Finding(f"{name} works", f"no answer within {PROBE_LIMIT_S} s", fix)
     if done.returncode == 0:
         return Finding(f"{name} works", done.stdout.strip().splitlines()[-1])
     last_line = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    return Finding(f"{name} works", last_line, mend)
+    return Finding(f"{name} works", last_line, fix)
 
 
 def show(items: Iterable[Finding]) -> None:
@@ -289,7 +289,7 @@ def show(items: Iterable[Finding]) -> None:
     failed = 0
     for finding in items:
         print_or_exit(fit(str(finding), terminal_width(), "      "))
-        failed += bool(finding.mend) and not finding.is_optional
+        failed += bool(finding.fix) and not finding.is_optional
     passed = "all that a run needs works"
     print_or_exit(
         f"{failed} of these fail; each line ends with what fixes it" if failed else passed

@@ -80,16 +80,16 @@ def wrong_settings(
             continue
         is_exact = variable.startswith("GLOO")  # gloo takes whole names, NCCL prefixes
         chosen = _matching(value, list(networks), is_exact)
-        mend = f"export {variable}={usable[0]}" if usable else f"unset {variable}"
+        fix = f"export {variable}={usable[0]}" if usable else f"unset {variable}"
         unknown = [name for name, names in chosen.items() if not names]
         if unknown:
             yield (
                 f"{variable}={value}: {', '.join(unknown)} is no interface of this machine, which "
                 f"has {there}",
-                mend,
+                fix,
             )
         elif not any(networks[name] for names in chosen.values() for name in names):
-            yield f"{variable}={value}: without an address; those that have one: {there}", mend
+            yield f"{variable}={value}: without an address; those that have one: {there}", fix
 
     value = given.get("NCCL_IB_HCA")
     if value and given.get("NCCL_IB_DISABLE", "0") == "0":

@@ -65,7 +65,7 @@ def test_an_optional_package_that_is_there_must_work(monkeypatch: pytest.MonkeyP
         doctor.importlib.metadata, "version", lambda n: "2.8.3" if n == "flash-attn" else version(n)
     )
     monkeypatch.setattr(
-        doctor, "check_works", lambda probe, mend: Finding(f"{probe} works", "no", mend)
+        doctor, "check_works", lambda probe, fix: Finding(f"{probe} works", "no", fix)
     )
     lines = {finding.subject: str(finding) for finding in doctor.findings()}
     said = lines["flash_attention works"]
@@ -180,7 +180,7 @@ def test_two_ranks_take_a_step_where_there_are_two_gpus(
     gpus = [doctor.Gpu("NVIDIA H100", "81559 MiB", "580.65.06")] * count
     monkeypatch.setattr(doctor, "nvidia_gpus", lambda: gpus)
     monkeypatch.setattr(
-        doctor, "check_works", lambda probe, mend: Finding(f"{probe} works", "yes", "")
+        doctor, "check_works", lambda probe, fix: Finding(f"{probe} works", "yes", "")
     )
     subjects = [finding.subject for finding in doctor.findings()]
     assert ("fsdp works" in subjects) == probed
@@ -207,13 +207,13 @@ def test_little_room_fails_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("mend", "optional", "code"), [("", False, 0), ("x", True, 0), ("x", False, 1)]
+    ("fix", "optional", "code"), [("", False, 0), ("x", True, 0), ("x", False, 1)]
 )
 def test_the_exit_code_counts_what_is_needed(
-    mend: str, optional: bool, code: int, capsys: pytest.CaptureFixture
+    fix: str, optional: bool, code: int, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        show([Finding("a", "b", mend, optional)])
+        show([Finding("a", "b", fix, optional)])
     assert ended.value.code == code
     assert ("fail" in capsys.readouterr().out) == bool(code)
 

@@ -38,7 +38,7 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "said", "mend"),
+    ("given", "said", "fix"),
     [
         (
             {"NCCL_SOCKET_IFNAME": "ens3"},
@@ -74,9 +74,9 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
     ],
 )
 def test_a_name_of_nothing_is_told_with_what_there_is(
-    given: dict[str, str], said: str, mend: str
+    given: dict[str, str], said: str, fix: str
 ) -> None:
-    assert wrong(**given) == [(said, mend)]
+    assert wrong(**given) == [(said, fix)]
 
 
 def test_without_adapters_infiniband_is_left_out() -> None:
