@@ -23,7 +23,7 @@ from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, Regre
 from trainer import load_config, restarts, run
 from trainer.command_errors import ending_in_words
 from trainer.config.recipe import Recipe
-from trainer.roadside.alarms import Found
+from trainer.roadside.alarms import AlarmTexts
 from trainer.run_folder.signals import RunStopped, StopSignals
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.config_key import changed
@@ -109,7 +109,7 @@ class Refusing(RegressionTrainer):
         return super().step()
 
 
-def moved(metrics: Mapping[str, float], _first: dict[str, float]) -> Found:
+def moved(metrics: Mapping[str, float], _first: dict[str, float]) -> AlarmTexts:
     """A rule of a user's recipe."""
     if "student/moved" in metrics:
         yield "moved", "the student has moved"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.best_of_n.config import SelectionConfig
 from trainer.rollouts.samples import EXTRA
-from trainer.rollouts.turns import SAID, chats_of
+from trainer.rollouts.turns import POLICY, chats_of
 from verl_like.errors import BatchError
 from verl_like.files import json_lines, lines_of, parse_json, write_whole
 from workers.agents.chat import Message
@@ -45,7 +45,7 @@ class Sample:
     @property
     def is_empty(self) -> bool:
         """True if a turn of the policy has no text."""
-        texts = [message["content"] for message in self.messages or () if message["role"] == SAID]
+        texts = [message["content"] for message in self.messages or () if message["role"] == POLICY]
         return not all(text.strip() for text in texts or [self.text])
 
 

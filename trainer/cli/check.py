@@ -39,7 +39,7 @@ from trainer.memory import describe_axes
 from trainer.planner.prediction import measured_phases, prediction_line
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, own_stages
+from trainer.ppo.dataflow import describe, overridden_stages
 from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
@@ -68,7 +68,7 @@ def explain(
     config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
-    own = own_stages(trainer_cls)
+    own = overridden_stages(trainer_cls)
     sections = {
         "What a step does": describe(config, max_columns, own).splitlines(),
         **generators_sections(config, max_columns, measured),

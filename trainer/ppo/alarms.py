@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
-from trainer.roadside.alarms import Found, skipped_updates
+from trainer.roadside.alarms import AlarmTexts, skipped_updates
 
 ENTROPY_GROWN = 3.0
 """The alarm's multiple of the first entropy: above it the policy loses what it has learned."""
@@ -36,12 +36,12 @@ LARGEST: dict[str, tuple[float, str]] = {
 """Metric -> its largest normal size, and the advice for a larger one."""
 
 
-def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
+def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
     """Report skipped updates; for actor and critic, rewards and advantages may be the cause."""
     return skipped_updates(metrics, first, "at their rewards and advantages, ")
 
 
-def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
+def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
     """Report an entropy that has become very small or very large against the run's first one."""
     now = metrics.get("actor/entropy", math.nan)
     at_first = first.setdefault("entropy", now)
@@ -63,7 +63,7 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
         )
 
 
-def distances(metrics: Mapping[str, float], _: dict[str, float]) -> Found:
+def distances(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
     """Report a policy that moved far in one step or is far from the reference or the rollout."""
     for name, (largest, story) in LARGEST.items():
         value = metrics.get(name, 0.0)

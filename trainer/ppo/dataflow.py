@@ -17,9 +17,9 @@ from trainer.ppo.estimate import Estimation
 from trainer.ppo.roles import declaring_class, scorings_of
 from trainer.ppo.score import (
     measures_reference,
-    old_log_probs_are_the_updates_own,
     readings,
-    update_finds_old_log_probs,
+    update_can_compute_old_log_probs,
+    update_computes_old_log_probs,
 )
 from trainer.ppo.update import columns_of_correction
 from verl_like.placement.roles import expand_roles
@@ -67,7 +67,7 @@ class Node:
         return INLINE if self.is_inline else self.pool
 
 
-def own_stages(trainer_cls: type) -> list[str]:
+def overridden_stages(trainer_cls: type) -> list[str]:
     """Return `Class.method` for every part of the step that a user's class overrides."""
     base = next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
     overridden = []
@@ -102,7 +102,7 @@ class Graph:
 
     def add_readings(self, stage: str) -> None:
         """Add the calls of this stage that score samples, without rewards."""
-        finds = update_finds_old_log_probs(self.config, step=1)
+        finds = update_computes_old_log_probs(self.config, step=1)
         for scoring in readings(scorings_of(self.config), self.config, finds):
             if scoring.stage == stage:
                 self.on_role(stage, scoring.role, scoring.method, *scoring.writes)
@@ -214,11 +214,11 @@ def overlaps(config: PPOConfig) -> str:
 def describe(
     config: PPOConfig,
     max_columns: int | None = None,
-    own: Sequence[str] = (),
+    overridden: Sequence[str] = (),
 ) -> str:
     """Describe the graph: what each call waits for, which calls overlap, which take turns.
 
-    The table is no wider than `max_columns`. `own` are the stages that a subclass overrides.
+    The table is no wider than `max_columns`. `overridden` are the stages of a subclass.
     Bookkeeping columns such as the attention mask come with the tokens and are not drawn.
     """
     nodes = step_nodes(config)
@@ -232,12 +232,13 @@ def describe(
         if shown or title != INLINE:
             lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
 
-    if old_log_probs_are_the_updates_own(config):
+    if update_can_compute_old_log_probs(config):
         lines.append(REUSE_NOTICE)
         if measures_reference(config, step=1):
             lines.append(STEP_1_NOTICE)
     if config.algorithm.rollout_correction.bypass_mode:
         lines.append(BYPASS_NOTICE)
-    if own:
-        lines.append(f"notice: the graph is PPO's; {', '.join(own)} may call more, or other roles")
+    if overridden:
+        names = ", ".join(overridden)
+        lines.append(f"notice: the graph is PPO's; {names} may call more, or other roles")
     return "\n".join(lines)

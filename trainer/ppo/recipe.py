@@ -97,7 +97,7 @@ def complete(
     `inexact_weights` is a recipe's reason why samples may come from other weights.
     """
     config = divide_batch(config, keys)
-    config, about_passes = rows_where_asked(config, keys)
+    config, about_passes = fixed_micro_batches(config, keys)
     config, about_correction = correct_by_default(config, keys, inexact_weights)
     return config, [*about_passes, *about_correction, *_about_process_rewards(config)]
 
@@ -162,7 +162,7 @@ ROWS_OF_A_PASS = {
 """Key that counts the rows of a pass -> the role of the pass."""
 
 
-def rows_where_asked(config: P, keys: Collection[str]) -> tuple[P, list[str]]:
+def fixed_micro_batches(config: P, keys: Collection[str]) -> tuple[P, list[str]]:
     """Use fixed micro-batches if the user set a number of rows and not `use_dynamic_bsz`."""
     inactive = inactive_roles(config)
     set_keys = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]

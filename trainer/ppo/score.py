@@ -18,29 +18,29 @@ from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import facts_of, get_policy_loss
 
 
-def readings(scorings: Sequence[Scoring], config: PPOConfig, update_finds: bool) -> list[Scoring]:
+def readings(scorings: Sequence[Scoring], config: PPOConfig, in_update: bool) -> list[Scoring]:
     """Return the scoring calls of a step.
 
     Old log-probs are not computed under a bypass, which uses the rollout's log-probs, nor if the
     update computes them.
     """
-    if config.algorithm.rollout_correction.bypass_mode or update_finds:
+    if config.algorithm.rollout_correction.bypass_mode or in_update:
         return [scoring for scoring in scorings if scoring.column != "old_log_probs"]
     return list(scorings)
 
 
-def columns_asked(scoring: Scoring, config: PPOConfig) -> dict[str, bool]:
+def requested_columns(scoring: Scoring, config: PPOConfig) -> dict[str, bool]:
     """Return the further columns of a call that the estimator reads, as settings of the call."""
     wanted = columns_read(config.algorithm.adv_estimator)
     return {name: True for name in scoring.writes[1:] if name in wanted}
 
 
-def update_finds_old_log_probs(config: PPOConfig, step: int) -> bool:
+def update_computes_old_log_probs(config: PPOConfig, step: int) -> bool:
     """Return whether the update's own forward pass computes the old log-probs."""
-    return old_log_probs_are_the_updates_own(config) and not measures_reference(config, step)
+    return update_can_compute_old_log_probs(config) and not measures_reference(config, step)
 
 
-def old_log_probs_are_the_updates_own(config: PPOConfig) -> bool:
+def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
     """Return whether samples of the current policy need no old log-probs before the update.
 
     This holds if the first forward pass of the update sees every row under the weights that made
@@ -69,7 +69,7 @@ def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: i
     It does if the update allows it, and every sample comes from the current policy, whose weights
     have this version.
     """
-    if config.steps_per_version > 1 or not update_finds_old_log_probs(config, step):
+    if config.steps_per_version > 1 or not update_computes_old_log_probs(config, step):
         return False
     versions = read_columns(batch, "policy_version")["policy_version"]
     return bool((versions == version).all())

@@ -25,7 +25,7 @@ from trainer.ppo import prepare, score, validate
 from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, overlaps, own_stages
+from trainer.ppo.dataflow import describe, overlaps, overridden_stages
 from trainer.ppo.estimate import Estimation
 from trainer.ppo.memory import engine_rests, plan_text
 from trainer.ppo.metrics import compute_data_metrics, speed
@@ -152,7 +152,7 @@ class PPOTrainer(Trainer):
         is_current = policy_is_current(batch, config, step, self.weights.version)
         for reading in score.readings(self.scorings, config, is_current):
             if reading.role in groups and not has_column(batch, reading.column):
-                settings = score.columns_asked(reading, config)
+                settings = score.requested_columns(reading, config)
                 calls.append(self.call(reading.role, reading.method, batch, **settings))
         batch, metrics = join_results(batch, gather(*calls))
 
@@ -235,7 +235,7 @@ class PPOTrainer(Trainer):
         memory = plan_text(config, max_columns, brief=brief)
         if brief:
             return [batch_line(config), memory, overlaps(config)]
-        graph = describe(config, max_columns, own_stages(cls))
+        graph = describe(config, max_columns, overridden_stages(cls))
         return [batch_table(config, max_columns), memory, graph]
 
     @classmethod

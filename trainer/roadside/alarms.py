@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-SAID_AGAIN = 10
+FIRST_REPEAT = 10
 """Steps after which an alarm that persists is logged again."""
 logger = logging.getLogger(__name__)
-Found = Iterator[tuple[str, str]]
+AlarmTexts = Iterator[tuple[str, str]]
 """(kind of alarm, text): the texts of one kind are logged rarely while it persists."""
-AlarmRule = Callable[[Mapping[str, float], dict[str, float]], Found]
+AlarmRule = Callable[[Mapping[str, float], dict[str, float]], AlarmTexts]
 """Takes the metrics of one step, and the numbers that rules store from the run's first steps."""
 
 
@@ -67,7 +67,7 @@ class Alarms:
         return texts
 
     def _is_due(self, kind: str, step: int) -> bool:
-        at, wait = self._next.get(kind, (step, SAID_AGAIN))
+        at, wait = self._next.get(kind, (step, FIRST_REPEAT))
         if step < at:
             return False
         self._next[kind] = step + wait, 2 * wait
@@ -76,7 +76,7 @@ class Alarms:
 
 def skipped_updates(
     metrics: Mapping[str, float], _first: dict[str, float], causes: str = ""
-) -> Found:
+) -> AlarmTexts:
     """Report skipped updates of a role that `workers.training` trains, for recipes' rules.
 
     `causes` names possible causes in the recipe, before the learning rate.

@@ -30,7 +30,7 @@ SampleKey = tuple[str, int]
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 """The state of an open sample: in generation, in a buffer, in the trainer's current step."""
 EMPTY = "no token"
-OWN_CODE = "by code of the run's own"
+USER_CODE = "by code of the run's own"
 MADE_AGAIN = "made again after a resume"
 STEP_AGAIN, STEP_NOT_FINISHED = "step made again", "step not finished"
 HOUSE = {"trainer", "abc", "typing", "builtins"}
@@ -317,8 +317,8 @@ class SampleWatch:
 
     def _come_to_update(self, trainer: Any, num_rows: int, tokens: dict[SampleKey, int]) -> None:
         known = self.log.tokens(self._samples)
-        if has_own_code(trainer):
-            self._leave(OWN_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
+        if has_user_code(trainer):
+            self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
         elif tokens != known or len(tokens) != num_rows:
             raise LedgerError(
                 f"tokens of step {trainer.global_step} do not add up: {self._drawn} of "
@@ -343,10 +343,10 @@ class SampleWatch:
             self._train(trainer, tokens_by_sample(batch), facts)
 
     def _train(self, trainer: Any, tokens: dict[SampleKey, int], facts: Any) -> None:
-        if has_own_code(trainer):
+        if has_user_code(trainer):
             known = self.log.tokens(self._samples)
             tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
-            self._leave(OWN_CODE, tokens)
+            self._leave(USER_CODE, tokens)
         if missing := [sample for sample in self._samples if sample not in tokens]:
             raise LedgerError(
                 f"the update of step {trainer.global_step} was called without "
@@ -361,7 +361,7 @@ class SampleWatch:
         """Close every sample of the step, and add its tokens to the metrics."""
         if self._samples:  # a user's update has not called the hook
             with self.log.lock:
-                self._leave(OWN_CODE, {})
+                self._leave(USER_CODE, {})
         if self._drawn and self._has_updated:
             if self._drawn != self._trained + self._left_out.total():
                 raise LedgerError(
@@ -381,7 +381,7 @@ class SampleWatch:
         self._has_updated, self._left_out, self._samples = False, Counter(), {}
 
 
-def has_own_code(trainer: Any) -> bool:
+def has_user_code(trainer: Any) -> bool:
     """Return whether a user's hooks or stages may have changed a batch."""
     packages = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__}
     return bool(trainer.run.callbacks) or not packages <= HOUSE

@@ -33,7 +33,7 @@ def try_rewards(
     functions = [part for part in rewards.parts if part.config.kind == "function"]
     if not functions or any(part.config.kind == "remote" for part in rewards.parts):
         return None, []
-    batch = made_up_answers(prompts, tokenizer, width)
+    batch = made_up_responses(prompts, tokenizer, width)
 
     zeros = torch.zeros(batch.column("response_mask").shape)
     no_model = SimpleNamespace(get=lambda timeout: DataProto.from_dict({"rm_scores": zeros}))
@@ -64,7 +64,7 @@ def _num_failed(metrics: dict[str, float]) -> float:
     )  # the rule itself does not count them
 
 
-def made_up_answers(prompts: PromptSet, tokenizer: Any, width: int) -> DataProto:
+def made_up_responses(prompts: PromptSet, tokenizer: Any, width: int) -> DataProto:
     """Return a row of every data source and further rows, with their ground truth as responses."""
     batch = prompts.batch(_rows_to_try(prompts), epoch=0)
     responses = torch.full((len(batch), width), tokenizer.pad_token_id, dtype=torch.int64)

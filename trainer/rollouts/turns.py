@@ -15,7 +15,7 @@ from workers.rewards.environment import trajectory_metrics
 
 EPISODE = "episode"
 """Column with facts about each row's trajectory besides its tokens."""
-SAID = "assistant"
+POLICY = "assistant"
 DIGITS = 6
 """Decimal digits of seconds."""
 ENVIRONMENTS = "environments"
@@ -39,7 +39,7 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     turns_of_rows: list[list[Turn]] = []
     rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), facts, strict=True)
     for tokens, mask, numbers, of_row in rows:
-        policy_turns = _said(tokens, mask != 0, numbers, drawn)
+        policy_turns = _policy_turns(tokens, mask != 0, numbers, drawn)
         turns_of_rows.append(
             [turn for sampled in policy_turns for turn in _with_answer(sampled, of_row)]
         )
@@ -93,7 +93,7 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
     return {"agents/success": sum(good) / max(len(good), 1), **metrics}
 
 
-def _said(
+def _policy_turns(
     tokens: np.ndarray, is_drawn: np.ndarray, numbers: np.ndarray, drawn: list[list[int]]
 ) -> list[Turn]:
     """Return the policy's turns of a row; each has the index of its tokens in `drawn` as text."""
@@ -104,7 +104,7 @@ def _said(
         is_its = numbers == number
         ids = tokens[is_its & is_drawn].tolist()
         observed = int((is_its & ~is_drawn).sum())
-        turn = {"role": SAID, "text": len(drawn), "reward": None, "turn": number}
+        turn = {"role": POLICY, "text": len(drawn), "reward": None, "turn": number}
         turns.append({**turn, "tokens": len(ids), "observed_tokens": observed})
         drawn.append(ids)
     return turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer import load_config
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, edges, step_nodes
-from trainer.ppo.score import old_log_probs_are_the_updates_own
+from trainer.ppo.score import update_can_compute_old_log_probs
 
 
 def load(*overrides: str) -> PPOConfig:
@@ -87,20 +87,20 @@ def test_what_a_run_does_not_do_is_not_drawn() -> None:
 def test_old_log_probs_are_the_updates_own_only_for_one_step_that_nobody_reads_them_before() -> (
     None
 ):
-    assert old_log_probs_are_the_updates_own(load(*GRPO_OF_ONE_STEP))
+    assert update_can_compute_old_log_probs(load(*GRPO_OF_ONE_STEP))
     for more in (
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=512",
     ):
-        assert not old_log_probs_are_the_updates_own(load(*GRPO_OF_ONE_STEP, more))
-    assert not old_log_probs_are_the_updates_own(
+        assert not update_can_compute_old_log_probs(load(*GRPO_OF_ONE_STEP, more))
+    assert not update_can_compute_old_log_probs(
         load(*GRPO_OF_ONE_STEP, "algorithm.use_kl_in_reward=true")
     )
 
 
 def test_a_correction_stands_between_old_log_probs_and_the_updates() -> None:
     config = load(*GRPO_OF_ONE_STEP, "correction=decoupled_geo_rs_seq_tis")
-    assert not old_log_probs_are_the_updates_own(config), "the whole batch is looked at before"
+    assert not update_can_compute_old_log_probs(config), "the whole batch is looked at before"
     after = edges(step_nodes(config))
     assert after["rollout correction"] == ["actor.compute_log_prob", "rollout.generate_sequences"]
     assert "rollout correction" in after["actor.update_actor"]
@@ -112,7 +112,7 @@ def test_a_correction_stands_between_old_log_probs_and_the_updates() -> None:
 def test_a_bypass_draws_no_pass_for_old_log_probs() -> None:
     for updates in ((), ("actor_rollout_ref.actor.ppo_epochs=2",)):
         config = load(*GRPO_OF_ONE_STEP, "correction=bypass_ppo_clip_geo_rs", *updates)
-        assert not old_log_probs_are_the_updates_own(config), "they are the rollout's"
+        assert not update_can_compute_old_log_probs(config), "they are the rollout's"
         graph, _, notice = describe(config).partition("notice: ")
         assert notice.startswith("old log-probs are the rollout's (bypass_mode)")
         assert "compute_log_prob" not in graph

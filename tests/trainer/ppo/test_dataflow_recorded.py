@@ -24,7 +24,7 @@ from trainer.ppo.dataflow import (
     Node,
     describe,
     edges,
-    own_stages,
+    overridden_stages,
     side_by_side,
     step_nodes,
 )
@@ -202,9 +202,9 @@ class OwnUpdate(OwnEstimate):
 def test_the_graph_names_the_stages_that_a_subclass_overrides(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    own = own_stages(OwnUpdate)
-    assert own == ["OwnEstimate.estimate", "OwnUpdate.update"]
-    text = describe(load_config(overrides(tiny_dir, tmp_path)), own=own)
+    overridden = overridden_stages(OwnUpdate)
+    assert overridden == ["OwnEstimate.estimate", "OwnUpdate.update"]
+    text = describe(load_config(overrides(tiny_dir, tmp_path)), overridden=overridden)
     assert text.endswith(
         "the graph is PPO's; OwnEstimate.estimate, OwnUpdate.update may call more, or other roles"
     )
@@ -234,4 +234,4 @@ def is_of_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def test_hooks_and_settings_make_no_stage_ones_own() -> None:
-    assert own_stages(Recorded) == []
+    assert overridden_stages(Recorded) == []

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from trainer.roadside.alarms import Alarms, Found, skipped_updates
+from trainer.roadside.alarms import Alarms, AlarmTexts, skipped_updates
 from trainer.sft.step import SFTTrainer
 
 
-def doubled(metrics: Mapping[str, float], first: dict[str, float]) -> Found:
+def doubled(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
     """Raise an alarm for a loss that is twice its first value."""
     if metrics["loss"] >= 2 * first.setdefault("loss", metrics["loss"]):
         yield "doubled", f"the loss is {metrics['loss']:g}, {first['loss']:g} at first"

@@ -14,9 +14,9 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.update import filters
 from trainer.report.async_training import describe_log
 from trainer.roadside.sample_log import (
-    OWN_CODE,
     QUEUED,
     STEP_AGAIN,
+    USER_CODE,
     SampleLog,
     SampleWatch,
     tokens_by_sample,
@@ -215,5 +215,5 @@ def test_a_sample_that_is_lost_changed_or_doubled_on_its_way_ends_the_run(
 
     monkeypatch.setattr(Trainer, "__module__", "of_a_user")
     left_out, samples = watched(batch, PPOConfig(), batch[1:])
-    assert left_out[OWN_CODE] == tokens_by_sample(batch)["0-0", 0]
-    assert samples["dropped"][OWN_CODE] == 1
+    assert left_out[USER_CODE] == tokens_by_sample(batch)["0-0", 0]
+    assert samples["dropped"][USER_CODE] == 1
