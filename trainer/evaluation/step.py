@@ -6,8 +6,6 @@ The metrics equal those of a validation in a PPO run with the same weights, seed
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
-from functools import partial
 
 from trainer.evaluation.recipe import EvaluationConfig
 from trainer.ppo.validate import name_metrics, sample_all
@@ -34,10 +32,8 @@ class Evaluation(SamplingOnlyTrainer):
 
     def step(self) -> Metrics:
         """Validate, and print the table."""
-        sampling = asdict(self.config.actor_rollout_ref.rollout.validation)
-        score = partial(self.rollouts.score, normalize=False)
         with self.clock("gen"):
-            samples = sample_all(self.prompts.in_order(), self.rollouts.generate, score, **sampling)
+            samples = sample_all(self.prompts, self.rollouts)
         self.rollouts.write("validation", samples)
         metrics = name_metrics(samples)
         print("\n".join(core_table(metrics, terminal_width()) + played(metrics)), flush=True)

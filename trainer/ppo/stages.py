@@ -12,8 +12,6 @@ step is `trainer.loop.Loop`. Observers of the step are in `trainer.roadside`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from trainer.config.devices import devices_of
@@ -215,14 +213,10 @@ class PPOTrainer(Trainer):
         """Return the metrics of the whole validation set; its samples go to the run folder."""
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
-        policy, rollouts = self.config.actor_rollout_ref, self.rollouts
-        settings = asdict(policy.rollout.validation)
-        with_scores = partial(rollouts.score, normalize=False)
-        with averaged_weights(policy.actor, self.groups["actor"], self.weights.send_next):
-            samples = validate.sample_all(
-                prompts.in_order(), rollouts.generate, with_scores, **settings
-            )
-        rollouts.write("validation", samples)
+        actor, sync = self.config.actor_rollout_ref.actor, self.weights.send_next
+        with averaged_weights(actor, self.groups["actor"], sync):
+            samples = validate.sample_all(prompts, self.rollouts)
+        self.rollouts.write("validation", samples)
         return validate.name_metrics(samples)
 
     # ------------------------------------------------------- for the loop and the command

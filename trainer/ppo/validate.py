@@ -7,12 +7,15 @@ and majority of a prompt's samples, by the bootstrap, with verl's names and rand
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from trainer.data.prompts import PromptSet
+from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import EXTRA, concat_rows, repeat_prompts
 from trainer.rollouts.turns import played_metrics
 from verl_like.batch.protocol import DataProto
@@ -22,23 +25,13 @@ from workers.rewards.outcome import VOTE
 BEST_KNOWN = ("mean", "maj", "best")
 
 
-def sample_all(
-    prompts: Iterable[DataProto],
-    roll_out: Callable[..., DataProto],
-    with_rewards: Callable[[DataProto], tuple[DataProto, dict[str, float]]],
-    *,
-    n: int,
-    **sampling: Any,
-) -> DataProto:
-    """Return `n` scored samples of every prompt.
-
-    `roll_out(rows, validate=True, **sampling)` makes the responses, `with_rewards(rows)` scores
-    them.
-    """
-    parts = []
-    for batch in prompts:
-        rows = roll_out(repeat_prompts(batch, n), validate=True, **sampling)
-        rows, _ = with_rewards(rows)
+def sample_all(prompts: PromptSet, rollouts: Rollouts) -> DataProto:
+    """Return the scored samples of every prompt, sampled as `rollout.val_kwargs` configures."""
+    sampling = asdict(rollouts.config.actor_rollout_ref.rollout.validation)
+    num_samples, parts = sampling.pop("n"), []
+    for batch in prompts.in_order():
+        rows = rollouts.generate(repeat_prompts(batch, num_samples), validate=True, **sampling)
+        rows, _ = rollouts.score(rows, normalize=False)
         rows.meta_info = {}
         parts.append(rows)
     return concat_rows(parts)
