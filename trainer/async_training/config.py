@@ -142,11 +142,6 @@ class AsyncConfig(PPOConfig):
         )
 
     @property
-    def num_generator_ranks(self) -> int:
-        """Ranks of all generators."""
-        return sum(sum(self.resource_pool_spec[pool]) for pool in self.child_pools)
-
-    @property
     def generates_beside_training(self) -> bool:
         """Whether a rollout generates while the trainer trains."""
         return True

@@ -70,7 +70,8 @@ class Generator:
         self._running: dict[Submission, Experience] = {}
         self._max_tokens = config.rollout_of(number).max_new_tokens_per_call
         self._num_at_once = config.pieces_at_once(number)
-        slice_s = max(SLICE_S, config.num_generator_ranks / TAKES_PER_S)
+        num_ranks = sum(sum(config.resource_pool_spec[pool]) for pool in config.child_pools)
+        slice_s = max(SLICE_S, num_ranks / TAKES_PER_S)
         self._take_s = slice_s if plays(config) or not self._max_tokens else None
         self._takes_weights_within = config.takes_weights_at_once or bool(self._max_tokens)
         self._client = RolloutClient(self._groups[self._role])

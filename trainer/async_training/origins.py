@@ -44,9 +44,9 @@ class Origins:
     def batch_of(self, pieces: list[Experience]) -> DataProto:
         """Return the samples of these pieces in their order, with the column of generators."""
         pieces.sort(key=lambda piece: (piece.rank, piece.number))
-        batch = concat_rows([piece.samples for piece in pieces if piece.samples is not None])
-        generators = [[piece.generator] * piece.num_samples for piece in pieces]
-        batch.non_tensor_batch[GENERATOR] = np.concatenate(generators)
+        samples = [piece.samples for piece in pieces if piece.samples is not None]
+        batch, sizes = concat_rows(samples), [len(rows) for rows in samples]
+        batch.non_tensor_batch[GENERATOR] = np.repeat([piece.generator for piece in pieces], sizes)
         self._uids += [uid for piece in pieces for uid in piece.uids]
         self._scoring += [piece.metrics for piece in pieces]
         self._num_tokens += int(count_ones(batch, "response_mask").sum())

@@ -67,9 +67,8 @@ class WeightFeed:
         self.version = 0
         """The newest version that generators can take."""
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-        self._log = (
-            SyncLog(config.trainer.default_local_dir) if config.async_training.log_syncs else None
-        )
+        logs = config.async_training.log_syncs
+        self._log = SyncLog(config.trainer.default_local_dir) if logs else None
         self._critic_version: int | None = None
 
     def send_next(self) -> Metrics:
