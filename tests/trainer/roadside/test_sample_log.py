@@ -67,7 +67,7 @@ def test_an_open_sample_is_not_made_twice_and_a_closed_one_not_trained_twice() -
     log = filled()
     with pytest.raises(LedgerError, match="uid b are queued already, and generator 1"):
         log.begin(1, pairs("b"))
-    with pytest.raises(LedgerError, match="uid a, or they are done"):
+    with pytest.raises(LedgerError, match="no samples of uid a are open"):
         log.train({("a", 0): 4})
 
 
