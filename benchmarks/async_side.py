@@ -79,7 +79,7 @@ class GeneratorsAlone(AsyncTrainer):
 
     def step(self) -> Metrics:
         """Bring a batch here; there is no update, so no version either."""
-        self.start_generators()
+        self.generators.start()
         _, metrics = self.stage("gen", self.sample)
         return metrics
 
