@@ -18,9 +18,10 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from verl_like.registry import registry_of
+from verl_like.signatures import signature_of
 
 S = TypeVar("S")
 
@@ -178,7 +179,7 @@ class KeyRules:
     arguments_of: str = ""
     """The key in the same section that names an entry of a registry.
 
-    The dict then has arguments of the entry: its keyword-only parameters with a default.
+    The dict then has arguments of the entry (`arguments_of`) that are no keys of the section.
     """
     allows: str = ""
     """The values in words, if neither type, range nor choices describe them."""
@@ -214,21 +215,33 @@ def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
 
         def my_loss(log_prob, ..., *, beta: Annotated[float, KeyRules(above=0)] = 0.1): ...
 
-    A function may pass its arguments on to others, which its attribute `takes_arguments_of` lists.
+    These are the keyword-only parameters of a function, and all parameters of a class, that have a
+    default. A function may pass its arguments on to others, which its attribute
+    `takes_arguments_of` lists.
     """
     arguments = {}
     for function in getattr(entry, "takes_arguments_of", (entry,)):
+        is_class = isinstance(function, type)
         try:
-            hints = typing.get_type_hints(function, include_extras=True)
+            typed = function.__init__ if is_class else function
+            hints = typing.get_type_hints(typed, include_extras=True)
         except NameError:  # a type that only a checker imports: accept any value
             hints = {}
-        for name, parameter in inspect.signature(function).parameters.items():
-            default = parameter.default
-            if parameter.kind is parameter.KEYWORD_ONLY and default is not parameter.empty:
-                kind, *notes = typing.get_args(hints.get(name)) or (hints.get(name, object),)
+        signature = signature_of(function)
+        for name, parameter in signature.parameters.items() if signature else ():
+            is_option = is_class or parameter.kind is parameter.KEYWORD_ONLY
+            if is_option and parameter.default is not parameter.empty:
+                hint = hints.get(name, object)
+                is_annotated = typing.get_origin(hint) is Annotated
+                kind, *notes = typing.get_args(hint) if is_annotated else (hint,)
                 rules = [note for note in notes if isinstance(note, KeyRules)]
-                arguments[name] = Argument(kind, default, rules[0] if rules else NO_RULES)
+                arguments[name] = Argument(kind, parameter.default, rules[0] if rules else NO_RULES)
     return arguments
+
+
+def arguments_for(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that this entry takes."""
+    return {name: arguments[name] for name in arguments_of(entry) if name in arguments}
 
 
 def key(

@@ -85,6 +85,7 @@ def _policy(actor: ActorConfig) -> Subject:
 
 def _estimator(algorithm: Any) -> Subject:
     keys = {key: getattr(algorithm, key) for key in ("gamma", "lam", "norm_adv_by_std_in_grpo")}
+    keys |= algorithm.args
     return match(get_estimator(algorithm.adv_estimator), "ours", ESTIMATOR, keys)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.keys import Key, argument_keys, entry_of, items_of, leaf_keys, read
+from trainer.config.keys import KINDS, Arguments, Key, items_of, leaf_keys, read
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import ResourcePool
@@ -30,12 +30,18 @@ def check_fields(config: RunConfig) -> None:
     """Reject a value that its field does not allow."""
     for key in leaf_keys(type(config)):
         value = read(config, key.name)
-        _check_value(key, value)
-        if key.rules.arguments_of:
-            _check_arguments(config, key, value)
+        _check_key(key, value, read(config, key.section))
         for name, item in items_of(key, value):
             for field in leaf_keys(type(item)):
-                _check_value(replace(field, name=f"{name}.{field.name}"), read(item, field.name))
+                section = read(item, field.section)
+                named = replace(field, name=f"{name}.{field.name}")
+                _check_key(named, read(item, field.name), section)
+
+
+def _check_key(key: Key, value: Any, section: Any) -> None:
+    _check_value(key, value)
+    if key.rules.arguments_of:
+        _check_arguments(key, value, Arguments.of(key, section))
 
 
 def _check_value(key: Key, value: Any) -> None:
@@ -72,20 +78,26 @@ def _check_value(key: Key, value: Any) -> None:
                 raise ConfigError(f"{key.name}.{name}={option}: {reason}.") from err
 
 
-def _check_arguments(config: RunConfig, key: Key, arguments: Mapping[str, Any]) -> None:
+def _check_arguments(key: Key, values: Mapping[str, Any], arguments: Arguments) -> None:
     """Reject arguments that no entry of the registry takes, and values that the entry rejects."""
-    registry, entry = entry_of(config, key)
-    taken, known = argument_keys(key, entry), argument_keys(key, *registry.values())
-    for name, value in arguments.items():
+    taken, known = arguments.taken, arguments.known
+    for name, value in values.items():
         if name not in taken and name not in known:
             raise ConfigError(
-                f"There is no key '{key.name}.{name}'. The {registry.kind} of this run takes "
+                f"There is no key '{key.name}.{name}'. The {arguments.kind} of this run takes "
                 f"{', '.join(taken) or 'no arguments'}.{nearest(name, [*taken, *known])}"
             )
         if name in taken:
-            if taken[name].kind is float and (isinstance(value, str | bool) or value is None):
-                raise ConfigError(f"{key.name}.{name}={value}: it takes a number.")
+            kind = taken[name].kind
+            if kind in KINDS and not _is_of_kind(value, kind):
+                raise ConfigError(f"{key.name}.{name}={value}: it takes {KINDS[kind]}.")
             _check_value(taken[name], value)
+
+
+def _is_of_kind(value: Any, kind: type) -> bool:
+    if isinstance(value, bool) or kind is bool:
+        return kind is bool and isinstance(value, bool)
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def check_ranks(config: RunConfig, role: str, sharding: Sharding) -> None:

@@ -15,8 +15,15 @@ from functools import cached_property
 from typing import Any
 
 from verl_like.config_key import KeyRules, When, arguments_of, rules_of
-from verl_like.registry import Registry, registry_of
+from verl_like.registry import registry_of
 
+KINDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+}
+"""Type of a key -> its values in words."""
 _keys_of: dict[type, Mapping[str, Key]] = {}
 """Schema -> its keys, as a cache."""
 
@@ -30,6 +37,11 @@ class Key:
     kind: Any
     """Its type; for a section, the dataclass."""
     rules: KeyRules
+
+    @property
+    def section(self) -> str:
+        """The dotted name of the section around it; "" for the root."""
+        return self.name.rpartition(".")[0]
 
     @cached_property
     def is_section(self) -> bool:
@@ -202,35 +214,45 @@ def items_of(key: Key, value: Any) -> list[tuple[str, Any]]:
     return [(f"{key.name}[{number}]", item) for number, item in enumerate(value)]
 
 
-def entry_of(config: Any, key: Key) -> tuple[Registry[Any], Any]:
-    """Return the registry and its entry whose arguments this key sets (`KeyRules.arguments_of`)."""
-    named_by = _named_by(type(config), key)
-    registry = registry_of(named_by.rules.registry)
-    return registry, registry.look_up(read(config, named_by.name))
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments that a key with `KeyRules.arguments_of` takes, as keys below it, by name."""
+
+    kind: str
+    """Kind of the registry, such as "policy loss"."""
+    taken: Mapping[str, Key]
+    """Those of the entry that the section names."""
+    known: Mapping[str, Key]
+    """Those of all registered entries."""
+
+    @classmethod
+    def of(cls, key: Key, section: Any) -> Arguments:
+        """Return the arguments for the key of this section, an object or its dataclass."""
+        schema = section if isinstance(section, type) else type(section)
+        siblings = {field.name: field for field in dataclasses.fields(schema)}
+        registry = registry_of(rules_of(siblings[key.rules.arguments_of]).registry)
+        entry = registry.look_up(getattr(section, key.rules.arguments_of))
+
+        def keys_of(*entries: Any) -> dict[str, Key]:
+            return {
+                name: Key(f"{key.name}.{name}", argument.kind, argument.rules)
+                for each in entries
+                for name, argument in arguments_of(each).items()
+                if name not in siblings
+            }
+
+        return cls(registry.kind, keys_of(entry), keys_of(*registry.values()))
 
 
 def known_arguments(schema: type) -> list[Key]:
     """Return the arguments of all registered entries that have been imported, as keys."""
+    sections = keys_by_name(schema)
     return [
         argument
         for key in config_keys(schema)
         if key.rules.arguments_of
-        for entry in registry_of(_named_by(schema, key).rules.registry).values()
-        for argument in argument_keys(key, entry).values()
+        for argument in Arguments.of(key, sections[key.section].kind).known.values()
     ]
-
-
-def _named_by(schema: type, key: Key) -> Key:
-    return keys_by_name(schema)[f"{key.name.rpartition('.')[0]}.{key.rules.arguments_of}"]
-
-
-def argument_keys(key: Key, *entries: Any) -> dict[str, Key]:
-    """Return the arguments of these entries as keys below `key`, by name."""
-    return {
-        name: Key(f"{key.name}.{name}", argument.kind, argument.rules)
-        for entry in entries
-        for name, argument in arguments_of(entry).items()
-    }
 
 
 def may_change_on_resume(schema: type, name: str) -> bool:

@@ -9,12 +9,16 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.keys import Key, config_keys, keys_by_name, known_arguments, named_keys
+from trainer.config.keys import (
+    KINDS,
+    Key,
+    config_keys,
+    keys_by_name,
+    known_arguments,
+    named_keys,
+)
 from trainer.config.recipe import Recipe
 from verl_like.errors import nearest
-
-KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text"}
-"""Type of a key -> its values in words."""
 
 
 def wrong_file(err: HydraException, files: Sequence[str]) -> str:
@@ -65,8 +69,10 @@ def takes(key: Key) -> str:
 
 def unknown_key(name: str, recipe: Recipe[Any]) -> str:
     """Return the error for an unknown key of a setting, or ""."""
-    if name in named_keys(recipe.schema) or name in recipe.groups:
-        return ""
+    known = named_keys(recipe.schema)
+    above = known.get(name.rpartition(".")[0])
+    if name in known or name in recipe.groups or (above and above.rules.arguments_of):
+        return ""  # arguments are checked by the signature of their function
     section = key_of_own_name(name, recipe.schema)
     if section is None:
         return no_such_key(name, recipe)

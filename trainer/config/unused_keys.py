@@ -12,10 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from trainer.config.keys import (
+    Arguments,
     Key,
-    argument_keys,
     config_keys,
-    entry_of,
     items_of,
     leaf_keys,
     path_to,
@@ -64,10 +63,10 @@ def why_unused(config: RunConfig, name: str) -> str | None:
         if reason is not None:
             return reason
         if key.rules.arguments_of and name != key.name:
-            registry, entry = entry_of(config, key)
+            arguments = Arguments.of(key, read(config, key.section))
             argument = name.removeprefix(f"{key.name}.")
-            if argument not in argument_keys(key, entry):
-                return f"the {registry.kind} of this run does not take {argument}"
+            if argument not in arguments.taken:
+                return f"the {arguments.kind} of this run does not take {argument}"
     return None
 
 
@@ -115,8 +114,7 @@ def without_keys(
 
 
 def _missing_for(config: RunConfig, key: Key) -> str | None:
-    section = key.name.rpartition(".")[0]
-    return _missing(key, read(config, section), section, config)
+    return _missing(key, read(config, key.section), key.section, config)
 
 
 def _missing(key: Key, section: Any, section_name: str, config: RunConfig) -> str | None:

@@ -3,7 +3,8 @@
 An estimator is a registered name or the dotted path of a user's function. Its parameters are filled
 by name: the parameters in `SETTINGS` from the configuration, `index` from the column uid, and every
 other parameter without a default from the tensor column of its name (token_level_rewards,
-response_mask, values, reward_baselines, or a column of the user's).
+response_mask, values, reward_baselines, or a column of the user's). `algorithm.args` sets the other
+keyword-only parameters that have a default.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
             arguments |= read_columns(batch, name)
 
     check_finite(batch, arguments)
+    arguments |= algorithm.args
     advantages, returns = estimator(**arguments)
     return write_columns(batch, advantages=advantages, returns=returns)
 

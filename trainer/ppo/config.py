@@ -79,6 +79,13 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
     """Advantage estimator; gae and coati need a critic."""
+    args: dict[str, Any] = key(
+        factory=dict,
+        arguments_of="adv_estimator",
+        allows="arguments of the estimator",
+        read_when=REWARDS_TEACH,
+    )
+    """Further arguments of the estimator, by the signature of its function."""
     gamma: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("gamma"))
     """Discount per token."""
     lam: float = key(1.0, at_least=0, at_most=1, read_when=estimator_takes("lam"))

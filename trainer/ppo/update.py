@@ -35,11 +35,11 @@ from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
+from verl_like.config_key import arguments_for
 from workers.columns import read_columns, require, sampled_log_probs_column, write_columns
 from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
 from workers.losses.registry import facts_of, get_policy_loss
-from workers.losses.token_loss import arguments_for
 from workers.rewards.weighted import SKIPPED
 from workers.rollout.sample import CUT_BY_LENGTH
 

@@ -89,6 +89,10 @@ class OptimConfig(Section):
     """Warm-up as a share of all calls."""
     optimizer: str = key("AdamW", registry="optimizer")
     """Optimizer; it gets the settings below that it accepts."""
+    args: dict[str, Any] = key(
+        factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"
+    )
+    """Further arguments of the optimizer: `args.momentum=0.9`."""
     betas: tuple[float, float] = key(
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )

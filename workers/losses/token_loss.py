@@ -15,13 +15,13 @@ large batches. The result has verl's signature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor
 
-from verl_like.config_key import arguments_of
+from verl_like.config_key import arguments_for, arguments_of
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
@@ -83,8 +83,3 @@ def token_loss(
         return says(**facts)(policy_loss)
 
     return decorate
-
-
-def arguments_for(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `policy_loss.args` that this function accepts."""
-    return {name: arguments[name] for name in arguments_of(function) if name in arguments}

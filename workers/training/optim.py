@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from verl_like.config_key import arguments_for
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, signature_of
@@ -73,6 +74,7 @@ def build_optimizer(
         logger.warning(BFLOAT16_WEIGHTS)
     cls = OPTIMIZERS.look_up(config.optimizer)
     settings: dict[str, Any] = {name: getattr(config, name) for name in _settings_taken(cls)}
+    settings |= arguments_for(cls, config.args)
     if "betas" in settings:
         settings["betas"] = (config.betas[0], config.betas[1])
     if isinstance(cls, type) and issubclass(cls, torch.optim.Adam):

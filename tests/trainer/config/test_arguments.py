@@ -1,14 +1,20 @@
-"""`policy_loss.args`: the arguments of a loss, by the signature of its function."""
+"""`args`: the arguments of a loss, an estimator or an optimizer, by the signature of each."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+import torch
 
 from trainer import load_config
+from trainer.ppo.compute_advantage import advantages_of
 from trainer.ppo.config import PPOConfig
+from verl_like import DataProto
 from verl_like.errors import ConfigError
+from workers.config import critic_optim
+from workers.training.optim import build_optimizer
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OWN = """
@@ -33,6 +39,15 @@ def load(*settings: str) -> PPOConfig:
 
 def arguments(*settings: str) -> dict[str, object]:
     return load(*settings).actor_rollout_ref.actor.policy_loss.args
+
+
+ESTIMATOR = """
+def tempered(token_level_rewards, response_mask, *, temperature: float = 1.0, passes: int = 1):
+    advantages = token_level_rewards * response_mask / temperature
+    return advantages, advantages
+"""
+OPTIM = "actor_rollout_ref.actor.optim"
+SGD = f"{OPTIM}.optimizer=torch.optim.SGD"
 
 
 def test_a_loss_has_arguments_by_its_signature() -> None:
@@ -83,3 +98,41 @@ def test_a_loss_of_your_own_may_have_arguments(tmp_path_factory: pytest.TempPath
     assert arguments(own, f"{LOSS}.args={{beta: 0.2, label: y}}") == {"beta": 0.2, "label": "y"}
     with pytest.raises(ConfigError, match="takes beta, label"):
         load(own, f"{LOSS}.args.gamma=1")
+
+
+def test_an_estimator_of_your_own_may_have_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "own_estimators.py"
+    path.write_text(ESTIMATOR, encoding="utf-8")
+    own = f"algorithm.adv_estimator='{path}:tempered'"
+    algorithm = load(own, "algorithm.args.temperature=0.5").algorithm
+    columns = {"token_level_rewards": torch.ones(1, 2), "response_mask": torch.ones(1, 2)}
+    batch = advantages_of(DataProto.from_dict(columns), algorithm)
+    assert batch.batch["advantages"].tolist() == [[2.0, 2.0]]
+
+    with pytest.raises(ConfigError, match=r"algorithm\.args\.passes=0\.5: it takes a whole number"):
+        load(own, "algorithm.args.passes=0.5")
+    with pytest.raises(ConfigError, match="takes temperature, passes. Did you mean 'temperature'"):
+        load(own, "algorithm.args.temprature=0.5")
+
+
+def test_an_optimizer_has_arguments_by_its_constructor() -> None:
+    config = load(SGD, f"{OPTIM}.args.momentum=0.9").actor_rollout_ref.actor.optim
+    optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], config)
+    assert optimizer.defaults["momentum"] == 0.9
+    with pytest.raises(ConfigError, match=r"optim\.args\.nesterov=1: it takes true or false"):
+        load(SGD, f"{OPTIM}.args.nesterov=1")
+
+
+def test_a_key_of_the_section_is_no_argument_as_well() -> None:
+    with pytest.raises(ConfigError, match=r"no key '.*args\.lr'\. The optimizer of this run takes"):
+        load(SGD, f"{OPTIM}.args.lr=1")
+
+
+def test_the_critic_has_the_actors_arguments_unless_its_optimizer_takes_others() -> None:
+    gae = ("algorithm.adv_estimator=gae", "critic.model.path=z")
+    config = load(*gae, SGD, f"{OPTIM}.args.momentum=0.9")
+    assert critic_optim(config).args == {"momentum": 0.9}
+    config = load(*gae, SGD, f"{OPTIM}.args.momentum=0.9", "critic.optim.optimizer=AdamW")
+    build_optimizer([torch.nn.Parameter(torch.ones(1))], critic_optim(config))
+    config = load(*gae, "critic.optim.args.amsgrad=true")
+    assert critic_optim(config).args == {"amsgrad": True}
