@@ -26,7 +26,7 @@ from workers.config import RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import POLICY_LOSSES, facts_of
-from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.losses.value import compute_value_loss
 
 LIMITS = {"seconds": 0.2, "copies": 2.0}
 SAMPLES_OF_A_PROMPT = 8
@@ -66,7 +66,6 @@ def make_columns(rows: int, width: int) -> dict[str, Any]:
         "vpreds": normal(),
         "returns": normal(),
         "cliprange_value": 0.5,
-        "huber_delta": 1.0,
     }
 
 
@@ -83,7 +82,6 @@ def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         arguments = arguments_of(estimator, columns)
         calls[f"estimator {name}"] = lambda f=estimator, given=arguments: f(**given)
 
-    values = {"clipped": compute_value_loss, "huber": compute_huber_value_loss}
     for name, loss in POLICY_LOSSES.items():
         arguments = arguments_of(loss, columns)
         choose = facts_of(loss).choose_tokens
@@ -95,12 +93,11 @@ def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         calls[f"loss {name}, with gradient"] = lambda f=loss, given=arguments: gradient_of(
             f, given, "log_prob"
         )
-    for name, value_loss in values.items():
-        arguments = arguments_of(value_loss, columns)
-        calls[f"value loss {name}"] = lambda f=value_loss, given=arguments: f(**given)
-        calls[f"value loss {name}, with gradient"] = lambda f=value_loss, given=arguments: (
-            gradient_of(f, given, "vpreds")
-        )
+    of_values = arguments_of(compute_value_loss, columns)
+    calls["value loss"] = lambda: compute_value_loss(**of_values)
+    calls["value loss, with gradient"] = lambda: gradient_of(
+        compute_value_loss, of_values, "vpreds"
+    )
     return calls | calls_of_correction(columns)
 
 

@@ -49,7 +49,7 @@ from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.preference.registry import COLUMNS as LOSS_COLUMNS
 from workers.losses.preference.registry import PREFERENCE_LOSSES, parameters_of
-from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.losses.value import compute_value_loss
 from workers.roles.teacher import TeacherWorker  # noqa: F401 - says what column it writes
 from workers.training.schedules import LR_SCHEDULES
 
@@ -288,14 +288,8 @@ def _links(kind: str, cards: list[Card]) -> str:
 
 def value_loss_table() -> str:
     """The critic's losses."""
-    losses = {
-        "clipped": (compute_value_loss, "critic.cliprange_value"),
-        "huber": (compute_huber_value_loss, "critic.huber_delta"),
-    }
-    rows = []
-    for name, (loss, key) in losses.items():
-        rows.append([_code([name]), *_formula_and_source(loss), _code([key])])
-    return _list(rows)
+    row = [*_formula_and_source(compute_value_loss), _code(["critic.cliprange_value"])]
+    return _list([[_code(["clipped"]), *row]])
 
 
 def preference_loss_table() -> str:

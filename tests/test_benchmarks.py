@@ -58,7 +58,7 @@ def test_every_estimator_and_loss_is_measured(tmp_path: Path) -> None:
         assert f"estimator {name}" in measured
     for name in POLICY_LOSSES:
         assert f"loss {name}" in measured
-    assert {"value loss clipped", "value loss huber"} <= set(measured)
+    assert "value loss" in measured
 
 
 def test_the_benchmark_of_the_head_finds_like_numbers_on_both_sides(

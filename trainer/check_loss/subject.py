@@ -31,7 +31,7 @@ from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import PAIRWISE_LOSSES
 from workers.losses.preference.registry import PREFERENCE_LOSSES
 from workers.losses.registry import POLICY_LOSSES, facts_of
-from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.losses.value import compute_value_loss
 
 Outcome = dict[str, Tensor]
 """The result of a function on a batch: its loss and gradient, or an estimator's columns."""
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     """The columns that may have the gradient."""
 
 
-VALUE_LOSSES = {"clipped": compute_value_loss, "huber": compute_huber_value_loss}
+VALUE_LOSSES = {"clipped": compute_value_loss}
 PREFERENCES = {**PREFERENCE_LOSSES, **PAIRWISE_LOSSES}
 KINDS = {
     POLICY: Kind({**POLICY_LOSSES, "lm": compute_lm_loss}, ActorConfig, ["log_prob"]),

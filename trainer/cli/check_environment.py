@@ -12,7 +12,6 @@ environment raises, takes longer than --step-s (30) or is otherwise wrong, the e
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from verl_like.errors import ConfigError
+from verl_like.files import parse_json
 from workers.agents.environment import EnvironmentSpec, in_full
 from workers.agents.host import EnvironmentHost
 
@@ -204,7 +204,7 @@ def _above_0(text: str) -> float:
 def json_object(text: str) -> dict[str, Any]:
     """Parse an option that is a JSON object."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):

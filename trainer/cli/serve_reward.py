@@ -20,10 +20,9 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
 
+from trainer.cli.check_environment import json_object
 from verl_like.errors import ConfigError, nearest
-from verl_like.files import parse_json
 from verl_like.process.sandbox import Sandbox
 from workers.rewards.functions import trust_kwargs
 from workers.rewards.process import FunctionSpec
@@ -72,14 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-timeout-s", type=float, default=120.0)
     add("--trust-programs", action="store_true")
     return parser
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse an option that is a JSON object; argparse names this function in its errors."""
-    value = parse_json(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text} is no JSON object, such as {{"key": 1}}')
-    return value
 
 
 def _function(options: argparse.Namespace) -> FunctionSpec:

@@ -7,14 +7,14 @@ are here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.keys import KINDS, Arguments, Key, items_of, leaf_keys, read
+from trainer.config.keys import KINDS, Arguments, Key, leaves_of, leaves_of_items
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import ResourcePool
@@ -28,20 +28,11 @@ if TYPE_CHECKING:
 
 def check_fields(config: RunConfig) -> None:
     """Reject a value that its field does not allow."""
-    for key in leaf_keys(type(config)):
-        value = read(config, key.name)
-        _check_key(key, value, read(config, key.section))
-        for name, item in items_of(key, value):
-            for field in leaf_keys(type(item)):
-                section = read(item, field.section)
-                named = replace(field, name=f"{name}.{field.name}")
-                _check_key(named, read(item, field.name), section)
-
-
-def _check_key(key: Key, value: Any, section: Any) -> None:
-    _check_value(key, value)
-    if key.rules.arguments_of:
-        _check_arguments(key, value, Arguments.of(key, section))
+    for key, section in chain(leaves_of(config), leaves_of_items(config)):
+        value = getattr(section, key.leaf)
+        _check_value(key, value)
+        if key.rules.arguments_of:
+            _check_arguments(key, value, Arguments.of(key, section))
 
 
 def _check_value(key: Key, value: Any) -> None:

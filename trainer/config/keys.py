@@ -43,6 +43,11 @@ class Key:
         """The dotted name of the section around it; "" for the root."""
         return self.name.rpartition(".")[0]
 
+    @property
+    def leaf(self) -> str:
+        """Its name in that section."""
+        return self.name.rpartition(".")[2]
+
     @cached_property
     def is_section(self) -> bool:
         """True if it has keys of the schema below it."""
@@ -203,15 +208,25 @@ def path_to(schema: type, name: str) -> list[Key]:
     return [known[dotted] for dotted in around if dotted in known]
 
 
-def items_of(key: Key, value: Any) -> list[tuple[str, Any]]:
-    """Return (name, section) of the sections in the value of a key, such as `rewards[0]`."""
-    if key.rules.options is not None:
-        return [(key.name, key.rules.options(**value))] if value else []
-    if not key.item_schema:
-        return []
-    if isinstance(value, dict):
-        return [(f"{key.name}.{name}", item) for name, item in value.items()]
-    return [(f"{key.name}[{number}]", item) for number, item in enumerate(value)]
+def leaves_of(config: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield every key that is no section, with the object of its section."""
+    for key in leaf_keys(type(config)):
+        yield key, read(config, key.section)
+
+
+def leaves_of_items(config: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield the keys of the sections in values, such as `rewards[0].name`, as `leaves_of` does."""
+    for key, section in leaves_of(config):
+        value, items = getattr(section, key.leaf), dict[str, Any]()
+        if key.rules.options is not None and value:
+            items = {key.name: key.rules.options(**value)}
+        elif key.item_schema and isinstance(value, dict):
+            items = {f"{key.name}.{name}": item for name, item in value.items()}
+        elif key.item_schema:
+            items = {f"{key.name}[{number}]": item for number, item in enumerate(value)}
+        for name, item in items.items():
+            for field, inner in leaves_of(item):
+                yield replace(field, name=f"{name}.{field.name}"), inner
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from trainer.config.keys import (
     Arguments,
     Key,
     config_keys,
-    items_of,
     leaf_keys,
+    leaves_of_items,
     path_to,
     read,
 )
@@ -42,16 +42,12 @@ def notice_of(names: Collection[str], reason: str) -> str:
 def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
     """Yield notices of keys such as `rewards[0].retries` in the lists that the user set."""
     sections = {name.partition(".")[0] for name in keys}
-    for key in leaf_keys(type(config)):
-        if key.name.partition(".")[0] not in sections:
-            continue
-        for name, item in items_of(key, read(config, key.name)):
-            unset = type(item)()
-            for field in leaf_keys(type(item)):
-                is_set = read(item, field.name) != read(unset, field.name)
-                reason = _missing(field, item, name, config) if is_set else None
-                if reason is not None:
-                    yield notice_of([f"{name}.{field.name}"], reason)
+    for key, section in leaves_of_items(config):
+        if key.name.partition(".")[0].partition("[")[0] in sections:
+            is_set = getattr(section, key.leaf) != getattr(type(section)(), key.leaf)
+            reason = _missing(key, section, config) if is_set else None
+            if reason is not None:
+                yield notice_of([key.name], reason)
 
 
 def why_unused(config: RunConfig, name: str) -> str | None:
@@ -114,11 +110,11 @@ def without_keys(
 
 
 def _missing_for(config: RunConfig, key: Key) -> str | None:
-    return _missing(key, read(config, key.section), key.section, config)
+    return _missing(key, read(config, key.section), config)
 
 
-def _missing(key: Key, section: Any, section_name: str, config: RunConfig) -> str | None:
+def _missing(key: Key, section: Any, config: RunConfig) -> str | None:
     for condition in key.rules.read_when:
         if not condition.holds(section, config):
-            return condition.missing(section_name)
+            return condition.missing(key.section)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import Section, key, unless, when
+from verl_like.config_key import Section, key
 from workers.config.conditions import CUT_BY_SAMPLES, CUT_BY_TOKENS
 from workers.config.model import (
     CheckpointConfig,
@@ -15,8 +15,6 @@ from workers.config.model import (
     role_sharding,
 )
 from workers.config.policy import LOSS_AGG_MODES
-
-VALUE_IS_CLIPPED = unless("value_loss", "huber", "critic.value_loss=huber clips nothing")
 
 
 @dataclass(kw_only=True)
@@ -58,12 +56,8 @@ class CriticConfig(ShardedConfig):
     """Tokens per pass and rank; null: the actor's."""
     ppo_epochs: int | None = key(None, above=0, hint="or null for the actor's")
     """Passes over the batch per update."""
-    value_loss: str = key("clipped", choices=("clipped", "huber"))
-    """Clipped squared error (PPO), or Huber's loss."""
-    cliprange_value: float = key(0.5, above=0, read_when=VALUE_IS_CLIPPED)
+    cliprange_value: float = key(0.5, above=0)
     """Clip range of values."""
-    huber_delta: float = key(1.0, above=0, read_when=when("value_loss", "huber"))
-    """Error above which Huber's loss is linear."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
     """Reduction of token losses to one number; null: the actor's."""
     grad_clip: float = key(1.0, above=0)

@@ -109,8 +109,6 @@ class OptimConfig(Section):
         0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
     )
     """Share of the calls after warm-up in which wsd decays."""
-    max_skipped_steps: int = key(5, at_least=0, may_change_on_resume=True)
-    """Consecutive non-finite steps to skip; one more ends the run."""
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from verl_like.calls.result import Metrics
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FSDPConfig, critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
-from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.losses.value import compute_value_loss
 from workers.memory import HeldModel
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
@@ -120,24 +120,14 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         """Return the micro-batch's share of the value loss, and of its metrics."""
         predicted, mask = outputs["values"], columns["response_mask"]
         divisors: Denominators = {**batch.denominators, "loss_scale_factor": self.loss_scale_factor}
-        if self.config.value_loss == "huber":
-            loss, clipped = compute_huber_value_loss(
-                predicted,
-                columns["returns"],
-                mask,
-                self.config.huber_delta,
-                self.loss_agg_mode,
-                **divisors,
-            )
-        else:
-            loss, clipped = compute_value_loss(
-                predicted,
-                columns["returns"],
-                columns["values"],
-                mask,
-                self.config.cliprange_value,
-                self.loss_agg_mode,
-                **divisors,
-            )
+        loss, clipped = compute_value_loss(
+            predicted,
+            columns["returns"],
+            columns["values"],
+            mask,
+            self.config.cliprange_value,
+            self.loss_agg_mode,
+            **divisors,
+        )
         mean = agg_loss(predicted, mask, "token-mean", **batch.denominators)
         return loss, {"vf_loss": loss, "vf_clipfrac": clipped, "vpred_mean": mean}

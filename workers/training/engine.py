@@ -103,7 +103,7 @@ class TrainEngine(Model):
         self.passes = Passes(self, self.reading)
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.parameters(), self.optim_config)
-            self.guard = NonfiniteGuard(self.optim_config.max_skipped_steps, self.groups)
+            self.guard = NonfiniteGuard(self.groups)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
 
     def forward_rows(

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from verl_like.errors import WorkerError
 from workers.parallel.groups import Groups
 
+MOST_IN_A_ROW = 5
+"""Consecutive steps that are skipped; one more ends the run."""
 logger = logging.getLogger(__name__)
 
 
@@ -19,8 +21,7 @@ class NonfiniteGuard:
     Both counts are stored in checkpoints.
     """
 
-    def __init__(self, limit: int, groups: Groups) -> None:
-        self.limit = limit
+    def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.total = 0
         self.in_a_row = 0
@@ -46,11 +47,11 @@ class NonfiniteGuard:
             f"the gradient's norm is {grad_norm}: step skipped. Samples of the mini-batch: "
             f"{samples}."
         )
-        if self.in_a_row > self.limit:
+        if self.in_a_row > MOST_IN_A_ROW:
             raise WorkerError(
-                f"{self.in_a_row} steps in a row had a non-finite gradient "
-                f"(optim.max_skipped_steps={self.limit}); the last: {fact} Look at those samples' "
-                "rewards and log-probs, lower optim.lr, or continue from an earlier checkpoint."
+                f"{self.in_a_row} steps in a row had a non-finite gradient; the last: {fact} Look "
+                "at those samples' rewards and log-probs, lower optim.lr, or continue from an "
+                "earlier checkpoint."
             )
         if self.groups.is_first:
             logger.warning("%s %d in a row, %d in all.", fact, self.in_a_row, self.total)

@@ -43,7 +43,7 @@ def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
     left_out = left_out_of(tree, keys_of(overrides), PPO)
     text = annotated_yaml(tree, PPO.schema, left_out=left_out)
     assert "grad_clip: 1.0" in text
-    assert "huber_delta" not in text
+    assert "cliprange_value" not in text
     assert "distillation" not in text
     assert text.endswith(
         f"# {len(left_out)} more keys, which nothing reads in this run: --cfg all\n"

@@ -137,10 +137,6 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
             "of this run does not take ppo_kl_coef",
         ),
         (
-            ["critic.value_loss=huber", "critic.cliprange_value=0.2"],
-            "critic.cliprange_value has no effect: critic.value_loss=huber clips nothing",
-        ),
-        (
             ["rewards=[{name: a, retries: 2}]"],
             "rewards[0].retries has no effect: rewards[0].kind is not remote",
         ),
@@ -186,7 +182,7 @@ def test_recipes_on_rows_have_notices_too(
     [
         ("critic.optim.lrr=1e-5", "There is no key 'critic.optim.lrr'.*critic.optim.lr"),
         ("critic.optim.lr=-1", r"critic.optim.lr=-1: it must be 0 or"),
-        ("critic.value_loss=hubr", "critic.value_loss=hubr: choose clipped or huber"),
+        ("critic.strategy=fsdq", "critic.strategy=fsdq: choose one of"),
         ("algorithm.kl_ctrl.kl_coeff=0.1", "There is no key .*Did you mean"),
         ("algorithm.kl_ctrl.kl_coef=much", "kl_coef=much.*takes a number"),
     ],

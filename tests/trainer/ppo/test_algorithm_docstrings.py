@@ -12,12 +12,11 @@ import pytest
 import workers.losses  # noqa: F401
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from workers.losses.registry import POLICY_LOSSES
-from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.losses.value import compute_value_loss
 
 ALGORITHMS: list[Callable[..., Any]] = [
     *dict.fromkeys([*ADVANTAGE_ESTIMATORS.values(), *POLICY_LOSSES.values()]),
     compute_value_loss,
-    compute_huber_value_loss,
 ]
 
 

@@ -24,7 +24,7 @@ from workers.losses.lm import compute_lm_loss
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import POLICY_LOSSES, facts_of
 from workers.losses.rejection import CRITERIA
-from workers.losses.value import compute_huber_value_loss, compute_value_loss
+from workers.losses.value import compute_value_loss
 
 Numbers = dict[str, Any]
 Formula = Callable[[Columns], Numbers]
@@ -64,9 +64,8 @@ def of_value_loss(columns: Columns) -> Numbers:
     names = ("vpreds", "returns", "values", "response_mask")
     vpreds, returns, values, mask = (columns[name] for name in names)
     clipped = compute_value_loss(vpreds, returns, values, mask, cliprange_value=0.3)
-    huber = compute_huber_value_loss(vpreds, returns, mask, huber_delta=0.5)
-    (gradient,) = torch.autograd.grad(clipped[0] + huber[0], columns["vpreds"])
-    return {"clipped": clipped, "huber": huber, "gradient": gradient}
+    (gradient,) = torch.autograd.grad(clipped[0], columns["vpreds"])
+    return {"clipped": clipped, "gradient": gradient}
 
 
 def of_other_losses(columns: Columns) -> Numbers:

@@ -32,10 +32,8 @@ def gradients_by_loss(one_layer_dir: Path, rows_of_a_pass: int) -> dict[str, Gra
         actor.objective_settings.policy_loss = loss
         data = own_piece(batch, actor.rank, actor.world_size)
         found[name] = gradients(actor, data, (*ACTOR_COLUMNS, "chosen_tokens"), budget, HEADS)
-    for name in ("clipped", "huber"):
-        critic.config.value_loss = name
-        data = own_piece(batch, critic.rank, critic.world_size)
-        found[name] = gradients(critic, data, ("values", "returns"), budget, HEADS)
+    data = own_piece(batch, critic.rank, critic.world_size)
+    found["values"] = gradients(critic, data, ("values", "returns"), budget, HEADS)
     return found
 
 
