@@ -243,12 +243,12 @@ class Session:
         ends = {}
         for player, conversation in self._conversations.items():
             total = _number(rest.pop(player, 0.0))
-            turns = {name: rest.pop(name) for name in [*rest] if conversation.has_drawn(name)}
+            turns = {name: rest.pop(name) for name in [*rest] if conversation.has_sampled(name)}
             ends[player] = conversation.end(total, turns)
         if rest:
             problem = f"the agent gave a reward for {next(iter(rest))!r:.80}, "
             raise ValueError(problem + "no completion's id and no player")
-        if not any(one.has_asked for one in self._conversations.values()):
+        if not any(one.has_requests for one in self._conversations.values()):
             raise RuntimeError("the agent ended, and had asked the policy for nothing")
         self._put_end(ends)
 
@@ -284,15 +284,15 @@ class Conversation:
         self._num_turns = 0
         self._calls: dict[str, Any] = {}
         """Facts about the calls in the last answer, for the next event."""
-        self._asked: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
+        self._recent: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
         """The latest requests, which a client may repeat."""
 
     @property
-    def has_asked(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether the player has a turn, or waits for one."""
         return bool(self._num_turns) or self._turn.locked()
 
-    def has_drawn(self, name: Any) -> bool:
+    def has_sampled(self, name: Any) -> bool:
         """Whether a completion of this player has this name."""
         conversation, _, turn = str(name).rpartition("-")
         return conversation == self._name and turn.isdecimal() and int(turn) < self._num_turns
@@ -307,22 +307,22 @@ class Conversation:
         """The end of the trajectory, with rewards by completions."""
         turns = {int(name.rpartition("-")[2]): _number(one) for name, one in rewards.items()}
         end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
-        return end | self._told_calls()
+        return end | self._take_calls()
 
-    def ask(self, wanted: Request) -> Answers:
+    def ask(self, request: Request) -> Answers:
         """Wait for the answers to a request: the names of the completions, and their contents.
 
         A request that a client repeats gets the answers of the first time.
         """
         with self._lock:
-            known = [future for request, future in self._asked if request == wanted]
-            is_known = (wanted.is_retry or self._session.reuses) and bool(known)
+            known = [future for earlier, future in self._recent if earlier == request]
+            is_known = (request.is_retry or self._session.reuses) and bool(known)
             future = known[-1] if is_known else Future[Answers]()
             if not is_known:
-                self._asked.append((wanted, future))
+                self._recent.append((request, future))
         if not is_known:
             try:
-                future.set_result(self._answers_to(wanted))
+                future.set_result(self._answers_to(request))
             except Exception as problem:  # noqa: BLE001 - an error of this request only
                 future.set_exception(problem)
         return future.result()
@@ -367,9 +367,9 @@ class Conversation:
             "sampling": wanted.sampling,
         }
         messages = wanted.messages[read:] if extends else wanted.messages
-        return {"messages": messages, "reward": 0.0, "request": request, **self._told_calls()}
+        return {"messages": messages, "reward": 0.0, "request": request, **self._take_calls()}
 
-    def _told_calls(self) -> dict[str, Any]:
+    def _take_calls(self) -> dict[str, Any]:
         calls, self._calls = self._calls, {}
         return {name: value for name, value in calls.items() if value}
 
@@ -487,10 +487,10 @@ def in_chat(dialect: Dialect, body: Any, session: Session) -> dict[str, Any]:
         raise Refused(f"the body is not understood: {error!r:.200}") from error
     if previous := chat.pop("previous_response_id", None):
         before = session.of_model(str(body.get("model"))).before(str(previous))
-        system = [one for one in chat["messages"] if one["role"] == "system"]
-        rest = [one for one in chat["messages"] if one["role"] != "system"]
+        system = [message for message in chat["messages"] if message["role"] == "system"]
+        rest = [message for message in chat["messages"] if message["role"] != "system"]
         if system:
-            before = [one for one in before if one["role"] != "system"]
+            before = [message for message in before if message["role"] != "system"]
         chat["messages"] = [*system, *before, *rest]
     return chat
 
