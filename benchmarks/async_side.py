@@ -80,7 +80,7 @@ class GeneratorsAlone(AsyncTrainer):
     def step(self) -> Metrics:
         """Bring a batch here; there is no update, so no version either."""
         self.generators.start()
-        _, metrics = self.stage("gen", self.sample)
+        _, metrics = self.stage("gen", self.next_batch)
         return metrics
 
 
