@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests with the unmodified tinker SDK, which has an environment of its own: .venv-tinker, with the
-# packages of .venv behind it, so that only the SDK and what it needs more are installed.
+# Tests with the unmodified tinker SDK and tinker-cookbook. Their environment is .venv-tinker, which
+# also sees the packages of .venv, so that only the SDK and its own dependencies are installed.
 #   bash tests/run_tinker.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,4 +15,12 @@ if ! "$sdk/bin/python" -c 'import tinker' 2>/dev/null; then
     "$sdk/bin/python" -m pip install -qq 'tinker==0.38.0' ||
         { say "the SDK could not be installed: its tests are skipped" && rm -rf "$sdk"; }
 fi
+if [ -d "$sdk" ] && ! "$sdk/bin/python" -c 'import tinker_cookbook, chz' 2>/dev/null; then
+    # without its dependency tml-renderers, which no recipe of the tests imports, and not every index has
+    "$sdk/bin/python" -m pip install -qq --no-deps 'tinker-cookbook==0.6.1' &&
+        "$sdk/bin/python" -m pip install -qq blobfile chz cloudpickle datasets math-verify pillow pylatexenc pyrage \
+            sympy termcolor tiktoken tqdm 2>/dev/null ||
+        say "the cookbook could not be installed: its tests are skipped"
+fi
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 exec "$py" -m pytest -q -m "tinker and not slow" tests/trainer/serve "$@"
