@@ -30,12 +30,12 @@ def main() -> None:
     options = parser.parse_args()
 
     service = tinker.ServiceClient(base_url=options.url, api_key=options.key)
-    trainer = service.create_lora_training_client(base_model=options.model, rank=16)
+    trainer = service.create_lora_training_client(base_model=options.model, rank=16).result()
     tokenizer = trainer.get_tokenizer()
     prompts = [tokenizer.encode(text) for text in ("say a", "say aa", "say aaa", "say aaaa")]
     params = types.SamplingParams(max_tokens=16, temperature=1.0)
     for step in range(options.steps):
-        sampler = trainer.save_weights_and_get_sampling_client()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
         futures = [
             sampler.sample(types.ModelInput.from_ints(prompt), 8, params) for prompt in prompts
         ]

@@ -27,7 +27,7 @@ def run_sdk(file: str, *arguments: str) -> str:
     """What a script prints in the environment of the SDK."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
     environment.pop("PYTHONPATH", None)
-    command = [str(PYTHON), str(ROOT / file), *arguments]
+    command = [str(PYTHON), "-W", "error::FutureWarning", str(ROOT / file), *arguments]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, cwd="/"
     )
