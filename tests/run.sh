@@ -3,7 +3,8 @@
 # run the tests.
 #   bash tests/run.sh                       the fast tests, then those on Ray and whole examples
 #   bash tests/run.sh [pytest arguments]    what they choose
-# Tests marked `slow` run only when they are chosen; those marked `vllm` are run_vllm.sh's.
+# Tests marked `slow` run only when they are chosen. run_vllm.sh and run_tinker.sh run those marked
+# `vllm` and `tinker`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # or pip would compile every file, and the tests write it anyway
@@ -24,7 +25,7 @@ if [ $# -gt 0 ]; then
 fi
 # Four processes take the fast tests on two cores: some wait for their children. Three of them left
 # a tenth of idle cores unused.
-"$py" -m pytest -q -n 4 --dist worksteal -m "not ray and not example and not slow and not vllm"
+"$py" -m pytest -q -n 4 --dist worksteal -m "not ray and not example and not slow and not vllm and not tinker"
 # Of those on Ray a file stays in one process, whose cluster and groups its tests share.
 # In the order of the folders: the longest files come first, so that both processes end together.
 "$py" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \

@@ -14,9 +14,19 @@ import torch
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.serve.clients import ADAM, TEXT, Client, config_of, datum, sequences, served
-from trainer.serve import sampling
+from tests.trainer.serve.clients import (
+    ADAM,
+    TEXT,
+    Client,
+    Model,
+    config_of,
+    datum,
+    sequences,
+    served,
+)
+from trainer.serve import promises, sampling
 from trainer.serve.desk import Desk
+from trainer.serve.promises import Promise
 from workers.rollout.client import RolloutClient, Submission
 
 RANK, CLIENTS = 32, 16
@@ -64,6 +74,19 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
         assert 3 * adapter <= trained < 3.01 * adapter
 
 
+def test_requests_leave_nothing_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promises, "MOST_READ", 4)
+    monkeypatch.setattr(promises, "MOST_SEEN", 4)
+
+    def forward(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            model.client.result(model.backward([datum()], forward_only=True))
+        tensors = bytes_of_tensors()
+        return tensors, sum(isinstance(value, Promise) for value in gc.get_objects())
+
+    assert forward(10) == forward(30)
+
+
 def test_requests_of_several_clients_share_a_batch(
     client: Client, server: tuple[Desk, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,8 +102,8 @@ def test_requests_of_several_clients_share_a_batch(
         sampler = session.sampler(base_model=desk.base_model)
         return [session.sample(sampler, number, TEXT, num_samples=2) for number in (1, 2)]
 
-    def results(session: Client, promises: list[Any]) -> list[Any]:
-        return [sequences(session.result(promise)) for promise in promises]
+    def results(session: Client, answers: list[Any]) -> list[Any]:
+        return [sequences(session.result(answer)) for answer in answers]
 
     alone = results(client, draw(client))
     monkeypatch.setattr(sampling, "RolloutClient", Spy)
@@ -88,8 +111,8 @@ def test_requests_of_several_clients_share_a_batch(
     with Client(url) as second, Client(url) as third:
         release = threading.Event()
         desk.work(Mock(), lambda: {"released": release.wait()})
-        promises = [(session, draw(session)) for session in (second, third)]
+        sent = [(session, draw(session)) for session in (second, third)]
         release.set()
-        for session, of_session in promises:
+        for session, of_session in sent:
             assert results(session, of_session) == alone
     assert batches == [4]
