@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from trainer.cli.check import said_of
+from trainer.cli.check import doc_parts
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.recipe import PPO
@@ -57,7 +57,9 @@ def estimator_cards() -> list[Card]:
             example.append(GROUP_OF_EIGHT)
         if "named_rewards" in parameters:
             example.append(ONE_NAMED_REWARD)
-        cards.append(Card(names, *said_of(estimator), columns_read(names[0]), keys, tuple(example)))
+        cards.append(
+            Card(names, *doc_parts(estimator), columns_read(names[0]), keys, tuple(example))
+        )
     return cards
 
 
@@ -71,7 +73,9 @@ def policy_loss_cards() -> list[Card]:
         arguments = [f"policy_loss.args.{name}" for name in arguments_of(policy_loss)]
         read = (*(facts.keys_read or ()), *arguments, "loss_agg_mode")
         keys = tuple(f"{ACTOR}{name}" for name in read)
-        cards.append(Card(names, *said_of(policy_loss), columns, keys, _example_of_loss(names[0])))
+        cards.append(
+            Card(names, *doc_parts(policy_loss), columns, keys, _example_of_loss(names[0]))
+        )
     return cards
 
 

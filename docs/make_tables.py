@@ -29,7 +29,7 @@ from cards import (
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
-from trainer.cli.check import said_of
+from trainer.cli.check import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -402,7 +402,7 @@ def _link_to_card(kind: str, name: str) -> str:
 
 
 def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:
-    formula, _, source = said_of(algorithm)
+    formula, _, source = doc_parts(algorithm)
     assert source, f"the docstring of {algorithm.__name__} has no paragraph `Source: …`"
     return formula, source
 

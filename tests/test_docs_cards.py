@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import ROOT
 from tests.conftest import load
 from trainer import load_config
-from trainer.cli.check import said_of
+from trainer.cli.check import doc_parts
 from trainer.config.keys import named_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
@@ -131,7 +131,7 @@ def test_a_docstring_is_taken_apart() -> None:
         Source: arXiv 1
         """
 
-    formula, watch, source = said_of(estimator)
+    formula, watch, source = doc_parts(estimator)
     assert formula == "The score: as it is.\n\nAnd more."
     assert (watch, source) == ("`actor/entropy`.", "arXiv 1")
 

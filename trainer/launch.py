@@ -61,7 +61,7 @@ def run(
         stop = at_end.enter_context(StopSignals())
         # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
-        nothing_left = ResumePoint(config).why_finished
+        nothing_left = ResumePoint(config).finished_message
         if nothing_left and trainer_cls.wrote_all(config):
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)
@@ -226,13 +226,13 @@ def plan_in_words(
     )
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
     if trainer_cls.leaves_model(config):
-        parts.append(_what_is_left(trainer))
+        parts.append(_leftovers(trainer))
     if not full:
         parts.append("`verl-like check --full` prints all of the plan.")
     return ("\n\n" if full else "\n").join(fit(part, width) for part in parts)
 
 
-def _what_is_left(trainer: TrainerConfig) -> str:
+def _leftovers(trainer: TrainerConfig) -> str:
     if trainer.save_final:
         return f"The model after the last step: {trainer.default_local_dir}/{MODEL}"
     if trainer.save_freq > 0:

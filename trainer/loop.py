@@ -276,7 +276,7 @@ class Loop:
         trainer, record = self.trainer, self.record
         record.checkpoints.resume.cut_back()
         with make_tracking(record.config, trainer.total_steps, trainer.headline) as tracking:
-            resumes = record.checkpoints.resume.goes_on_here
+            resumes = record.checkpoints.resume.resumes_in_place
             timeline = Timeline(record.folder / "timeline.json", resumes, trainer.stages)
             try:
                 self.start(tracking, timeline)
@@ -318,7 +318,7 @@ class Loop:
         trainer.before_resume()
         state = record.checkpoints.resume.load(trainer.saved_groups())
         if state is not None:
-            with record.checkpoints.resume.naming_what_does_not_load():
+            with record.checkpoints.resume.naming_checkpoint():
                 record.step = state[STEP]
                 trainer.load_state_dict(state)
                 for observer in stateful(record.observers):
@@ -412,7 +412,7 @@ class Loop:
         record = self.record
         self._finish_checkpoint()
         where = f"after step {record.step} of {self.trainer.total_steps}"
-        if not record.checkpoints.are_written:
+        if not record.checkpoints.is_enabled:
             record.stop.end(f"{where}, without a checkpoint (trainer.save_every_minutes=null)")
         folder = record.folder / f"global_step_{record.step}"
         if record.step > 0 and not folder.is_dir():

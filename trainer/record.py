@@ -79,4 +79,4 @@ class Run:
     def can_replace(self, role: str) -> bool:
         """Return whether this role's group can be replaced during a step."""
         is_replaceable = self.groups[role].transport.is_replaceable
-        return is_replaceable and self.restarts.are_left(self.step)
+        return is_replaceable and self.restarts.has_attempts(self.step)

@@ -56,7 +56,7 @@ class Restarts:
 
     def __init__(self, config: RunConfig, stop: StopSignals | None = None) -> None:
         """A request to `stop` ends every pause."""
-        self._config, self._made = config, 0
+        self._config, self._count = config, 0
         self._stop = stop or StopSignals()
         self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
         self._failures: Counter[int] = Counter()
@@ -69,7 +69,7 @@ class Restarts:
 
         The record of earlier attempts stays.
         """
-        if self._made:
+        if self._count:
             again = max(self._last_failed - 1 - step, 0)
             logger.warning(
                 "the run is back after %.1f s: it goes on after step %d with the state of %s, %s.",
@@ -95,10 +95,16 @@ class Restarts:
         self._in_a_row = 0 if step > self._furthest else self._in_a_row + 1
         self._last_failed, self._furthest = step, max(self._furthest, step)
         seconds = FIRST_WAIT_S * 2**self._in_a_row
-        self._made += 1
+        self._count += 1
         logger.warning(
             "step %d failed: %s. Restart %d of %d (trainer.max_restarts) in %.0f s.",
-            *(step, str(error).rstrip("."), self._made, self._config.trainer.max_restarts, seconds),
+            *(
+                step,
+                str(error).rstrip("."),
+                self._count,
+                self._config.trainer.max_restarts,
+                seconds,
+            ),
         )
         self._write(step, lost=mask_text(str(error).splitlines()[0]))
         self._pause(seconds)
@@ -109,7 +115,7 @@ class Restarts:
         Raise NoRoomError if there is no room within `timeouts.placement_s` after the failure, which
         was noticed at `since`, or at once if this is no restart. A request to stop ends the wait.
         """
-        if not self._made:
+        if not self._count:
             return start()
 
         def look_again() -> None:
@@ -118,7 +124,7 @@ class Restarts:
 
         return wait_for_room(start, self._config, "the restart", since, look_again)
 
-    def are_left(self, step: int) -> bool:
+    def has_attempts(self, step: int) -> bool:
         """Return whether there is another attempt if this step fails now."""
         return self._why_not(step, self._failures[step] + 1) is None
 
@@ -140,10 +146,10 @@ class Restarts:
         """Return why there is no further attempt, perhaps "", or None if there is one."""
         if step == 0:
             return ""
-        if failures >= POISON and self._made:
+        if failures >= POISON and self._count:
             return f"step {step} has failed {POISON} times: it is not tried again."
-        if self._made >= self._config.trainer.max_restarts:
-            return f"after {self._made} restarts (trainer.max_restarts)" if self._made else ""
+        if self._count >= self._config.trainer.max_restarts:
+            return f"after {self._count} restarts (trainer.max_restarts)" if self._count else ""
         return None
 
     def _pause(self, seconds: float) -> None:
@@ -229,17 +235,17 @@ def replace_within_step(
 def wait_for_room(
     start: Callable[[], Result],
     config: RunConfig,
-    what: str,
+    summary: str,
     since: float,
     look_again: Callable[[], None],
 ) -> Result:
     """Return the result of `start`, once the cluster has room for it.
 
-    Raise NoRoomError if that takes until `timeouts.placement_s` after `since`. `what` names the
+    Raise NoRoomError if that takes until `timeouts.placement_s` after `since`. `summary` names the
     wait in messages. `look_again` takes a moment, or raises to end the wait.
     """
     limit_s = Deadlines.of(config.timeouts).placement_s
-    clock = WaitClock(what, limit_s, FIRST_WORD_S, since)
+    clock = WaitClock(summary, limit_s, FIRST_WORD_S, since)
     while True:
         try:
             return start()

@@ -59,9 +59,9 @@ SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use
 """Key of a weight -> the key that enables it; the flat name with 0 disables it."""
 
 
-def named(names: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of these names that have a value; `given` is a call's `locals()`."""
-    return {name: given[name] for name in names if given[name] is not None}
+def named(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of these names that have a value; `values` is a call's `locals()`."""
+    return {name: values[name] for name in names if values[name] is not None}
 
 
 def settings_of(

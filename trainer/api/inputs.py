@@ -122,21 +122,21 @@ def file_names(data: Any) -> Any:
     return [str(item) for item in data]
 
 
-def rows_in_memory(data: Any, what: str) -> list[Any]:
+def rows_in_memory(data: Any, subject: str) -> list[Any]:
     """Return the items of a list, a `datasets.Dataset`, or any other iterable."""
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         parts = f" of {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
         raise ConfigError(
-            f"{what} is a {type(data).__name__}{parts}: give a list, a datasets.Dataset (of splits "
-            "one), or file names."
+            f"{subject} is a {type(data).__name__}{parts}: give a list, a datasets.Dataset (of "
+            "splits one), or file names."
         )
     items = list(data)
     if not items:
-        raise ConfigError(f"{what} is empty.")
+        raise ConfigError(f"{subject} is empty.")
     return items
 
 
-def write_rows(rows: Iterable[Row], what: str, path: Path, may_differ: bool = True) -> str:
+def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool = True) -> str:
     """Write one JSON object per line; raise for a value that JSON cannot represent, with its place.
 
     Unless rows `may_differ`, raise if the file has other rows.
@@ -147,12 +147,12 @@ def write_rows(rows: Iterable[Row], what: str, path: Path, may_differ: bool = Tr
             lines.append(json_line(row, _plain))
         except TypeError as err:
             raise ConfigError(
-                f"{what}, row {number}: {err}. Drop the column, or give a parquet file."
+                f"{subject}, row {number}: {err}. Drop the column, or give a parquet file."
             ) from err
     text = "".join(lines)
     if not may_differ and path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ConfigError(
-            f"{what}: the run in {path.parents[1]}, which would go on from its checkpoint, has "
+            f"{subject}: the run in {path.parents[1]}, which would go on from its checkpoint, has "
             f"other rows ({path}). Give those again, or choose another folder."
         )
     write_whole(path, text)

@@ -96,7 +96,7 @@ class PythonRun:
         for key, rows in data.items():
             if rows is not None:
                 derived[key] = self._files(key, rows, own, inputs)
-        _refuse_twice(derived, own)
+        _reject_duplicates(derived, own)
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived}
         self.settings |= self.plain_settings(own, inputs)
         if any(key.partition(".")[0] in PLACES for key in own):
@@ -234,7 +234,7 @@ def _run_folder(named: str | Path | None, recipe: str) -> Path:
             return folder
 
 
-def _refuse_twice(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _reject_duplicates(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key in given.keys() & own.keys():
         raise ConfigError(
             f"{key}={own[key]!r} is among the keys, and the call sets {given[key]!r} by an "

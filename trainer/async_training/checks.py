@@ -14,7 +14,7 @@ from trainer.async_training.topology import TRAINER_POOL, Topology, generator_ro
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import notice_of, why_unused
 from trainer.groups.worker_groups import worker_class
-from trainer.ppo.checks import refuse
+from trainer.ppo.checks import reject
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.rollouts.preflight import check_rollout
@@ -159,7 +159,7 @@ def check_start(config: AsyncConfig) -> None:
     resume, length = ResumePoint(config), config.steps_per_version
     if resume.start is None or resume.start_step % length == 0:
         return
-    if not resume.why_finished:
+    if not resume.finished_message:
         raise CheckpointError(
             f"{resume.start} was saved in the middle of a round of {length} steps "
             "(async_training.update_steps x async_training.train_epochs), and checkpoints do not "
@@ -191,7 +191,7 @@ def _check_generator_settings(config: AsyncConfig, topology: Topology) -> None:
         of_generator = config.of_role(generator_role(generator))
         try:
             check_fields(of_generator)
-            refuse(of_generator)
+            reject(of_generator)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         for name in settings.chosen():

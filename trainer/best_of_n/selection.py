@@ -37,7 +37,7 @@ class Sample:
 
     text: str
     score: float
-    about: Row
+    facts: Row
     """Further fields of its row: its index, score, finish reason, and its rewards' numbers."""
     messages: Sequence[Message] | None = None
     """The whole chat, if it has several turns."""
@@ -61,11 +61,11 @@ def select(
     names = ("num_prompts", "num_empty", "num_cut", "num_below_min_score", "num_equal")
     counts = dict.fromkeys(names, 0)
     least = -math.inf if config.min_score is None else config.min_score
-    for about, prompt, samples in samples_by_prompt(batch, tokenizer):
+    for facts, prompt, samples in samples_by_prompt(batch, tokenizer):
         counts["num_prompts"] += 1
         good = [sample for sample in samples if not sample.is_empty]
         counts["num_empty"] += len(samples) - len(good)
-        whole = [sample for sample in good if sample.about["finish_reason"] != CUT_BY_LENGTH]
+        whole = [sample for sample in good if sample.facts["finish_reason"] != CUT_BY_LENGTH]
         counts["num_cut"] += len(good) - len(whole)
         if config.cut == "drop":
             good = whole
@@ -76,9 +76,9 @@ def select(
                 chat: Row = {"prompt": prompt, "response": sample.text}
                 if sample.messages is not None:
                     chat = {"messages": sample.messages}
-                rows.append({**chat, **about, "rank": rank, **sample.about})
+                rows.append({**chat, **facts, "rank": rank, **sample.facts})
         elif len(good) > 1 and good[0].score > good[-1].score:
-            rows.append(pair_row(prompt, about, good[0], good[-1]))
+            rows.append(pair_row(prompt, facts, good[0], good[-1]))
         else:
             counts["num_equal"] += 1
 
@@ -96,10 +96,10 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
     columns = batch.non_tensor_batch
     read = read_columns(batch, "token_level_scores", "sample_index")
     scores, indices = read["token_level_scores"].sum(dim=-1).tolist(), read["sample_index"].tolist()
-    _refuse_no_numbers(scores, columns["uid"])
+    _reject_nan_scores(scores, columns["uid"])
     texts = decode_responses(batch, tokenizer)
-    own = {name: columns[name].tolist() for name in columns if name.startswith(EXTRA)}
-    skipped = own.pop(SKIPPED, [0.0] * len(batch))
+    extras = {name: columns[name].tolist() for name in columns if name.startswith(EXTRA)}
+    skipped = extras.pop(SKIPPED, [0.0] * len(batch))
 
     chats = chats_of(batch, tokenizer)
 
@@ -109,15 +109,15 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
     for uid, rows in rows_of_uid.items():
         samples = []
         for row in rows:
-            rewards = {name.removeprefix(EXTRA): _plain(own[name][row]) for name in own}
-            about = {
+            rewards = {name.removeprefix(EXTRA): _plain(extras[name][row]) for name in extras}
+            facts = {
                 "sample": indices[row],
                 "score": scores[row],
                 "finish_reason": str(columns["finish_reason"][row]),
                 "rewards": rewards or None,
             }
             if not skipped[row]:
-                samples.append(Sample(texts[row], scores[row], about, chats[row]))
+                samples.append(Sample(texts[row], scores[row], facts, chats[row]))
         samples.sort(key=lambda sample: -sample.score)  # stable: of equal scores the first
         prompt, source = columns["raw_prompt"][rows[0]], str(columns["data_source"][rows[0]])
         if not isinstance(prompt, str):  # parquet gives arrays of messages
@@ -125,7 +125,7 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
         yield {"uid": uid, "data_source": source}, prompt, samples
 
 
-def _refuse_no_numbers(scores: list[float], uids: Any) -> None:
+def _reject_nan_scores(scores: list[float], uids: Any) -> None:
     """Raise for scores that are nan, because they have no order."""
     bad = [f"{uid}" for uid, score in zip(uids, scores, strict=True) if not math.isfinite(score)]
     if bad:
@@ -152,12 +152,12 @@ def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sam
     return good[:most]
 
 
-def pair_row(prompt: Any, about: Row, best: Sample, worst: Sample) -> Row:
+def pair_row(prompt: Any, facts: Row, best: Sample, worst: Sample) -> Row:
     """Return best and worst as a row for `trainer.data.pairs`."""
     sides = {"chosen": best, "rejected": worst}
-    row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **about}
+    row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **facts}
     for side, sample in sides.items():
-        row |= {f"{side}_{name}": value for name, value in sample.about.items()}
+        row |= {f"{side}_{name}": value for name, value in sample.facts.items()}
     return row
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.best_of_n.config import BestOfNConfig
 from trainer.best_of_n.selection import read_rows, select, write_rows
-from trainer.data.loader import refuse_other_rows
+from trainer.data.loader import check_same_rows
 from trainer.record import Metrics
 from trainer.rollouts.rollouts import join_results
 from trainer.rollouts.samples import repeat_prompts
@@ -92,7 +92,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of `state_dict`; prompts and earlier rows must be the same."""
         super().load_state_dict(state)
-        refuse_other_rows(state, self._rows())
+        check_same_rows(state, self._rows())
         for step in range(1, self.global_step + 1):
             if not self.part(step).is_file():
                 raise CheckpointError(

@@ -26,7 +26,7 @@ from typing import Any
 
 from trainer.async_training.topology import Topology
 from trainer.planner.prediction import generators_by_rank, measured_phases
-from trainer.planner.simulate import Phases, Prediction, Setup, simulate, what_limits
+from trainer.planner.simulate import Phases, Prediction, Setup, bottleneck, simulate
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, fit, terminal_width
 
@@ -63,7 +63,7 @@ class Row:
         synchronous = simulate(phases, replace(setup, max_staleness=0)).seconds
         prediction = simulate(phases, setup)
         speed_up = synchronous / prediction.seconds
-        return cls(name, setup, prediction, speed_up, what_limits(phases, setup))
+        return cls(name, setup, prediction, speed_up, bottleneck(phases, setup))
 
     def as_json(self) -> dict[str, Any]:
         return {

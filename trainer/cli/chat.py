@@ -81,15 +81,15 @@ class Chat:
         self.messages.append({"role": "assistant", "content": reply})
         return reply
 
-    def draw(self, inputs: Any, show_on: TextIO, **more: Any) -> list[int]:
-        """Return the ids that the model generates; `more` are arguments of its `generate`."""
+    def draw(self, inputs: Any, show_on: TextIO, **overrides: Any) -> list[int]:
+        """Return the ids that the model generates; `overrides` are arguments of its `generate`."""
         import torch
 
         inputs = inputs.to(self.model.device)
         with torch.inference_mode():
             tokens = self.model.generate(
                 **inputs,
-                **{**self.sampling, **more},
+                **{**self.sampling, **overrides},
                 pad_token_id=self.tokenizer.pad_token_id,
                 streamer=_streamer(self.tokenizer, show_on),
             )
@@ -235,8 +235,8 @@ class Game:
             self._ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             print("policy: ", end="", flush=True)
-            more = {"eos_token_id": self._stops, **self._most}
-            drawn = self._chat.draw(self._inputs(), sys.stdout, **more)
+            overrides = {"eos_token_id": self._stops, **self._most}
+            drawn = self._chat.draw(self._inputs(), sys.stdout, **overrides)
             self._ids += drawn
             last = drawn[-1] if drawn[-1] in self._stops else None
             text = self._renderer.text_of(drawn if last is None else drawn[:-1])

@@ -68,9 +68,9 @@ def explain(
     config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
-    own = overridden_stages(trainer_cls)
+    overridden = overridden_stages(trainer_cls)
     sections = {
-        "What a step does": describe(config, max_columns, own).splitlines(),
+        "What a step does": describe(config, max_columns, overridden).splitlines(),
         **generators_sections(config, max_columns, measured),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
@@ -132,20 +132,20 @@ def watch_lines(config: PPOConfig) -> list[str]:
         name = config.algorithm.adv_estimator
         chosen[name] = ADVANTAGE_ESTIMATORS.get(name)
     chosen[loss_mode] = POLICY_LOSSES.get(loss_mode)
-    watched = {name: said_of(entry)[1] for name, entry in chosen.items() if entry is not None}
+    watched = {name: doc_parts(entry)[1] for name, entry in chosen.items() if entry is not None}
     return [f"{name}: {' '.join(text.split())}" for name, text in watched.items()]
 
 
-def said_of(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
+def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
     """Return (formula, what to watch, source) from an algorithm's docstring, "" if missing."""
-    formula, said = [], {"Watch": "", "Source": ""}
+    formula, fields = [], {"Watch": "", "Source": ""}
     for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
         label, colon, text = paragraph.partition(": ")
-        if colon and label in said:
-            said[label] = text
+        if colon and label in fields:
+            fields[label] = text
         else:
             formula.append(paragraph)
-    return "\n\n".join(formula), said["Watch"], said["Source"]
+    return "\n\n".join(formula), fields["Watch"], fields["Source"]
 
 
 def change_lines(config: PPOConfig) -> list[str]:

@@ -69,13 +69,13 @@ def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def wrong_settings(
-    given: Mapping[str, str], networks: Mapping[str, str], hcas: Collection[str]
+    env: Mapping[str, str], networks: Mapping[str, str], hcas: Collection[str]
 ) -> Iterator[Wrong]:
     """Yield settings that name nothing on this machine, or have no meaning."""
     usable = [name for name, address in networks.items() if address and name != LOOPBACK]
     there = ", ".join(usable or networks)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = given.get(variable)
+        value = env.get(variable)
         if not value:
             continue
         is_exact = variable.startswith("GLOO")  # gloo takes whole names, NCCL prefixes
@@ -91,8 +91,8 @@ def wrong_settings(
         elif not any(networks[name] for names in chosen.values() for name in names):
             yield f"{variable}={value}: without an address; those that have one: {there}", fix
 
-    value = given.get("NCCL_IB_HCA")
-    if value and given.get("NCCL_IB_DISABLE", "0") == "0":
+    value = env.get("NCCL_IB_HCA")
+    if value and env.get("NCCL_IB_DISABLE", "0") == "0":
         unknown = [name for name, names in _matching(value, hcas).items() if not names]
         if unknown:
             has = f"which has {', '.join(hcas)}" if hcas else "which has none"
@@ -101,13 +101,13 @@ def wrong_settings(
             )
             yield problem, f"export NCCL_IB_HCA={next(iter(hcas))}" if hcas else "unset NCCL_IB_HCA"
 
-    value = given.get("NCCL_DEBUG")
+    value = env.get("NCCL_DEBUG")
     if value and value.upper() not in DEBUG_LEVELS:
         known = ", ".join(DEBUG_LEVELS)
         yield f"NCCL_DEBUG={value} is no level of {known}", "export NCCL_DEBUG=WARN"
 
 
-def name_that_leads_nowhere(given: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:
+def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:
     """Return the problem if gloo would listen at a host's name that is loopback or unknown."""
     name = socket.gethostname()
     try:
@@ -115,7 +115,7 @@ def name_that_leads_nowhere(given: Mapping[str, str], networks: Mapping[str, str
     except OSError:
         address = ""
     usable = [interface for interface, at in networks.items() if at and interface != LOOPBACK]
-    if given.get("GLOO_SOCKET_IFNAME") or not usable or (address and address[:4] != "127."):
+    if env.get("GLOO_SOCKET_IFNAME") or not usable or (address and address[:4] != "127."):
         return None
     return (
         f"this machine's name, {name}, resolves to {address or 'nothing'}: on several machines "

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--port", type=int, default=8000)
     add("--token", default="")
     add("--stable-reinforce", default="")
-    options = parser.parse_args([each for each in arguments if each not in settings])
+    options = parser.parse_args([word for word in arguments if word not in settings])
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with ending_in_words():
         check_key(options.host, options.token)

@@ -30,7 +30,6 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.flat import refuse_many_aliases
 from trainer.config.keys import keys_by_name, read
 from trainer.config.recipe import Recipe
 from trainer.config.refusals import (
@@ -63,9 +62,9 @@ def _divide(number: int, parts: int) -> int:
     return max(number // parts, 1)
 
 
-def _required(key: str, what: str) -> str:
+def _required(key: str, meaning: str) -> str:
     """`${required:distillation.teacher_model.model_path,the teacher's folder}`, of a preset."""
-    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {what}.")
+    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {meaning}.")
 
 
 def _environment(name: str, *default: str | None) -> str | None:
@@ -118,9 +117,9 @@ def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Overrid
     """Return the settings with our keys and presets; reject unknown ones."""
     parsed = list(recipe.translate([_in_full(parse(setting)) for setting in settings]))
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
-    _refuse([refusal for refusal in refusals if refusal], recipe)
+    _reject([refusal for refusal in refusals if refusal], recipe)
     for setting in parsed:
-        _refuse_what_does_nothing(setting, recipe)
+        _reject_ineffective(setting, recipe)
     return parsed
 
 
@@ -146,7 +145,7 @@ def _are_paths(values: dict[str, Any]) -> bool:
     return not is_section and all(":" in str(value) for value in values.values())
 
 
-def _refuse_what_does_nothing(setting: Override, recipe: Recipe[Any]) -> None:
+def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
     """Reject an unknown preset, several values for one key, and the deletion of a section."""
     name, value = setting.key_or_group, setting.value()
     presets = recipe.preset_names(name)
@@ -190,8 +189,6 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     first, *others = (folder.resolve() for folder in recipe.folders)
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
-    for own_file in _own_files(recipe).values():
-        refuse_many_aliases(own_file)
     register(recipe, schema={})  # so that unknown keys of all files are reported together
     try:
         with initialize_config_dir(str(first), version_base="1.3"):
@@ -203,7 +200,7 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
         raise ConfigError(f"{file} is not readable as YAML: {err}") from err
     keys = keys_in("", OmegaConf.to_container(composed, resolve=False))
     refusals = {key: unknown_key(key, recipe) for key in keys}
-    _refuse([_named_by(key, recipe) + text for key, text in refusals.items() if text], recipe)
+    _reject([_named_by(key, recipe) + text for key, text in refusals.items() if text], recipe)
 
     try:
         tree = OmegaConf.merge(OmegaConf.structured(recipe.schema), composed)
@@ -214,7 +211,7 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     return tree
 
 
-def _refuse(unknown: Sequence[str], recipe: Recipe[Any]) -> None:
+def _reject(unknown: Sequence[str], recipe: Recipe[Any]) -> None:
     if unknown:
         apart = " " if len(unknown) == 1 else "\n"
         raise ConfigError(apart.join([*unknown, f"All keys: verl-like {recipe.name} --cfg all"]))

@@ -35,7 +35,7 @@ def roles_of(recipe: Recipe[Any]) -> list[str]:
     return list(pool_of_role)
 
 
-def own_names_first(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
+def drop_preset_names(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
     """Return the mapping without the preset's entries for roles that the user has `named`.
 
     The user's `rollout` reduces a preset's `actor_rollout` to `actor`.
@@ -146,10 +146,10 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
     return shares
 
 
-def _left_on_nodes(config: RunConfig, own: Mapping[str, Sequence[int]]) -> list[int]:
+def _left_on_nodes(config: RunConfig, user_pools: Mapping[str, Sequence[int]]) -> list[int]:
     """Return the devices of every node that the user's pools leave, placed first-fit."""
     left = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
-    for pool, per_node in own.items():
+    for pool, per_node in user_pools.items():
         taken: list[int] = []
         for count in per_node:
             need = _devices_of(config, pool, count)
@@ -173,21 +173,21 @@ def _devices_of(config: RunConfig, pool: str, count: int) -> int:
 
 
 def _too_few(
-    config: RunConfig, pools: Sequence[str], own: Mapping[str, Sequence[int]]
+    config: RunConfig, pools: Sequence[str], user_pools: Mapping[str, Sequence[int]]
 ) -> ConfigError:
     """Return the error for a preset with more pools than devices, and the alternatives."""
     num_nodes, num_devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    for pool, per_node in own.items():
+    for pool, per_node in user_pools.items():
         if len(per_node) > num_nodes:
             return ConfigError(
                 f"resource_pool_spec.{pool}={list(per_node)} has a number for each of "
                 f"{len(per_node)} nodes, and trainer.nnodes={num_nodes}. Give it one for each node "
                 f"that there is, or set trainer.nnodes={len(per_node)}."
             )
-    taken = sum(max(_devices_of(config, pool, n) for n in own[pool]) for pool in own)
+    taken = sum(max(_devices_of(config, pool, n) for n in user_pools[pool]) for pool in user_pools)
     left = max(num_devices - taken, 0)
     first_words = "".join(
-        f" resource_pool_spec.{pool}={list(own[pool])} comes first." for pool in own
+        f" resource_pool_spec.{pool}={list(user_pools[pool])} comes first." for pool in user_pools
     )
     instead = ", or placement=colocate, where roles share processes" if left else ""
     return ConfigError(

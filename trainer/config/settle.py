@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from trainer.config.devices import devices_of, with_simulated
 from trainer.config.keys import path_to, read
-from trainer.config.placement import names_below, own_names_first, place_roles
+from trainer.config.placement import drop_preset_names, names_below, place_roles
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import notice_of, unused_among, unused_in_items
@@ -51,7 +51,7 @@ def _settled(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, 
     config = with_simulated(composed, keys)
     config, about_engine = _with_engine(config, keys)
     named_roles = names_below("role_mapping", keys)
-    mapping = own_names_first(config.role_mapping, named_roles)
+    mapping = drop_preset_names(config.role_mapping, named_roles)
     config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
     config, placed = place_roles(recipe, config, keys)
     return config, [*about_engine, *completed, *placed]

@@ -286,10 +286,10 @@ def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
     for row in rows:
         for name, value in row.items():
             plain[name] = plain.get(name, True) and is_plain(value)
-    return own_columns((name for name in plain if plain[name]), prompt_key)
+    return extra_columns((name for name in plain if plain[name]), prompt_key)
 
 
-def own_columns(names: Iterable[str], prompt_key: str) -> list[str]:
+def extra_columns(names: Iterable[str], prompt_key: str) -> list[str]:
     """Return the columns that verl's schema does not have, sorted."""
     return sorted({*names} - {prompt_key, *RULE_COLUMNS, "extra_info"})
 

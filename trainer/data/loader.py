@@ -66,7 +66,7 @@ OTHER_ROWS = (
 """The way out if the rows differ from the rows of the run so far."""
 
 
-def refuse_other_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise an error if the saved position belongs to other rows, by their numbers or digest."""
     sizes = {name: size for name, size in now.items() if name not in ("num_taken", "rows")}
     differs = [
@@ -154,5 +154,5 @@ class RowLoader(Generic[R]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the position of `state`; other rows are an error."""
-        refuse_other_rows(state, self.state_dict())
+        check_same_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]

@@ -22,11 +22,11 @@ from trainer.data.cache import NotPlainError, cache_key, cached_rows
 from trainer.data.config import DataConfig
 from trainer.data.files import (
     Row,
+    extra_columns,
     good_rows,
     is_plain,
     names_of,
     other_columns,
-    own_columns,
     prompt_row,
     rows_of_prompts,
 )
@@ -153,7 +153,7 @@ def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
 
     columns = {"row": pa.string(), "tokens": pa.list_(pa.int32()), "source": pa.string()}
     entry = cached_rows(
-        "prompts", key, columns, cells, lambda: {"columns": own_columns(names, prompt_key)}
+        "prompts", key, columns, cells, lambda: {"columns": extra_columns(names, prompt_key)}
     )
     if entry is None:
         return None

@@ -22,7 +22,7 @@ import torch
 from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.data.files import listing, row_limit
-from trainer.data.loader import digest_of_rows, epoch_order, refuse_other_rows
+from trainer.data.loader import check_same_rows, digest_of_rows, epoch_order
 from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
@@ -315,5 +315,5 @@ class PromptLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the position of `state`; other data or another batch size is an error."""
-        refuse_other_rows(state, self.state_dict())
+        check_same_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]

@@ -214,10 +214,10 @@ class WorkerGroups:
             ]
         self._needed = list(needed.values())
 
-    def check_idle(self, what: str) -> None:
-        """Raise if a pool that the run needs is lost while `what` is waited for."""
+    def check_idle(self, wait_name: str) -> None:
+        """Raise if a pool that the run needs is lost while `wait_name` is waited for."""
         for transport in self._needed:
-            transport.check_idle(what)
+            transport.check_idle(wait_name)
 
     def _roles(self, pool: str) -> list[str]:
         """Return the roles of a pool in the order in which they are constructed."""

@@ -27,10 +27,10 @@ MARKS = {"num_makers", "num_trainers", "experience_steps", "trainer_strategy"}
 def translate(command: Command) -> Translation | None:
     """Return our settings and a line on every flag; None if the script does not train."""
     scripts = ("train_prompts", *ASYNC)
-    found = find_program(command.words, lambda name: last_name(name) in scripts, "")
-    if found is None:
+    match = find_program(command.words, lambda name: last_name(name) in scripts, "")
+    if match is None:
         return None
-    launcher, script, words = found
+    launcher, script, words = match
     script, given = last_name(script), as_flags(words)
     is_async = script in ASYNC or (not script and not MARKS.isdisjoint(given))
     program = "async" if is_async else "ppo"

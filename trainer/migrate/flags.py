@@ -62,7 +62,7 @@ NAME = re.compile(r"'[^']*'|(?<![\w.])[A-Za-z_][\w.]*")
 """A text or a name in an expression."""
 OF_PYTHON = ("and", "or", "not", "in", "if", "else", "is", "None", "True", "False")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{each.__name__: each for each in (float, int, len, max, min, round, str, math.ceil)},
+    **{item.__name__: item for item in (float, int, len, max, min, round, str, math.ceil)},
     "numbers": lambda *values: all(isinstance(value, (int, float)) for value in values),
     "listed": lambda value: str(value).strip("[]").split(","),
 }
@@ -270,8 +270,8 @@ class GivenFlags:
             for name in flags:
                 self.becomes(name, settings)
             if "theirs" in rule and not any(map(self.has, flags)):
-                what = self._filled(rule["told"]) if "told" in rule else self.spelled(flags[0])
-                self.done.default(what, self._filled(str(rule["theirs"])), settings)
+                spelling = self._filled(rule["told"]) if "told" in rule else self.spelled(flags[0])
+                self.done.default(spelling, self._filled(str(rule["theirs"])), settings)
             elif "told" in rule:
                 self.done.rename(self._filled(rule["told"]), settings)
             for key in [key for key in keys or {} if _fits(key, rule.get("drop", ()))]:
@@ -292,7 +292,7 @@ class GivenFlags:
                 done.default(self.spelled(name), value, self._settings(name, row, value))
             return
         told, value = self._with_value(name), self.value(name)
-        changes_nothing = _fits(value.lower(), [each.lower() for each in row.at])
+        changes_nothing = _fits(value.lower(), [item.lower() for item in row.at])
         if changes_nothing or not is_read or row.taken_with:
             done.joined.append(told)
         elif row.otherwise and value.lower() not in row.values:

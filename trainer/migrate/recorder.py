@@ -198,7 +198,7 @@ def _equip(recorder: Path) -> None:
     shutil.copy(Path(__file__).with_suffix(".sh"), recorder / "recorder.sh")
 
 
-def _read(text: str, places: Mapping[str, str], given: Mapping[str, str]) -> Command | None:
+def _read(text: str, places: Mapping[str, str], environment: Mapping[str, str]) -> Command | None:
     """Read a record of `recorder.sh`: folder, words and variables, separated by NULs.
 
     Return None if the record is incomplete, because the script was stopped, or is not a regular
@@ -210,8 +210,8 @@ def _read(text: str, places: Mapping[str, str], given: Mapping[str, str]) -> Com
     parts = rest.split("\0")
     if not count.isdigit() or len(parts) <= int(count):
         return None
-    variables = dict(each.partition("=")[::2] for each in parts[int(count) :])
-    bashs = {name for name, value in variables.items() if given.get(name) == value}
+    variables = dict(pair.partition("=")[::2] for pair in parts[int(count) :])
+    bashs = {name for name, value in variables.items() if environment.get(name) == value}
     bashs |= {name for name in variables if not name.isidentifier()}
     bashs |= {"_", "HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR"}
     environment = {name: value for name, value in variables.items() if name not in bashs}

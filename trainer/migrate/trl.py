@@ -53,10 +53,10 @@ MARKS = {
 
 def translate(command: Command) -> Translation | None:
     """Return our settings and a line on every field; None if the script does not train."""
-    found = find_program(command.words, lambda name: _is_program(name, command.words), "")
-    if found is None:
+    match = find_program(command.words, lambda name: _is_program(name, command.words), "")
+    if match is None:
         return None
-    launcher, name, words = found
+    launcher, name, words = match
     if name and last_name(name) not in SCRIPTS:
         raise ConfigError(
             f"{name}.py is a script of its own, which has no counterpart here; known are: "

@@ -44,12 +44,12 @@ MODULES = {
 def translate(command: Command) -> Translation | None:
     """Our settings, and a line on every key that is not the same; None if this is no training."""
     words = command.words
-    found = find_program(words, lambda name: _fits(name, *SFT, *BY_KEYS, *OTHERS))
-    if found is None:
+    match = find_program(words, lambda name: _fits(name, *SFT, *BY_KEYS, *OTHERS))
+    if match is None:
         if not all(is_setting(word) for word in words):
             return None
-        found = [], "main_ppo", words
-    launcher, program, words = found
+        match = [], "main_ppo", words
+    launcher, program, words = match
     if not _fits(program, *SFT, *BY_KEYS):
         raise ConfigError(
             f"{program} is a driver with code of its own, which has no counterpart here; known "

@@ -17,7 +17,7 @@ from trainer.planner.job import layout_keys, pool_key, sizes_of
 from trainer.planner.ppo import PPOJob
 from trainer.planner.prediction import setup_of
 from trainer.planner.search import PlannedPlacement, PoolPlan
-from trainer.planner.simulate import Phases, Setup, simulate, what_limits
+from trainer.planner.simulate import Phases, Setup, bottleneck, simulate
 from verl_like.errors import ConfigError
 
 NUM_STEPS = 30
@@ -62,7 +62,7 @@ class AsyncPlacement(PlannedPlacement):
 
     def limit(self, stages: Sequence[str]) -> str:
         """Return the role that limits the speed of a step most."""
-        return what_limits(self.phases, self.setup)
+        return bottleneck(self.phases, self.setup)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

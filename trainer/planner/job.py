@@ -192,7 +192,7 @@ class Job(ABC):
         config, _ = compose.checked_config(settings, self.recipe)
         return config
 
-    def why_rejected(self, placement: PlannedPlacement) -> str | None:
+    def rejection(self, placement: PlannedPlacement) -> str | None:
         """Return the error of a run with these keys; None if it would start."""
         try:
             config = self.configured(placement)

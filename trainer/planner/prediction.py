@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.async_training.config import AsyncConfig, open_at_once
 from trainer.async_training.topology import ANY_RANK, Topology
-from trainer.planner.simulate import Phases, Setup, simulate, what_limits
+from trainer.planner.simulate import Phases, Setup, bottleneck, simulate
 from trainer.report.async_training import seconds_by_role
 from trainer.report.read import RunData, read_run
 from verl_like.errors import ConfigError
@@ -93,5 +93,5 @@ def prediction_line(config: AsyncConfig, phases: Phases) -> str:
     shares = {role: f"{states['busy']:.0%}" for role, states in sorted(prediction.shares.items())}
     busy = ", ".join(f"{role} {share}" for role, share in shares.items())
     return (
-        f"{prediction.seconds:.3g} s a step; busy: {busy}; limited by: {what_limits(phases, setup)}"
+        f"{prediction.seconds:.3g} s a step; busy: {busy}; limited by: {bottleneck(phases, setup)}"
     )

@@ -173,7 +173,7 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
     return Prediction(wall / num_steps, shares, staleness)
 
 
-def what_limits(phases: Phases, setup: Setup) -> str:
+def bottleneck(phases: Phases, setup: Setup) -> str:
     """Return the main limit of the run: `generators`, `trainer`, `weights` or `staleness bound`.
 
     Each is made a fifth faster, or the bound one version wider, and the run is simulated again.

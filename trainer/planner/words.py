@@ -53,7 +53,7 @@ def sifted(job: Job, found: Sequence[PlannedPlacement]) -> tuple[list[PlannedPla
     best: list[PlannedPlacement] = []
     rejected = []
     for placement in found:
-        error = job.why_rejected(placement)
+        error = job.rejection(placement)
         if error is None:
             best.append(placement)
         else:

@@ -50,15 +50,15 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 
 def validate(config: PPOConfig) -> None:
     """Reject settings that cannot work together, and warn about contradictory settings."""
-    refuse(config)
+    reject(config)
     log_warnings(config)
 
 
-def refuse(config: PPOConfig) -> None:
+def reject(config: PPOConfig) -> None:
     """Reject settings that cannot work together, with the numbers and the way out."""
     check_rewards(config)
     RolloutCorrection.of(config.algorithm.rollout_correction)
-    for refusal in refusals(config):
+    for refusal in rejections(config):
         raise ConfigError(refusal)
     check_quantized_device(config)
     for role, model in models_of(config, without_users=True).items():
@@ -68,7 +68,7 @@ def refuse(config: PPOConfig) -> None:
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
 
 
-def refusals(config: PPOConfig) -> Iterator[str]:
+def rejections(config: PPOConfig) -> Iterator[str]:
     """Yield an error text for every setting that cannot work, cannot teach, or has no effect."""
     yield from _of_data(config)
     yield from _of_mini_batches(config)

@@ -271,7 +271,7 @@ def correct_rollout(
     mask = columns["response_mask"]
 
     gauge = correction.gauge()
-    weights, kept = correction(columns["old_log_probs"], columns[behaviour], mask, gauge)
+    weights, accepted = correction(columns["old_log_probs"], columns[behaviour], mask, gauge)
     metrics = gauge.metrics()
     batch = batch.select()
     if weights is not None:
@@ -279,7 +279,7 @@ def correct_rollout(
             weights, mean = normalized(weights, mask.bool(), str(correction.level))
             metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean
         write_columns(batch, rollout_is_weights=weights)
-    return write_columns(batch, response_mask=kept), metrics
+    return write_columns(batch, response_mask=accepted), metrics
 
 
 class EntropyController:

@@ -174,18 +174,18 @@ def fate_of(key: str, value: str, given: Mapping[str, str] = MappingProxyType({}
         if ours.endswith(".fsdp_config.fsdp_size"):
             value = _shard_size(ours, value, given)
         return Fate(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
-    if _found(key, OF_ALL_RANKS) and value.isdigit():
+    if _first_match(key, OF_ALL_RANKS) and value.isdigit():
         return Fate(key=f"{key}_per_gpu", value=str(_rows_of_one_rank(int(value), given)))
     table = tables()
-    lays_out = bool(_found(key, table.lays_out))
-    if name := _found(key, table.changes_nothing):
+    lays_out = bool(_first_match(key, table.lays_out))
+    if name := _first_match(key, table.changes_nothing):
         return Fate(nothing=table.changes_nothing[name])
-    if name := _found(key, table.changes_nothing_at):
+    if name := _first_match(key, table.changes_nothing_at):
         texts = table.changes_nothing_at[name]["at"]
         if _plain(value) in [_value_of(text, given) for text in texts]:
             return Fate(nothing=f"{_plain(value)} is how it is here")
         return Fate(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
-    if name := _found(key, table.not_here):
+    if name := _first_match(key, table.not_here):
         return Fate(refused=table.not_here[name], lays_out=lays_out)
     return None
 
@@ -324,7 +324,7 @@ def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
     return known, takes_any, names
 
 
-def _found(key: str, patterns: Iterable[str]) -> str:
+def _first_match(key: str, patterns: Iterable[str]) -> str:
     """Return the first pattern that the key matches, or ""."""
     return next((pattern for pattern in patterns if fnmatchcase(key, pattern)), "")
 

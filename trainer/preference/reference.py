@@ -46,17 +46,17 @@ def kept_or_computed(
     `start` is the run folder of the checkpoint to resume, if there is one.
     """
     source = (start or folder) / FILE
-    kept, made_of = _read(source)
+    stored, made_of = _read(source)
     are_same_weights = made_of.get("weights") == weights
     tables = {}
     for name, digest in rows.items():
-        if name in kept and are_same_weights and made_of[name] == digest:
-            tables[name] = kept[name]
+        if name in stored and are_same_weights and made_of[name] == digest:
+            tables[name] = stored[name]
             continue
-        if name == "train" and name in kept and start is not None:
-            what = "rows of data.train_files" if are_same_weights else "reference's weights"
+        if name == "train" and name in stored and start is not None:
+            change = "rows of data.train_files" if are_same_weights else "reference's weights"
             raise CheckpointError(
-                f"{source} holds log-probs of another reference: the {what} are other ones now. "
+                f"{source} holds log-probs of another reference: the {change} are other ones now. "
                 "Put back what the run started with, or start again in another "
                 "trainer.default_local_dir."
             )

@@ -174,7 +174,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
             columns |= labelled_columns(log_probs[:, 1], reference[:, 1], desirable)
 
         metrics = measures(columns, self.config)
-        return shown({f"val/{name}": float(each.mean()) for name, each in metrics.items()}, "val")
+        return shown({f"val/{name}": float(rows.mean()) for name, rows in metrics.items()}, "val")
 
 
 def shown(metrics: Metrics, prefix: str) -> Metrics:

@@ -71,10 +71,10 @@ def replay(
         names = counted(request.metrics if stage else was.keys() | now.keys())
         differences, compared = differing_metrics(was, now, names), []
         for name in STAGES:
-            kept, made = (batch_file(source, step, name) for source in (saved.folder, folder))
-            if kept.is_file() and made.is_file():
+            old, new = (batch_file(source, step, name) for source in (saved.folder, folder))
+            if old.is_file() and new.is_file():
                 compared.append(name)
-                lines = differing_columns(kept, made)
+                lines = differing_columns(old, new)
                 differences += [f"batch of {name}: {line}" for line in lines]
     return Replayed(start, len(names), compared, differences)
 

@@ -62,12 +62,12 @@ class SavedRun:
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return the run's metrics of a step."""
-        found, _ = json_objects(self.folder / "metrics.jsonl")
-        lines = {line["step"]: line for line in found if "step" in line}
+        entries, _ = json_objects(self.folder / "metrics.jsonl")
+        lines = {line["step"]: line for line in entries if "step" in line}
         steps = sorted(number for number in lines if number > 0)
         if step not in steps:
-            made = f"it made steps {steps[0]} to {steps[-1]}" if steps else "it made none"
-            raise ConfigError(f"--step={step}: {self.folder} has no metrics of that step; {made}.")
+            known = f"it made steps {steps[0]} to {steps[-1]}" if steps else "it made none"
+            raise ConfigError(f"--step={step}: {self.folder} has no metrics of that step; {known}.")
         return dict(lines[step])
 
     def start_of(self, step: int, may_begin: bool) -> Path | None:

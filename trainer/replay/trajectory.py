@@ -53,7 +53,7 @@ class Wanted:
     step: int
     recorded: DataProto
     is_live: bool
-    found: list[Played] = field(default_factory=list)
+    differences: list[Played] = field(default_factory=list)
 
 
 def replay_trajectory(
@@ -80,7 +80,7 @@ def replay_trajectory(
         config = settings_of_replay(saved.config, start, Path(scratch) / "run", backend)
         print(announcement(saved, start, wanted.step, config), flush=True)
         make(config, replaying(saved.trainer_cls, request))
-    return wanted.found
+    return wanted.differences
 
 
 def recorded_samples(folder: Path, name: str) -> Wanted:
@@ -132,19 +132,19 @@ def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
             break
     else:
         raise ConfigError(f"the prompts of step {wanted.step} have no uid {uid}: other data?")
-    asked = repeat_prompts(batch[rows], config.actor_rollout_ref.rollout.n)
+    prompts = repeat_prompts(batch[rows], config.actor_rollout_ref.rollout.n)
     indices = recorded.padded("sample_index").tolist()
-    of_uid = [n for n, each in enumerate(asked.non_tensor_batch["uid"]) if each == uid]
-    asked = asked[[of_uid[index] for index in indices]]
+    of_uid = [n for n, each in enumerate(prompts.non_tensor_batch["uid"]) if each == uid]
+    prompts = prompts[[of_uid[index] for index in indices]]
     if not wanted.is_live:
         answers = [facts["answers"] for facts in recorded.non_tensor_batch[EPISODE]]
-        asked = asked.union(DataProto.from_dict({}, {RECORDED: object_rows(answers)}))
-    made = trainer.rollouts.generate(asked, attempt=attempt)
+        prompts = prompts.union(DataProto.from_dict({}, {RECORDED: object_rows(answers)}))
+    replayed = trainer.rollouts.generate(prompts, attempt=attempt)
     for row, index in enumerate(indices):
-        was, now = (_Row.of(each, row) for each in (recorded, made))
+        was, now = (_Row.of(each, row) for each in (recorded, replayed))
         difference = first_difference(was, now, trainer.rollouts.tokenizer)
         drawn = int(was.is_drawn.sum())
-        wanted.found.append(Played(f"{uid}/{index}", was.num_turns, drawn, difference))
+        wanted.differences.append(Played(f"{uid}/{index}", was.num_turns, drawn, difference))
     return {}
 
 
@@ -177,25 +177,25 @@ class _Row:
 
 def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
     """Describe the first difference in the order of turns."""
-    found: list[tuple[int, int, str]] = []
+    differences: list[tuple[int, int, str]] = []
     """(turn, 0 for its response or 1 for the observation after it, words)"""
     answers = enumerate(zip(was.answers, now.answers, strict=False))
-    changed = next((n for n, (one, other) in answers if one != other), None)
+    changed = next((n for n, (first, other) in answers if first != other), None)
     if changed is None and len(was.answers) != len(now.answers):
         changed = min(len(was.answers), len(now.answers))
     if changed is not None:
-        what = f"the answer to turn {changed}" if changed else "the first observation"
+        subject = f"the answer to turn {changed}" if changed else "the first observation"
         pair = [_words(each.answers, changed) for each in (was, now)]
-        found.append((changed - 1, 1, f"{what}: was {pair[0]}, is {pair[1]}"))
+        differences.append((changed - 1, 1, f"{subject}: was {pair[0]}, is {pair[1]}"))
 
     place = _first_place(was.tokens, now.tokens)
     if place is not None and (place >= len(was.tokens) or bool(was.is_drawn[place])):
         turn = (was.turns + now.turns[len(was.turns) :])[place]
         pair = [_token(each.tokens, place, tokenizer) for each in (was, now)]
         words = f"token {place} of the response, in turn {turn + 1}: was {pair[0]}, is {pair[1]}"
-        found.append((turn, 0, words))
-    if found:
-        return min(found)[2]
+        differences.append((turn, 0, words))
+    if differences:
+        return min(differences)[2]
     if was.prompt != now.prompt or place is not None:
         return "the observed tokens: is the tokenizer or its chat template another one?"
     drawn = was.is_drawn.nonzero().flatten().tolist()

@@ -37,10 +37,10 @@ def summary(data: RunData) -> list[str]:
     best = list(_best_validations(data))
     disturbances = [*faults_in_words(data.folder), *restarts_in_words(data.folder)]
     lines = [_time(data), *_first_to_last(data), *_trajectories(data), *best, *disturbances]
-    return [*lines, *what_to_look_at(data)]
+    return [*lines, *advice_at_end(data)]
 
 
-def what_to_look_at(data: RunData) -> list[str]:
+def advice_at_end(data: RunData) -> list[str]:
     """Return the metrics beyond their limits at the run's end, each with advice."""
     lines = [
         _answers_cut(data),

@@ -44,7 +44,7 @@ class Trajectory:
 def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
     """Return the turns of a sample's line, which may have none."""
     rows = _turns(row)
-    sampled = _said(rows)
+    sampled = _policy_turns(rows)
     turns = [_shown(turn) for turn in rows[:MOST_TURNS]]
     if len(rows) > MOST_TURNS:
         turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_drawn=False))
@@ -65,7 +65,7 @@ def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
 
 
-def _said(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _policy_turns(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [turn for turn in turns if _is_drawn(turn)]
 
 
@@ -106,7 +106,7 @@ def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     """
     counts: dict[int, Counter[str]] = {}
     for row in rows:
-        if sampled := _said(_turns(row)):
+        if sampled := _policy_turns(_turns(row)):
             outcome = SUCCESS if _number(row, "score") > 0 else NO_SUCCESS
             counts.setdefault(len(sampled), Counter())[
                 FAILED if row.get("problem") else outcome

@@ -91,22 +91,22 @@ class FaultInjection:
         """Write the account of the steps and samples; raise if a step is lost or doubled."""
         if self._first is None:
             return
-        kept = [step for step in _steps_of(self._folder) if step > self._first]
-        unfinished = [step for step in self._begun[-1:] if step not in kept]
-        became = dict(zip(OUTCOMES, (len(kept), self._made_again, len(unfinished)), strict=True))
-        in_order = kept == list(range(self._first + 1, self._first + 1 + len(kept)))
+        done = [step for step in _steps_of(self._folder) if step > self._first]
+        unfinished = [step for step in self._begun[-1:] if step not in done]
+        became = dict(zip(OUTCOMES, (len(done), self._made_again, len(unfinished)), strict=True))
+        in_order = done == list(range(self._first + 1, self._first + 1 + len(done)))
         if not in_order or self._num_begun != sum(became.values()):
             raise LedgerError(
                 f"the steps of a run with injected faults do not add up: {self._num_begun} were "
-                f"begun, {became}; metrics.jsonl has steps {kept} after step {self._first}. The "
+                f"begun, {became}; metrics.jsonl has steps {done} after step {self._first}. The "
                 f"faults are in {self._folder / FAULTS_FILE}."
             )
-        more = {}
+        extra = {}
         if self._samples is not None:
-            self._samples.log.drop_after(self._first + len(kept), STEP_NOT_FINISHED)
+            self._samples.log.drop_after(self._first + len(done), STEP_NOT_FINISHED)
             if totals := self._samples.log.totals():
-                more = {"samples": totals}
-        self._write({"kind": LEDGER, "begun": self._num_begun, **became, **more})
+                extra = {"samples": totals}
+        self._write({"kind": LEDGER, "begun": self._num_begun, **became, **extra})
 
     def _draw(self, kind: str, chance: float, step: int) -> Random | None:
         """Return the random numbers of this step's fault, or None without a new fault."""

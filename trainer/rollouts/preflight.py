@@ -12,7 +12,7 @@ from verl_like.placement.roles import expand_roles
 from workers.config import rewards_of
 from workers.models.load import check_score_head
 from workers.models.random_init import check_weights
-from workers.rollout.build import own_engine
+from workers.rollout.build import user_engine
 from workers.rollout.vllm.setup import check_version
 
 
@@ -43,7 +43,7 @@ def check_reward_models(config: Any) -> None:
 def check_rollout(config: Any, role: str = "rollout") -> None:
     """Reject an unknown engine, and engines whose ranks do not divide the role's pool."""
     rollout = config.actor_rollout_ref.rollout
-    own_engine(rollout.name)
+    user_engine(rollout.name)
     pool = expand_roles(config.role_mapping)[role]
     ranks = sum(config.resource_pool_spec[pool])
     size = rollout.tensor_model_parallel_size

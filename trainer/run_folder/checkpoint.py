@@ -86,7 +86,7 @@ class Checkpoints:
         return by_time and minutes is not None and now - since >= 60 * minutes
 
     @property
-    def are_written(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if this run writes checkpoints; a run that is stopped then writes one."""
         return self.trainer.save_freq > 0 or self.trainer.save_every_minutes is not None
 

@@ -41,7 +41,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainer.config.flat import config_hash, flat_config, flatten, in_yaml, refuse_many_aliases
+from trainer.config.flat import config_hash, flat_config, flatten, in_yaml
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError
@@ -156,7 +156,6 @@ def saved_tree(folder: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG_FILE}.")
     try:
-        refuse_many_aliases(path)
         return OmegaConf.load(path)
     except (OSError, ValueError, RecursionError, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error
@@ -173,7 +172,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     An existing folder keeps its mode. Raise if it cannot be written or has another run's metrics.
     """
     folder = Path(config.trainer.default_local_dir)
-    _refuse_other_run(folder, config)
+    _reject_other_run(folder, config)
     try:
         make_private(folder)
         lock.take()
@@ -186,7 +185,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     return folder
 
 
-def _refuse_other_run(folder: Path, config: RunConfig) -> None:
+def _reject_other_run(folder: Path, config: RunConfig) -> None:
     """Raise if the folder has metrics of a run with another configuration.
 
     A folder with a checkpoint is checked by `trainer.run_folder.resume`.

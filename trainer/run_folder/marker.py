@@ -35,11 +35,11 @@ FORM: dict[str, type] = {"step": int, "config": dict, "inputs": dict, "versions"
 
 def committed(folder: Path) -> list[int]:
     """Return the steps of the completed checkpoints in a run folder, in order."""
-    found = (
+    matches = (
         re.fullmatch(STEP_FOLDER, path.parent.name)
         for path in folder.glob(f"global_step_*/{MARKER}")
     )
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def named(steps: list[int]) -> str:
@@ -57,14 +57,14 @@ def read_marker(folder: Path) -> dict[str, Any]:
         if of_name and int(of_name[1]) != marker["step"]:
             raise ValueError(f"step is {marker['step']!r:.40} in {folder.name}")
     except FileNotFoundError as error:
-        what = (
+        problem = (
             "it was never committed (no commit.json)"
             if folder.is_dir()
             else "there is no such folder"
         )
         beside = named(committed(folder.parent))
         raise CheckpointError(
-            f"{folder} is no checkpoint: {what}. Committed ones next to it: {beside}."
+            f"{folder} is no checkpoint: {problem}. Committed ones next to it: {beside}."
         ) from error
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error

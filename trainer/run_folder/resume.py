@@ -62,17 +62,17 @@ class ResumePoint:
         return digests_of_inputs(self.schema, self.config)
 
     @property
-    def goes_on_here(self) -> bool:
+    def resumes_in_place(self) -> bool:
         """True if the run resumes from its own folder, whose earlier lines then stay."""
         return self.start is not None and self.start.parent == self.folder
 
     @property
-    def why_finished(self) -> str:
+    def finished_message(self) -> str:
         """A message if this same run has finished its last step, otherwise "".
 
         A run with another setting, such as a length, is started: it may have steps left.
         """
-        if self.start is None or not self.goes_on_here:
+        if self.start is None or not self.resumes_in_place:
             return ""
         saved = read_marker(self.start)["config"]
         keys = self.config.keys() - set(NAMES_OF_A_RUN)
@@ -91,7 +91,7 @@ class ResumePoint:
         )
 
     @contextmanager
-    def naming_what_does_not_load(self) -> Iterator[None]:
+    def naming_checkpoint(self) -> Iterator[None]:
         """Name the checkpoint in errors of loading the driver's state.
 
         Nothing is set aside: the state may be whole, and a user's trainer may be at fault.
@@ -130,7 +130,7 @@ class ResumePoint:
         load_random_state(start / "random.json")
         try:
             state = read_json_object(start / "trainer.json")
-            _refuse_lies(state, self.start_step)
+            _check_state(state, self.start_step)
         except ValueError as error:
             raise DamagedCheckpointError(f"{start / 'trainer.json'} is damaged: {error}") from error
         print(f"resumed from {start}", flush=True)
@@ -146,8 +146,8 @@ class ResumePoint:
         for pattern in ("global_step_*.part", "global_step_*.old"):
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
-        last = self.start_step if self.goes_on_here else -1
-        if not self.goes_on_here:
+        last = self.start_step if self.resumes_in_place else -1
+        if not self.resumes_in_place:
             for name in (WANDB_ID, TRACKIO_RUN):
                 (self.folder / name).unlink(missing_ok=True)  # the run starts a new one there
         metrics = self.folder / "metrics.jsonl"
@@ -267,7 +267,7 @@ class ResumePoint:
         return f"Name another one: beside it are {named(steps)}."
 
 
-def _refuse_lies(state: dict[str, Any], step: int) -> None:
+def _check_state(state: dict[str, Any], step: int) -> None:
     """Raise ValueError unless a run can have written the state after that step.
 
     Counts and numbers must be valid and finite.

@@ -49,7 +49,7 @@ class Timeline:
         self._lanes: dict[tuple[int, str], Event] = {}
         """A pool's number and a lane's name -> the event that names the lane."""
         self._is_empty = True
-        if not (resume and self.path.is_file() and self._goes_on()):
+        if not (resume and self.path.is_file() and self._can_continue()):
             facts = json.dumps({"displayTimeUnit": "ms", "otherData": {"stages": list(stages)}})
             self.path.write_bytes(facts[:-1].encode() + b', "traceEvents": [' + _TAIL)
 
@@ -91,7 +91,7 @@ class Timeline:
             args["cpu_s"] = round(args["cpu_s"], 4)
         return [*events, {"ph": "X", "name": record["method"], **lane, **times, "args": args}]
 
-    def _goes_on(self) -> bool:
+    def _can_continue(self) -> bool:
         """Return whether the file can be continued; a damaged file is set aside."""
         try:
             self._read_names()

@@ -299,7 +299,7 @@ class WeightedScores:
             columns = read_columns(result, "token_level_scores", "step_ends", "score_failed")
             scores_of_part = TermScores(*columns.values())
             failures = result.meta_info[FAILURES]
-            _refuse(part, scores_of_part.failed, failures)
+            _reject_failures(part, scores_of_part.failed, failures)
             cost = f"get the score {part.config.default_score:g}"
             if part.config.on_failure == "skip":
                 cost = "are left out of the update"
@@ -322,7 +322,7 @@ def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dic
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in values.items()}
 
 
-def _refuse(part: RewardTerm, failed: Tensor, failures: Failures) -> None:
+def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> None:
     """Raise if there are too many failures, with the first of each kind."""
     config, most, count = part.config, part.max_failed_share, int(failed.sum())
     if config.on_failure == "fail" and count:

@@ -62,7 +62,7 @@ def _has_vllm() -> bool:
 def check_engine(config: WorkersConfig, world_size: int) -> None:
     """Reject unknown names, and tensor parallelism that does not fit the pool."""
     rollout = config.actor_rollout_ref.rollout
-    own_engine(rollout.name)
+    user_engine(rollout.name)
     check_options(rollout.engine_kwargs)
     urls = rollout.server_urls
     if urls and (len(urls) != world_size or len(set(urls)) != world_size):
@@ -104,7 +104,7 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
         )
 
 
-def own_engine(name: str) -> type[RolloutEngine] | None:
+def user_engine(name: str) -> type[RolloutEngine] | None:
     """Return the user's class at a dotted path; None for a built-in engine."""
     engine = ENGINES.look_up(name)
     if name in ENGINES:
@@ -122,7 +122,7 @@ def own_engine(name: str) -> type[RolloutEngine] | None:
 
 def check_notes_routing(rollout: RolloutConfig) -> None:
     """Reject an engine that does not record which experts its model chooses."""
-    custom = own_engine(rollout.name)
+    custom = user_engine(rollout.name)
     if rollout.server_urls or (custom and custom.no_choices is RolloutEngine.no_choices):
         engine = "a server of vLLM's" if rollout.server_urls else rollout.name
         raise ConfigError(
@@ -173,7 +173,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         from workers.rollout.hf import HFEngine
 
         return HFEngine(module, limits, decode=decode)
-    if custom := own_engine(rollout.name):
+    if custom := user_engine(rollout.name):
         make: Any = custom  # the constructor is the user's
         engine: RolloutEngine = make(module, limits, decode=decode)
         return engine

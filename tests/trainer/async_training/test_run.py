@@ -445,13 +445,13 @@ def test_a_run_that_ended_within_a_round_does_not_go_on_from_there(
 ) -> None:
     rounds = ("async_training.train_epochs=2", "async_training.update_steps=2")
     config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *rounds), ASYNC)
-    start = SimpleNamespace(start=tmp_path / "global_step_6", start_step=6, why_finished="")
+    start = SimpleNamespace(start=tmp_path / "global_step_6", start_step=6, finished_message="")
     monkeypatch.setattr(checks, "ResumePoint", lambda config: start)
     with pytest.raises(
         CheckpointError, match="global_step_6 was saved in the middle of a round of 4 steps"
     ):
         AsyncTrainer.prepare(config, ExitStack())
-    start.why_finished = "nothing is left to do"
+    start.finished_message = "nothing is left to do"
     checks.check_start(config)
     start.start_step = 8
     checks.check_start(config)

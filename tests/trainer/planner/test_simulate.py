@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer.async_training.stand_ins import StandInGroup, generator_of, make_buffer, train
 from trainer.async_training.rounds import Demand
-from trainer.planner.simulate import Phases, Setup, simulate, what_limits
+from trainer.planner.simulate import Phases, Setup, bottleneck, simulate
 from verl_like.batch.protocol import DataProto
 
 PHASES = Phases([1.2], [0.3], [0.8], [0.1])
@@ -120,7 +120,7 @@ def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
     ],
 )
 def test_what_limits_is_what_would_help_most(phases: Phases, setup: Setup, limit: str) -> None:
-    assert what_limits(phases, setup) == limit
+    assert bottleneck(phases, setup) == limit
 
 
 def test_more_generators_move_idle_time_from_the_trainer_to_the_generators() -> None:

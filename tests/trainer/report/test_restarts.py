@@ -71,9 +71,9 @@ def test_a_run_that_begins_anew_begins_its_record_anew_and_a_restart_does_not(
 
 
 def test_whether_a_restart_is_left_is_what_the_next_failure_would_find(record: Restarts) -> None:
-    assert not record.are_left(0), "a start that fails is not tried again"
+    assert not record.has_attempts(0), "a start that fails is not tried again"
     for _ in range(2):
-        assert record.are_left(4)
+        assert record.has_attempts(4)
         record.wait_for_next(WorkerDiedError("gone"), 4)
-    assert not record.are_left(4), "it would be the third time that this step fails"
-    assert record.are_left(5)
+    assert not record.has_attempts(4), "it would be the third time that this step fails"
+    assert record.has_attempts(5)

@@ -12,7 +12,7 @@ import pytest
 from tests.trainer.report.report_runs import make_run
 from trainer.report.page import close_run, write_report
 from trainer.report.read import RunData, read_run
-from trainer.report.summary import summary, what_to_look_at
+from trainer.report.summary import advice_at_end, summary
 
 STEP = {
     "timing_s/step": 2.0,
@@ -66,7 +66,7 @@ def test_of_equal_validations_the_last_is_the_best(tmp_path: Path) -> None:
 
 
 def test_a_good_run_has_nothing_to_look_at(tmp_path: Path) -> None:
-    assert what_to_look_at(run_of(tmp_path, *[STEP] * 12)) == []
+    assert advice_at_end(run_of(tmp_path, *[STEP] * 12)) == []
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_a_good_run_has_nothing_to_look_at(tmp_path: Path) -> None:
 def test_a_number_beyond_its_limit_is_named_with_what_helps(
     tmp_path: Path, numbers: dict[str, float], words: str
 ) -> None:
-    (line,) = what_to_look_at(run_of(tmp_path, *[STEP] * 6, *[STEP | numbers] * 6))
+    (line,) = advice_at_end(run_of(tmp_path, *[STEP] * 6, *[STEP | numbers] * 6))
     assert line.startswith(f"look at: {words}")
 
 
 def test_a_policy_that_learns_to_end_its_answers_is_well(tmp_path: Path) -> None:
     cut = [{"response_length/clip_ratio": share} for share in (0.9, 0.4)]
-    assert what_to_look_at(run_of(tmp_path, *[STEP | cut[0]] * 6, *[STEP | cut[1]] * 6)) == []
+    assert advice_at_end(run_of(tmp_path, *[STEP | cut[0]] * 6, *[STEP | cut[1]] * 6)) == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_policy_that_learns_to_end_its_answers_is_well(tmp_path: Path) -> None
 def test_a_run_that_cannot_have_learned_is_named(
     tmp_path: Path, numbers: dict[str, float], words: str
 ) -> None:
-    (line,) = what_to_look_at(run_of(tmp_path, *[STEP | numbers] * 6))
+    (line,) = advice_at_end(run_of(tmp_path, *[STEP | numbers] * 6))
     assert words in line
 
 

@@ -40,7 +40,7 @@ def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path: Path) -> None:
     fresh = checkpoints(tmp_path / "new")
     fresh.resume.cut_back()
     assert fresh.resume.load({}) is None
-    assert not fresh.resume.goes_on_here
+    assert not fresh.resume.resumes_in_place
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -66,11 +66,11 @@ def test_a_checkpoint_is_due_by_time_and_then_at_the_end_of_a_long_run(
     now[0] = 130.0
     assert not by_time.is_due(4, 7)
     assert by_time.is_due(7, 7)
-    assert by_time.are_written
+    assert by_time.is_enabled
     off = checkpoints(tmp_path / "off", "trainer.save_freq=-1", "trainer.save_every_minutes=null")
     now[0] = 1e6
     assert not off.is_due(7, 7)
-    assert not off.are_written
+    assert not off.is_enabled
 
 
 def test_two_checkpoints_and_that_of_the_best_validation_stay(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_chosen_checkpoint_must_be_one_and_the_newest_of_the_run_folder(tmp_pa
     other = checkpoints(
         tmp_path / "other", mode, f"trainer.resume_from_path={tmp_path}/global_step_2"
     )
-    assert (other.resume.start_step, other.resume.goes_on_here) == (2, False)
+    assert (other.resume.start_step, other.resume.resumes_in_place) == (2, False)
 
 
 def test_what_came_after_the_committed_step_is_cut_away(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_state_that_does_not_load_is_refused_by_name_and_stays(tmp_path: Path)
     saved(tmp_path, 2, 4)
     run = checkpoints(tmp_path)
     words = r"global_step_4/trainer.json does not load: TypeError: .*beside it: global_step_2, "
-    with pytest.raises(CheckpointError, match=words), run.resume.naming_what_does_not_load():
+    with pytest.raises(CheckpointError, match=words), run.resume.naming_checkpoint():
         json.loads("[]")["num_taken"]
     assert committed(tmp_path) == [2, 4]
 

@@ -32,8 +32,8 @@ from workers.rollout.vllm.setup import (
     EXTENSION,
     VllmRequest,
     VllmSettings,
+    check_tested_version,
     model_facts,
-    refuse_untested,
 )
 from workers.weights.channel import pack, sending
 from workers.weights.connection import Connections, call_in_thread
@@ -70,7 +70,7 @@ class VllmServer:
         self._arrived: queue.SimpleQueue[tuple[int, list[int] | Exception]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(limits.max_num_seqs, "vllm server")
         self._streams: dict[int, Future[None]] = {}
-        refuse_untested(self._ask("/version")["version"], "vllm", f" at {self.url}")
+        check_tested_version(self._ask("/version")["version"], "vllm", f" at {self.url}")
         ranks = self.call("facts")
         self._num_ranks = len(ranks)
         actual, longest = ranks[0], limits.prompt_width + limits.response_width

@@ -66,10 +66,10 @@ def check_version(device_type: str) -> str:
             f"rollout.name=vllm on {device_type} needs the package {package} (extra [{extra}]), "
             f"which is not installed: {_install(package)}. rollout.name=native needs nothing."
         ) from error
-    return refuse_untested(installed, package)
+    return check_tested_version(installed, package)
 
 
-def refuse_untested(installed: str, package: str, where: str = "") -> str:
+def check_tested_version(installed: str, package: str, where: str = "") -> str:
     """Return the version `installed`; reject untested versions."""
     if not _numbers(TESTED[0]) <= _numbers(installed) < _numbers(TESTED[1]):
         raise ConfigError(
