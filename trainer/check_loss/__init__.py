@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,24 +18,23 @@ from typing import Any
 import torch
 
 from trainer.check_loss import foreign
-from trainer.check_loss.batches import Batch, all_batches, smaller
-from trainer.check_loss.relations import RELATIONS, Relation
-from trainer.check_loss.subject import Subject, subject_of
-from verl_like.errors import ConfigError, nearest
+from trainer.check_loss.batches import Batch, all_batches, has_token, smaller
+from trainer.check_loss.relations import NAMES, RELATIONS, TOLERANCES, Relation
+from trainer.check_loss.subject import Subject, check_name, subject_of
+from verl_like.errors import ConfigError
 from workers.losses.aggregate import AGGREGATIONS
 
 
 class BrokenRelation(AssertionError):
     """A relation that does not hold, with a small batch that shows it."""
 
-    def __init__(self, subject: Subject, name: str, batch: Batch) -> None:
-        self.relation, self.batch = name, batch
-        relation = RELATIONS[name]
-        cause = " ".join(str(relation.compare.__doc__).partition("Likely cause: ")[2].split())
+    def __init__(self, subject: Subject, relation: Relation, batch: Batch) -> None:
+        self.relation, self.batch = relation.__name__, batch
+        cause = " ".join(str(relation.__doc__).partition("Likely cause: ")[2].split())
         columns = [f"\n  {key} = {batch[key].tolist()}" for key in batch if key in subject.reads]
         mode = f" with {subject.mode}" if subject.mode else ""
         words = f"{difference(subject, relation, batch)}. Likely cause: {cause}"
-        super().__init__(f"{subject.name}{mode} breaks {name}: {words}{''.join(columns)}")
+        super().__init__(f"{subject.name}{mode} breaks {self.relation}: {words}{''.join(columns)}")
 
 
 def check_loss(
@@ -48,41 +47,33 @@ def check_loss(
     """
     is_foreign = str(target).partition(":")[0] in foreign.VERSIONS
     subject = (foreign.subject_of if is_foreign else subject_of)(target, kind, **settings)
-    for key in [] if is_foreign else {*settings} - {*subject.reads, "loss_agg_mode"}:
-        words = f"has no parameter {key!r}.{nearest(key, subject.reads)}"
-        raise ConfigError(f"{subject.name} {words}")
-    for name in {*skip} - {*RELATIONS}:
-        names = ", ".join(RELATIONS)
-        raise ConfigError(f"no relation {name!r}: {names}.{nearest(name, RELATIONS)}")
-    chosen = {
-        name: relation
-        for name, relation in RELATIONS.items()
-        if subject.kind in relation.kinds and name not in (*skip, *subject.exempt)
-    }
+    for key in settings:
+        check_name(key, subject.settings, f"{subject.name} has no setting")
+    for name in skip:
+        check_name(name, NAMES, "there is no relation")
+    left_out = {*skip, *subject.exempt}
+    chosen = [each for each in RELATIONS[subject.kind] if each.__name__ not in left_out]
     batches = all_batches(subject.kind)
     _try(subject, chosen, batches)
-    in_every_mode = {name: relation for name, relation in chosen.items() if relation.every_mode}
     for mode in AGGREGATIONS if "loss_agg_mode" in subject.reads else ():
-        other = replace(subject, mode=mode)
         with suppress(ConfigError):  # it does not take every aggregation
-            other.measure(batches[0])
-            _try(other, in_every_mode, batches[1::3])
-    return [*chosen]
+            _try(replace(subject, mode=mode), chosen, batches[1::3])
+    return [relation.__name__ for relation in chosen]
 
 
-def _try(subject: Subject, chosen: Mapping[str, Relation], batches: Sequence[Batch]) -> None:
-    for name, relation in chosen.items():
+def _try(subject: Subject, relations: Sequence[Relation], batches: Sequence[Batch]) -> None:
+    for relation in relations:
         for batch in batches:
             if difference(subject, relation, batch):
-                raise BrokenRelation(subject, name, shrink(subject, relation, batch))
+                raise BrokenRelation(subject, relation, shrink(subject, relation, batch))
 
 
 def difference(subject: Subject, relation: Relation, batch: Batch) -> str:
     """Return the two numbers that differ, in words, or "" if the relation holds on the batch."""
-    for change, expected, actual in relation.compare(subject, batch):
+    limit = TOLERANCES.get(relation.__name__, 1e-6)
+    for change, expected, actual in relation(subject, batch):
         for name, column in expected.items():
             pair = column.double().flatten(), actual[name].double().flatten()
-            limit = relation.tolerance
             is_close = torch.isclose(*pair, rtol=limit, atol=limit, equal_nan=True)
             if not bool(is_close.all()):
                 worst = (pair[0] - pair[1]).abs().nan_to_num(torch.inf).argmax()
@@ -94,7 +85,6 @@ def shrink(subject: Subject, relation: Relation, batch: Batch) -> Batch:
     """Return the smallest batch with a token that still breaks the relation."""
     for candidate in smaller(batch):
         with suppress(ConfigError):  # the function cannot take it
-            has_token = "response_mask" not in batch or bool(candidate["response_mask"].any())
-            if has_token and difference(subject, relation, candidate):
+            if has_token(candidate) and difference(subject, relation, candidate):
                 return shrink(subject, relation, candidate)
     return batch

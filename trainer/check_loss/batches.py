@@ -15,7 +15,6 @@ from torch import Tensor
 
 Batch = dict[str, Any]
 """Columns: tensors [rows, ...], and `index`, an array [rows]."""
-POLICY, VALUE, PREFERENCE, ESTIMATOR = "policy", "value", "preference", "estimator"
 MASKS = (
     "..1",
     "..11 ..11",
@@ -46,7 +45,7 @@ def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    if kind == PREFERENCE:
+    if kind == "preference":
         log_probs, gap = -3 * normal(rows, 2).abs() - 1, normal(rows)
         return {
             "log_probs": log_probs,
@@ -77,6 +76,11 @@ def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
         "sum_pi_squared": old.exp().square() + 0.1,
         "chosen_tokens": mask.bool() & (torch.arange(width) % 3 == 0),
     }
+
+
+def has_token(batch: Batch) -> bool:
+    """Return whether any token is inside the mask; pairs always have some."""
+    return "response_mask" not in batch or bool(batch["response_mask"].any())
 
 
 def take(batch: Batch, rows: Sequence[int]) -> Batch:

@@ -7,7 +7,7 @@ default settings, and the batch has log-probs, or a reward model's scores, in pl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from importlib import import_module
 from inspect import signature
@@ -18,53 +18,49 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.check_loss.batches import ESTIMATOR, POLICY, PREFERENCE, VALUE, Batch
-from trainer.check_loss.subject import LOSS_SCALE_FACTOR, Subject, counts_of, match
-from verl_like.errors import ConfigError, nearest
+from trainer.check_loss.batches import Batch
+from trainer.check_loss.subject import LOSS_SCALE_FACTOR, Subject, counts_of, look_up, match
+from verl_like.errors import ConfigError
+from workers.losses.aggregate import Denominators
 
 VERSIONS = {"trl": "1.16", "verl": "0.9.1"}
-MODES = {
-    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "sft", "dft"), "token-mean"),
-    **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
-    **dict.fromkeys(("luspo", "rloo"), "seq-mean-token-sum"),
-    "dr_grpo": "seq-mean-token-sum-norm",
+LOSSES = {
+    ("GRPO", "token-mean"): "dapo bnpo cispo vespo",
+    ("GRPO", "seq-mean-token-mean"): "grpo sapo",
+    ("GRPO", "seq-mean-token-sum"): "luspo",
+    ("GRPO", "seq-mean-token-sum-norm"): "dr_grpo",
+    ("RLOO", "seq-mean-token-sum"): "rloo",
+    ("SFT", "token-mean"): "sft dft",
+    ("Reward", None): "reward",
+    ("DPO", None): "dpo hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired "
+    "apo_zero apo_down discopop sigmoid_norm",
+    ("KTO", None): "kto apo_zero_unpaired",
 }
-"""TRL's loss of tokens -> the aggregation that its documentation states."""
-DPO = "dpo hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down"
+"""(TRL's trainer, the aggregation that its documentation states) -> values of `loss_type`."""
 TRAINERS = {
-    **dict.fromkeys(MODES, "GRPO"),
-    **{"rloo": "RLOO", "sft": "SFT", "dft": "SFT", "reward": "Reward"},
-    **dict.fromkeys([*DPO.split(), "discopop", "sigmoid_norm"], "DPO"),
-    **dict.fromkeys(["kto", "apo_zero_unpaired"], "KTO"),
+    "policy": {n: key for key, names in LOSSES.items() for n in names.split() if key[1]},
+    "preference": {n: key for key, names in LOSSES.items() for n in names.split() if not key[1]},
 }
-"""Name behind `trl:` -> the trainer that has the loss; the name is its `loss_type`."""
+"""Kind -> name behind `trl:` -> key of `LOSSES`."""
 
 
-def subject_of(
-    target: str, kind: str | None = None, is_strict: bool = True, **settings: Any
-) -> Subject:
-    """Return the subject of `trl:NAME` or `verl:NAME`; settings are the framework's own fields.
-
-    If it is not strict, fields that the function does not have are ignored.
-    """
+def subject_of(target: str, kind: str | None = None, **settings: Any) -> Subject:
+    """Return the subject of `trl:NAME` or `verl:NAME`; settings are the framework's own fields."""
     system, _, name = target.partition(":")
     try:
-        return (_of_trl if system == "trl" else _of_verl)(name, kind, settings, is_strict)
+        return (_of_trl if system == "trl" else _of_verl)(name, kind, settings)
     except ImportError as error:
         words = f"install it next to this package: pip install {system}=={VERSIONS[system]}"
         raise ConfigError(f"{target}: {system} cannot be imported ({error}): {words}.") from error
 
 
-def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any], is_strict: bool) -> Subject:
-    is_policy = name in MODES
-    if name not in TRAINERS or kind not in (None, POLICY if is_policy else PREFERENCE):
-        raise _unknown("trl", name, TRAINERS)
-    trainer_name = TRAINERS[name]
+def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
+    kind, (trainer_name, mode) = look_up(name, kind, TRAINERS, "trl has no loss")
     module = import_module(f"trl.trainer.{trainer_name.lower()}_trainer")
     config = {each.name: each.default for each in fields(getattr(module, f"{trainer_name}Config"))}
-    known = _fields(f"trl:{name}", settings, config, is_strict)
-    config |= {"loss_type": {"dpo": "sigmoid", "sft": "nll"}.get(name, name)}
-    config |= {"max_completion_length": LOSS_SCALE_FACTOR, **known}
+    loss_type = {"dpo": "sigmoid", "sft": "nll"}.get(name, name)
+    config |= {"loss_type": loss_type, "max_completion_length": LOSS_SCALE_FACTOR}
+    config |= {key: settings[key] for key in settings if key in config}
     # Whatever else a trainer has, such as `aux_loss_enabled`, is None.
     without = {"__getattr__": lambda trainer, attribute: None, "__init__": lambda trainer: None}
     trainer = type(trainer_name, (getattr(module, f"{trainer_name}Trainer"),), without)()
@@ -83,15 +79,15 @@ def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any], is_strict:
     def call(batch: Batch) -> Tensor:
         cuts, accelerator.num_processes = batch["num_micro_batches"], batch["dp_size"]
         trainer.current_gradient_accumulation_steps = trainer.steps_per_generation = cuts
-        inputs = _tokens(batch) if is_policy else _pairs(batch, 1 if trainer_name == "KTO" else 2)
+        inputs = _tokens(batch) if mode else _pairs(batch, 1 if trainer_name == "KTO" else 2)
         num_tokens = inputs["num_items_in_batch"] = torch.tensor(batch["batch_num_tokens"])
         loss: Tensor = trainer.compute_loss(_model, inputs, num_items_in_batch=num_tokens)
         return loss if trainer_name in ("GRPO", "SFT") else loss / cuts  # which the Trainer divides
 
-    kind, variable = (POLICY, "log_prob") if is_policy else (PREFERENCE, "log_probs")
-    reads = {"old_log_prob", "advantages", "response_mask", variable, *counts_of()}
-    exempt = ["finite_differences"] if name == "vespo" else []  # its weights have no gradient
-    return Subject(f"trl:{name}", kind, reads, call, variable, MODES.get(name), exempt, True)
+    variable = "log_prob" if mode else "log_probs"
+    reads = {variable, "old_log_prob", "advantages", "response_mask", *counts_of()}
+    reads |= {"desirable"} if trainer_name == "KTO" else set()
+    return Subject(f"trl:{name}", kind, reads, call, variable, mode, config, equal_cuts=True)
 
 
 def _model(input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> SimpleNamespace:
@@ -130,57 +126,56 @@ def _pairs(batch: Batch, sides: int) -> dict[str, Any]:
     return {**inputs, "ref_logps": ref[:, 0], "ref_KL_logps": 0 * batch["gap"]}
 
 
-def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any], is_strict: bool) -> Subject:
+def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
     core = import_module("verl.trainer.ppo.core_algos")
 
-    def sft_loss(log_prob: Tensor, response_mask: Tensor, dp_size: int, num_tokens: int) -> Any:
-        data = {"dp_size": dp_size, "batch_num_tokens": num_tokens, "response_mask": response_mask}
+    def sft(log_prob: Tensor, response_mask: Tensor, config: Any) -> Any:
+        data = {**config.global_batch_info, "response_mask": response_mask, "pad_mode": "padded"}
         losses = import_module("verl.workers.utils.losses")
-        return losses.sft_loss(None, {"log_probs": log_prob}, {**data, "pad_mode": "padded"})
+        return losses.sft_loss(None, {"log_probs": log_prob}, data)
 
-    functions = {POLICY: {**core.POLICY_LOSS_REGISTRY, "sft": sft_loss}}
-    functions |= {VALUE: {"value": core.compute_value_loss}, ESTIMATOR: core.ADV_ESTIMATOR_REGISTRY}
-    kinds = [key for key in functions if kind in (None, key) and name in functions[key]]
-    if not kinds:
-        raise _unknown("verl", name, [str(key) for named in functions.values() for key in named])
-    function, target = functions[kinds[0]][name], f"verl:{name}"
-    if kinds[0] != POLICY:
-        known = [each.name for each in fields(core.AlgoConfig)]
-        given = _fields(target, settings, [*known, *signature(function).parameters], is_strict)
-        config = core.AlgoConfig(**{key: given[key] for key in known if key in given})
-        subject = match(function, target, kinds[0], {"config": config, **given})
+    functions = {
+        "policy": {**core.POLICY_LOSS_REGISTRY, "sft": sft},
+        "value": {"value": core.compute_value_loss},
+        "estimator": core.ADV_ESTIMATOR_REGISTRY,
+    }
+    kind, function = look_up(name, kind, functions, "verl has no loss or estimator")
+    config = core.AlgoConfig()
+    owners = [config]
+    if kind == "policy":
+        config = core.ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)
+        owners = [config, config.policy_loss]
+        settings = {"loss_agg_mode": config.loss_agg_mode, **settings}
+    keys = {each.name: owner for owner in reversed(owners) for each in fields(owner)}
+    for key in {*keys} & {*settings}:
+        object.__setattr__(keys[key], key, settings[key])
+    subject = match(function, f"verl:{name}", kind, {**settings, "config": config})
+    subject = replace(subject, settings={*keys, *subject.settings})
+    if kind != "policy":
         return replace(subject, exempt=["prompt_tokens"])  # they are masked in the loss
 
-    config = core.ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)
-    known = [each.name for owner in (config, config.policy_loss) for each in fields(owner)]
-    for key, value in _fields(target, settings, known, is_strict).items():
-        object.__setattr__(config if hasattr(config, key) else config.policy_loss, key, value)
-    given = {"config": config, "loss_agg_mode": config.loss_agg_mode}
-    subject = match(function, target, POLICY, given)
+    def call(batch: Batch) -> Any:
+        info = {key: batch[key] for key in ("dp_size", *Denominators.__annotations__)}
+        object.__setattr__(config, "global_batch_info", info)
+        return subject.call(batch)
+
+    told = replace(subject, call=call, reads={*subject.reads, *counts_of()})
+    return with_actor(told, config, core.kl_penalty, core.agg_loss)
+
+
+def with_actor(
+    subject: Subject, actor: Any, kl_penalty: Callable[..., Tensor], agg_loss: Callable[..., Tensor]
+) -> Subject:
+    """Return the policy loss with the constant and the KL that its actor's section asks for."""
 
     def call(batch: Batch) -> Tensor:
-        counts = {key: batch[key] for key in [*counts_of()][:4]}
-        counts["loss_scale_factor"] = config.loss_scale_factor or counts["loss_scale_factor"]
-        object.__setattr__(config, "global_batch_info", counts)
+        scale = actor.loss_scale_factor or batch["loss_scale_factor"]
+        batch = {**batch, "loss_scale_factor": scale}
         loss: Tensor = subject.call(batch)[0]
-        if config.use_kl_loss:
-            kl = core.kl_penalty(batch["log_prob"], batch["ref_log_prob"], config.kl_loss_type)
-            mask, mode = batch["response_mask"], batch["loss_agg_mode"]
-            loss = loss + config.kl_loss_coef * core.agg_loss(kl, mask, mode, **counts)
+        if actor.use_kl_loss:
+            kl = kl_penalty(batch["log_prob"], batch["ref_log_prob"], actor.kl_loss_type)
+            counts = {key: batch[key] for key in signature(agg_loss).parameters if key in batch}
+            loss = loss + actor.kl_loss_coef * agg_loss(kl, batch["response_mask"], **counts)
         return loss
 
-    return replace(subject, call=call, reads={*subject.reads, *counts_of()})
-
-
-def _fields(
-    target: str, settings: Mapping[str, Any], known: Iterable[str], is_strict: bool
-) -> dict[str, Any]:
-    """Return the settings that are known; a strict subject rejects the others."""
-    for key in {*settings} - {*known} if is_strict else ():
-        raise ConfigError(f"{target} has no setting {key!r}.{nearest(key, known)}")
-    return {key: value for key, value in settings.items() if key in {*known}}
-
-
-def _unknown(system: str, name: str, known: Iterable[str]) -> ConfigError:
-    words = f"{system} has {', '.join(known)}"
-    return ConfigError(f"{system}:{name}: {words}.{nearest(name, known)}")
+    return replace(subject, call=call)

@@ -1,79 +1,45 @@
 """Relations that hold for every correct loss or estimator: pairs of outcomes that must be equal.
 
 A relation yields (how the batch was changed, expected, actual) for a subject and a batch. Its
-docstring says what must hold, and the likely cause if it does not. The relations are tried in this
-order, so extreme batches come last.
+docstring says what must hold, and the likely cause if it does not. `RELATIONS` has the relations of
+each kind in the order in which they are tried: extreme batches come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 
-from trainer.check_loss.batches import (
-    ESTIMATOR,
-    POLICY,
-    PREFERENCE,
-    VALUE,
-    ZERO_OUTSIDE,
-    Batch,
-    make_batch,
-    map_tokens,
-    take,
-)
+from trainer.check_loss.batches import ZERO_OUTSIDE, Batch, has_token, make_batch, map_tokens, take
 from trainer.check_loss.subject import Outcome, Subject
+from verl_like.errors import ConfigError
 from workers.losses.aggregate import Denominators, agg_loss
 
 Pairs = Iterator[tuple[str, Outcome, Outcome]]
-Compare = Callable[[Subject, Batch], Pairs]
-LOSSES = (POLICY, VALUE)
-WITH_MASK = (*LOSSES, ESTIMATOR)
-KINDS = (*WITH_MASK, PREFERENCE)
-STEP = 1e-5
+Relation = Callable[[Subject, Batch], Pairs]
+STEPS = (1e-5, 1e-3)
+"""Of finite differences: one may cross a kink of the loss, the other is exact in float32."""
 
 
-class Relation(NamedTuple):
-    """A relation between outcomes."""
-
-    compare: Compare
-    kinds: Sequence[str] = ()
-    every_mode: bool = False
-    """Whether it is tried with every aggregation."""
-    tolerance: float = 1e-6
-
-
-RELATIONS: dict[str, Relation] = {}
-
-
-def relation(*kinds: str, **details: Any) -> Callable[[Compare], Compare]:
-    """Enter a relation for these kinds, by its function's name."""
-
-    def enter(compare: Compare) -> Compare:
-        RELATIONS[compare.__name__] = Relation(compare, kinds, **details)
-        return compare
-
-    return enter
-
-
-@relation(*KINDS)
 def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
     """The arguments are unchanged after a call.
 
     Likely cause: an operation in place (`x[...] =`, `x +=`, `x.mul_()`) on an argument; clone it.
     """
     tensors = {name: column for name, column in batch.items() if isinstance(column, Tensor)}
-    given = {name: column.clone() for name, column in tensors.items()}
-    subject.measure({**batch, **given})
-    yield "after the call", tensors, given
+    arguments = {name: column.clone() for name, column in tensors.items()}
+    with suppress(ConfigError):  # autograd may not survive the change
+        subject.measure({**batch, **arguments})
+    yield "after the call", tensors, arguments
 
 
-@relation(*KINDS)
 def same_twice(subject: Subject, batch: Batch) -> Pairs:
     """Another call gives the same.
 
@@ -84,18 +50,16 @@ def same_twice(subject: Subject, batch: Batch) -> Pairs:
         yield "in another call", first, subject.measure(batch)
 
 
-@relation(*WITH_MASK)
 def prompt_tokens(subject: Subject, batch: Batch) -> Pairs:
     """Gradients and advantages are zero outside the mask: of prompts, observations and padding.
 
     Likely cause: the mask is not applied, or after a sum, or it is inverted or shifted.
     """
-    name = "advantages" if subject.kind == ESTIMATOR else "gradient"
+    name = "advantages" if subject.kind == "estimator" else "gradient"
     actual = {name: subject.measure(batch)[name]}
     yield "outside the mask", {name: actual[name].where(batch["response_mask"] > 0, 0)}, actual
 
 
-@relation(*WITH_MASK)
 def numbers_outside(subject: Subject, batch: Batch) -> Pairs:
     """Other numbers outside the mask change nothing.
 
@@ -104,18 +68,6 @@ def numbers_outside(subject: Subject, batch: Batch) -> Pairs:
     yield from _same(subject, batch, _fill_outside(batch, 7.5), "with 7.5 outside the mask")
 
 
-@relation(*LOSSES)
-def every_token(subject: Subject, batch: Batch) -> Pairs:
-    """Every token of the response has a gradient, on-policy and with an advantage of 1.
-
-    Likely cause: a mask or column is shifted by a position, or the gradient is cut on the way.
-    """
-    inside = batch["response_mask"].bool()
-    nonzero = inside & (subject.measure(_on_policy(subject, batch))["gradient"] != 0)
-    yield "where 1 says that a token has one", {"gradient": inside}, {"gradient": nonzero}
-
-
-@relation(*WITH_MASK, every_mode=True)
 def padding_width(subject: Subject, batch: Batch) -> Pairs:
     """More padding changes nothing.
 
@@ -125,18 +77,6 @@ def padding_width(subject: Subject, batch: Batch) -> Pairs:
     yield from _same(subject, batch, wide, "with 3 more columns of padding")
 
 
-@relation(*WITH_MASK)
-def holes_in_the_mask(subject: Subject, batch: Batch) -> Pairs:
-    """A token outside the mask in the middle of a row is as if it were not there.
-
-    Likely cause: a recursion or sum takes a step at such a token, a tool's answer for example.
-    """
-    order = (batch["response_mask"] == 0).long().argsort(dim=1, stable=True)
-    packed = map_tokens(batch, lambda column: column.gather(1, order))
-    yield from _same(subject, batch, packed, "with a row's tokens next to each other")
-
-
-@relation(*KINDS)
 def row_permutation(subject: Subject, batch: Batch) -> Pairs:
     """The order of rows changes nothing.
 
@@ -146,7 +86,6 @@ def row_permutation(subject: Subject, batch: Batch) -> Pairs:
     yield from _regrouped(subject, batch, [order.tolist()])
 
 
-@relation(POLICY, VALUE, PREFERENCE, every_mode=True)
 def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
     """A mini-batch gives the same in micro-batches as at once.
 
@@ -157,7 +96,6 @@ def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
         yield from _regrouped(subject, batch, groups)
 
 
-@relation(POLICY, VALUE, PREFERENCE, every_mode=True)
 def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
     """A mini-batch gives the same on several ranks as on one.
 
@@ -167,17 +105,37 @@ def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
         yield from _regrouped(subject, batch, groups, ranks=len(groups))
 
 
-@relation(*LOSSES, every_mode=True)
+def every_token(subject: Subject, batch: Batch) -> Pairs:
+    """On-policy and with an advantage of 1, more log-prob (value) of any token is less loss.
+
+    Likely cause: a mask or column is shifted by a position, the sign is wrong, or the gradient is
+    cut on the way.
+    """
+    mask = batch["response_mask"]
+    signs = subject.measure(_on_policy(subject, batch))["gradient"].sign() * mask
+    yield "on-policy with an advantage of 1", {"gradient's sign": -mask}, {"gradient's sign": signs}
+
+
+def holes_in_the_mask(subject: Subject, batch: Batch) -> Pairs:
+    """A token outside the mask in the middle of a row is as if it were not there.
+
+    Likely cause: a recursion or sum takes a step at such a token, a tool's answer for example.
+    """
+    order = (batch["response_mask"] == 0).long().argsort(dim=1, stable=True)
+    packed = map_tokens(batch, lambda column: column.gather(1, order))
+    yield from _same(subject, batch, packed, "with a row's tokens next to each other")
+
+
 def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
     """Tokens of long and short rows have the weights that the declared loss_agg_mode gives them.
 
     Likely cause: another aggregation is computed: one mean over all tokens, or means over rows.
     """
 
-    def aggregate(given: Batch) -> Tensor:
-        counts: Any = {key: given[key] for key in Denominators.__annotations__}
+    def aggregate(columns: Batch) -> Tensor:
+        counts: Any = {key: columns[key] for key in Denominators.__annotations__}
         mode = subject.mode or ""
-        return agg_loss(given[subject.variable], given["response_mask"], mode, **counts)
+        return agg_loss(columns[subject.variable], columns["response_mask"], mode, **counts)
 
     if subject.mode is not None and bool(batch["response_mask"].any(1).all()):
         unit, batch = (_on_policy(subject, b) for b in (make_batch(subject.kind, "1"), batch))
@@ -187,37 +145,69 @@ def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
         yield f"as {subject.mode} weighs it", expected, subject.measure(batch)
 
 
-@relation(POLICY, VALUE, PREFERENCE, tolerance=1e-4)
+class Constants(TorchFunctionMode):
+    """Records the tensors of `detach` and `no_grad`, or returns the recorded ones in their place.
+
+    The forward of an `autograd.Function` also runs without gradients, but is not constant.
+    """
+
+    def __init__(self, recorded: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.recorded, self.remaining, self.has_gradient = list[Tensor](), iter(recorded), True
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **kwargs or {})
+        if function is torch._C._set_grad_enabled:
+            self.has_gradient = args[0]
+        if isinstance(result, Tensor) and (function is Tensor.detach or not self.has_gradient):
+            result = next(self.remaining, result).clone()
+            self.recorded.append(result.clone())
+        return result
+
+
 def finite_differences(subject: Subject, batch: Batch) -> Pairs:
     """The gradient is the slope of the loss, where detached values may be constant or not.
 
-    Likely cause: a backward written by hand, or numbers computed under no_grad or from .data.
+    Likely cause: a backward written by hand, or numbers that are computed from .data.
     """
-    base, detach, constants = batch[subject.variable], Tensor.detach, list[Tensor]()
+    base = batch[subject.variable]
     direction = torch.randn(base.shape, generator=torch.Generator().manual_seed(2)).double()
     direction *= batch.get("response_mask", torch.ones_like(base))
 
-    def record(tensor: Tensor) -> Tensor:
-        constants.append(detach(tensor))
-        return constants[-1]
-
-    def loss_at(step: float, substitute: Callable[[Tensor], Tensor]) -> Tensor:
-        with patch.object(Tensor, "detach", substitute):
+    def loss_at(step: float, constants: Sequence[Tensor] = ()) -> Tensor:
+        with Constants(constants):
             return subject.measure({**batch, subject.variable: base + step * direction})["loss"]
 
-    def constant_loss_at(step: float) -> Tensor:
-        remaining = iter(constants)
-        return loss_at(step, lambda _: next(remaining))
-
-    actual = (subject.measure(batch)["gradient"] * direction).sum()
-    loss_at(0.0, record)
-    free = loss_at(STEP, detach) - loss_at(-STEP, detach)
-    slopes = torch.stack([free, constant_loss_at(STEP) - constant_loss_at(-STEP)]) / (2 * STEP)
+    with Constants() as constants:
+        gradient = subject.measure(batch)["gradient"]
+    slopes = torch.stack(
+        [
+            (loss_at(step, known) - loss_at(-step, known)) / (2 * step)
+            for step in STEPS
+            for known in ([], constants.recorded)
+        ]
+    )
+    actual = (gradient * direction).sum()
     slope = slopes[(slopes - actual).abs().argmin()]
     yield "against the difference of losses", {"slope": slope}, {"slope": actual}
 
 
-@relation(POLICY, PREFERENCE)
+def better_side(subject: Subject, batch: Batch) -> Pairs:
+    """Where no response is preferred yet, more log-prob of the better one is less loss.
+
+    Likely cause: the chosen and the rejected response are swapped, or the sign is wrong.
+    """
+    even = dict.fromkeys(("log_probs", "ref_log_probs"), -torch.ones_like(batch["log_probs"]))
+    gradient = subject.measure({**batch, **even, "gap": 0 * batch["gap"]})["gradient"]
+    if gradient.ndim > 1:
+        gradient = gradient[:, 0] - gradient[:, 1]
+    better = 2 * batch["desirable"] - 1 if "desirable" in subject.reads else gradient**0
+    signs = {"gradient's sign": gradient.sign()}
+    yield "where no response is preferred", {"gradient's sign": -better}, signs
+
+
 def extreme_ratios(subject: Subject, batch: Batch) -> Pairs:
     """Loss and gradient are finite in float32 where a log-ratio is 100 or -100.
 
@@ -231,7 +221,6 @@ def extreme_ratios(subject: Subject, batch: Batch) -> Pairs:
         yield from _finite(f"with log-ratios of {far:g}", subject.measure({**moved, **log_probs}))
 
 
-@relation(*LOSSES)
 def nan_outside(subject: Subject, batch: Batch) -> Pairs:
     """NaN outside the mask changes nothing.
 
@@ -240,23 +229,17 @@ def nan_outside(subject: Subject, batch: Batch) -> Pairs:
     yield from _same(subject, batch, _fill_outside(batch, torch.nan), "with NaN outside the mask")
 
 
-@relation(*WITH_MASK, every_mode=True)
 def all_masked(subject: Subject, batch: Batch) -> Pairs:
     """A mini-batch without a token gives zero.
 
     Likely cause: a division by the number of tokens or rows, which is 0; clamp it to at least 1.
     """
     names = ("response_mask", "advantages", *ZERO_OUTSIDE)
-    zeroed = {name: torch.zeros_like(batch[name]) for name in names}
-    actual = subject.measure({**batch, **zeroed})
-    yield (
-        "with no token inside the mask",
-        {n: 0 * c.nan_to_num() for n, c in actual.items()},
-        actual,
-    )
+    actual = subject.measure({**batch, **{name: torch.zeros_like(batch[name]) for name in names}})
+    zero = {name: torch.zeros_like(column) for name, column in actual.items()}
+    yield "with no token inside the mask", zero, actual
 
 
-@relation(ESTIMATOR)
 def group_size_one(subject: Subject, batch: Batch) -> Pairs:
     """A row that is alone in its group, and a group of equal rewards, give finite advantages.
 
@@ -268,7 +251,6 @@ def group_size_one(subject: Subject, batch: Batch) -> Pairs:
     yield from _finite("with each row like its group", subject.measure({**batch, **equal}))
 
 
-@relation(ESTIMATOR, tolerance=1e-2)
 def reward_scale_and_shift(subject: Subject, batch: Batch) -> Pairs:
     """A factor on all rewards, or a constant on a group's rewards, only scales the advantages.
 
@@ -324,16 +306,36 @@ def _groups(subject: Subject, batch: Batch) -> Iterator[list[list[int]]]:
 def _regrouped(subject: Subject, batch: Batch, groups: list[list[int]], ranks: int = 1) -> Pairs:
     """Compare the outcome at once with the outcome in these groups of rows."""
     order = [row for rows in groups for row in rows]
-    whole = subject.measure(batch).items()
-    expected = {name: column[order] if column.ndim else column for name, column in whole}
-    actual = subject.measure(*(take(batch, rows) for rows in groups), ranks=ranks)
-    yield f"with the rows {groups}", expected, actual
+    expected = {n: c[order] if c.ndim else c for n, c in subject.measure(batch).items()}
+    parts = [take(batch, rows) for rows in groups]
+    actual = subject.measure(*parts, ranks=ranks)
+    is_nan = any(bool(column.isnan().any()) for column in actual.values())
+    if all(map(has_token, parts)) or not is_nan:  # `all_masked` names a division by no tokens
+        yield f"with the rows {groups}", expected, actual
 
 
 def _on_policy(subject: Subject, batch: Batch) -> Batch:
     """Return the batch with the same force on every token of the response."""
-    if subject.kind == VALUE:
+    if subject.kind == "value":
         return {**batch, "vpreds": batch["values"], "returns": batch["values"] + 0.5}
-    mask, log_probs = batch["response_mask"], ("old_log_prob", "log_prob", "ref_log_prob")
+    mask = batch["response_mask"]
     changed = {"advantages": mask.double(), "chosen_tokens": mask < 0}
-    return {**batch, **changed, **dict.fromkeys(log_probs, mask.double() - 2)}
+    changed |= dict.fromkeys(("old_log_prob", "log_prob"), mask.double() - 2)
+    return {**batch, **changed, "ref_log_prob": changed["log_prob"] + 0.5}
+
+
+FIRST = [no_side_effects, same_twice]
+MASKED = [prompt_tokens, numbers_outside, padding_width]
+CUT = [row_permutation, micro_batch_cut, data_parallel_split]
+TOKENS = [every_token, holes_in_the_mask, declared_aggregation, finite_differences]
+GROUPED = [row_permutation, holes_in_the_mask, group_size_one, reward_scale_and_shift]
+RELATIONS: Mapping[str, Sequence[Relation]] = {
+    "policy": [*FIRST, *MASKED, *CUT, *TOKENS, extreme_ratios, nan_outside, all_masked],
+    "value": [*FIRST, *MASKED, *CUT, *TOKENS, nan_outside, all_masked],
+    "preference": [*FIRST, *CUT, better_side, finite_differences, extreme_ratios],
+    "estimator": [*FIRST, *MASKED, *GROUPED, all_masked],
+}
+"""Kind -> its relations, in the order in which they are tried."""
+NAMES = list(dict.fromkeys(each.__name__ for named in RELATIONS.values() for each in named))
+TOLERANCES = {"finite_differences": 1e-3, "reward_scale_and_shift": 1e-2}
+"""Relation -> how far apart its numbers may be, if not 1e-6."""

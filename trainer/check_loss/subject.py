@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.check_loss.batches import ESTIMATOR, POLICY, PREFERENCE, VALUE, Batch, make_batch
+from trainer.check_loss.batches import Batch, make_batch
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import AlgorithmConfig
 from trainer.preference.recipe import PreferenceConfig
@@ -33,13 +34,14 @@ from workers.losses.preference.registry import PREFERENCE_LOSSES
 from workers.losses.registry import POLICY_LOSSES, facts_of
 from workers.losses.value import compute_value_loss
 
+POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
 Outcome = dict[str, Tensor]
 """The result of a function on a batch: its loss and gradient, or an estimator's columns."""
 LOSS_SCALE_FACTOR = 16.0
 
 
 class Kind(NamedTuple):
-    """One kind of functions."""
+    """The functions of one kind, and what fills their parameters."""
 
     named: Mapping[str, Any]
     section: Callable[[], Any]
@@ -48,13 +50,13 @@ class Kind(NamedTuple):
     """The columns that may have the gradient."""
 
 
-VALUE_LOSSES = {"clipped": compute_value_loss}
-PREFERENCES = {**PREFERENCE_LOSSES, **PAIRWISE_LOSSES}
 KINDS = {
-    POLICY: Kind({**POLICY_LOSSES, "lm": compute_lm_loss}, ActorConfig, ["log_prob"]),
-    VALUE: Kind(VALUE_LOSSES, CriticConfig, ["vpreds"]),
-    PREFERENCE: Kind(PREFERENCES, PreferenceConfig, ["log_probs", "gap"]),
-    ESTIMATOR: Kind(ADVANTAGE_ESTIMATORS, AlgorithmConfig, []),
+    "policy": Kind({**POLICY_LOSSES, "lm": compute_lm_loss}, ActorConfig, ["log_prob"]),
+    "value": Kind({"clipped": compute_value_loss}, CriticConfig, ["vpreds"]),
+    "preference": Kind(
+        {**PREFERENCE_LOSSES, **PAIRWISE_LOSSES}, PreferenceConfig, ["log_probs", "gap"]
+    ),
+    "estimator": Kind(ADVANTAGE_ESTIMATORS, AlgorithmConfig, []),
 }
 ALIASES = {
     "response_mask": "mask action_mask loss_mask completion_mask eos_mask",
@@ -75,13 +77,15 @@ class Subject:
     name: str
     kind: str
     reads: Collection[str]
-    """The columns and counts that it gets."""
+    """The columns, counts and settings that it gets."""
     call: Callable[[Batch], Any]
     """(columns and counts of the mini-batch) -> the function's result."""
     variable: str = ""
     """The column that has the gradient."""
     mode: str | None = None
     """The aggregation that it declares."""
+    settings: Collection[str] = ()
+    """The names that a setting may have."""
     exempt: Collection[str] = ()
     """The relations that it does not promise."""
     equal_cuts: bool = False
@@ -90,34 +94,33 @@ class Subject:
     def measure(self, *parts: Batch, ranks: int = 1) -> Outcome:
         """Return the outcome of a mini-batch in these micro-batches, as many on each rank."""
         counts = {**counts_of(*parts, ranks=ranks), "loss_agg_mode": self.mode}
-        if self.kind == ESTIMATOR:
+        if self.kind == "estimator":
             columns = self._returned({**parts[0], **counts}, parts[0]["response_mask"].shape)
             return dict(zip(("advantages", "returns"), columns, strict=False))
-        leaves = [part[self.variable].data.requires_grad_() for part in parts]
         share = 1 / ranks if "dp_size" in self.reads else 1.0
-        loss = torch.zeros(())
-        for part, leaf in zip(parts, leaves, strict=True):
-            losses = self._returned({**part, **counts, self.variable: leaf}, leaf.shape[:1])
-            loss = loss + share * losses[0].sum()
-        gradients = torch.autograd.grad(loss, leaves)
-        return {"loss": loss.data, "gradient": torch.cat(gradients)}
+        losses, gradients = [], []
+        for part in parts:
+            leaf = part[self.variable].clone().requires_grad_()
+            argument = leaf.clone()  # which may be changed in place, as a model's output may
+            loss = self._returned({**part, **counts, self.variable: argument}, leaf.shape[:1])[0]
+            part[self.variable].copy_(argument.data)
+            with named_errors(self.name, part):
+                gradients += torch.autograd.grad(share * loss.sum(), leaf, materialize_grads=True)
+            losses.append(share * loss.data.sum())
+        return {"loss": torch.stack(losses).sum(), "gradient": torch.cat(gradients)}
 
     def _returned(self, batch: Batch, shape: torch.Size) -> Sequence[Tensor]:
         """Return the loss or the columns of this shape, or say why the function returns none."""
-        try:
+        with named_errors(self.name, batch):
             result = self.call(batch)
-        except Exception as error:
-            mask = batch["response_mask"].tolist() if "response_mask" in batch else "of pairs"
-            words = f"{type(error).__name__} on a batch {mask}: {error}"
-            raise ConfigError(f"{self.name} raises {words}") from error
         values = result if isinstance(result, tuple) else (result,)
         tensors = [value for value in values if isinstance(value, Tensor)]
-        if self.kind == ESTIMATOR:
+        if self.kind == "estimator":
             is_right = len(tensors) == len(values) <= 2 and {t.shape for t in tensors} == {shape}
             words = f"an estimator returns (advantages, returns) of the mask's shape {list(shape)}"
         else:
             tensors = [tensor for tensor in tensors if tensor.requires_grad] or tensors
-            shapes = [shape, torch.Size()] if self.kind == PREFERENCE else [torch.Size()]
+            shapes = [shape, torch.Size()] if self.kind == "preference" else [torch.Size()]
             is_right = len(tensors) == 1 and tensors[0].requires_grad and tensors[0].shape in shapes
             words = f"return one loss {list(shapes[0])} with a gradient by {self.variable}, or "
             words += "(loss, metrics)"
@@ -132,6 +135,35 @@ def _described(value: Any) -> str:
         return type(value).__name__
     gradient = "with" if value.requires_grad else "without"
     return f"a tensor {list(value.shape)} {gradient} a gradient"
+
+
+@contextmanager
+def named_errors(name: str, batch: Batch) -> Iterator[None]:
+    """Name the function that raises, and the batch."""
+    try:
+        yield
+    except Exception as error:
+        mask = batch["response_mask"].tolist() if "response_mask" in batch else "of pairs"
+        words = f"{type(error).__name__} on a batch {mask}: {error}"
+        raise ConfigError(f"{name} raises {words}") from error
+
+
+def check_name(name: str, names: Iterable[str], words: str) -> None:
+    """Raise an error that begins with these words if the name is not among the names."""
+    if name not in {*names}:
+        raise ConfigError(f"{words} {name!r}; there are {', '.join(names)}.{nearest(name, names)}")
+
+
+def look_up(
+    name: str, kind: str | None, named: Mapping[str, Mapping[str, Any]], words: str
+) -> tuple[str, Any]:
+    """Return the kind and the function of this name; the words begin an error."""
+    searched = {key: named[key] for key in named if kind in (None, key)}
+    kinds = [key for key in searched if name in searched[key]]
+    if len(kinds) > 1:
+        raise ConfigError(f"{name} is of the kinds {' and '.join(kinds)}: say --kind {kinds[0]}.")
+    check_name(name, [each for names in searched.values() for each in names], words)
+    return kinds[0], searched[kinds[0]][name]
 
 
 def counts_of(*parts: Batch, ranks: int = 1) -> dict[str, Any]:
@@ -151,74 +183,69 @@ def subject_of(target: Any, kind: str | None = None, **settings: Any) -> Subject
 
     `settings` fill the parameters of these names.
     """
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"there is no kind {kind!r}: {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+    if kind is not None:
+        check_name(kind, KINDS, "there is no kind")
     if not isinstance(target, str):
         return match(target, getattr(target, "__name__", repr(target)), kind, settings)
-    named = {name: KINDS[name].named for name in ([kind] if kind else KINDS)}
-    kinds = [name for name in named if target in named[name]]
-    if len(kinds) > 1:
-        raise ConfigError(f"{target} is a {' and a '.join(kinds)} function: say --kind {kinds[0]}.")
-    if kinds:
-        return match(named[kinds[0]][target], target, kinds[0], settings)
     if "." in target or ":" in target:
         return match(load_object(target, "check-loss"), target, kind, settings)
-    names = sorted({name for functions in named.values() for name in functions})
-    words = f"there are {', '.join(names)}, your own by FILE.py:NAME, trl:NAME and verl:NAME"
-    raise ConfigError(f"unknown loss or estimator {target!r}; {words}.{nearest(target, names)}")
+    named = {key: KINDS[key].named for key in KINDS}
+    words = "not FILE.py:NAME, trl:NAME or verl:NAME, and not the name of a loss or estimator:"
+    kind, function = look_up(target, kind, named, words)
+    return match(function, target, kind, settings)
 
 
 def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
     """Return a subject whose parameters are filled by their names, or say which ones are not."""
+    function = getattr(function, "forward", function)  # of a module
     signature = signature_of(function) if callable(function) else None
     if signature is None:
-        raise ConfigError(f"{name} is a {type(function).__name__}, not a function with parameters.")
-    fits = {key: _fit(signature, key, settings) for key in ([kind] if kind else KINDS)}
+        words = "not a function with parameters"
+        raise ConfigError(f"{name} is of the type {type(function).__name__}, {words}.")
+    fits = {key: _fit(function, key, settings) for key in ([kind] if kind else KINDS)}
     kind = min(fits, key=lambda key: len(fits[key][1]))
     filled, missing = fits[kind]
     if missing:
         columns = ", ".join([*make_batch(kind, "1"), *counts_of()])
         raise ConfigError(
-            f"{name} takes {in_words(signature)}, but for a {kind} function these parameters are "
+            f"{name} takes {in_words(signature)}, but for --kind {kind} these parameters are "
             f"missing or unknown: {', '.join(missing)}. Known are {columns}, and all settings: "
             "rename the parameter, give it a default, or set it by --set NAME=VALUE."
         )
-    facts, section = facts_of(function), KINDS[kind].section()
-    filled = {n: key for n, key in filled.items() if key != "chosen_tokens" or facts.choose_tokens}
-    defaults = {each.name: each.default for each in signature.parameters.values()}
-    mode = settings.get("loss_agg_mode", defaults.get("loss_agg_mode"))
-    rest = [each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD]
-    counts = {*Denominators.__annotations__} - {*filled.values()} if rest else set()
-    variables = [column for column in KINDS[kind].variables if column in filled.values()]
+    section, parameters = KINDS[kind].section(), signature.parameters
+    reads = {*filled.values()}
+    mode = parameters["loss_agg_mode"].default if "loss_agg_mode" in parameters else None
+    mode = settings.get("loss_agg_mode", "token-mean" if mode is inspect.Parameter.empty else mode)
 
     def call(batch: Batch) -> Any:
-        if "desirable" in filled.values():  # rows with a label, not pairs
+        if "desirable" in reads:  # rows with a label, not pairs
             batch = {k: v[:, 0] if getattr(v, "ndim", 0) > 1 else v for k, v in batch.items()}
         known = {**vars(section), "config": section, "rollout_is_weights": None, **batch}
-        known |= {key: value for key, value in settings.items() if key != "loss_agg_mode"}
+        known |= {**settings, "loss_agg_mode": batch["loss_agg_mode"]}
         arguments = {name: known[key] for name, key in filled.items()}
-        arguments |= {name: {key: known[key] for key in counts} for name in rest}
-        bound = inspect.BoundArguments(signature, arguments)
-        return function(*bound.args, **bound.kwargs)
+        first = [n for n in filled if n in parameters and parameters[n].kind is POSITIONAL_ONLY]
+        return function(*[arguments.pop(name) for name in first], **arguments)
 
     return Subject(
-        *(name, kind, {*filled.values(), *counts}, call, "".join(variables[:1])),
-        mode="token-mean" if mode is inspect.Parameter.empty else mode,
-        exempt=["finite_differences"] if facts.holds_weights else [],
+        *(name, kind, reads, call),
+        variable="".join([name for name in KINDS[kind].variables if name in reads][:1]),
+        mode=mode,
+        settings={*reads, "loss_agg_mode"},
+        exempt=["finite_differences"] if facts_of(function).holds_weights else [],
     )
 
 
-def _fit(
-    signature: inspect.Signature, kind: str, settings: Mapping[str, Any]
-) -> tuple[dict[str, str], list[str]]:
+def _fit(function: Any, kind: str, settings: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Return what fills each parameter in a function of this kind, and what nothing fills."""
     columns, variables = make_batch(kind, "1"), KINDS[kind].variables
-    offered = {*columns, *counts_of(), *settings}
-    offered |= {"config", "rollout_is_weights", "loss_agg_mode"}
+    offered = {*columns, *counts_of(), *settings, "config", "rollout_is_weights", "loss_agg_mode"}
+    offered -= set() if facts_of(function).choose_tokens else {"chosen_tokens"}
     filled, missing = dict[str, str](), list[str]()
-    for name, parameter in signature.parameters.items():
+    for name, parameter in inspect.signature(function).parameters.items():
         key = _canonical(name, columns)
-        if key in offered or (is_required(parameter) and key in vars(KINDS[kind].section())):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            filled |= {key: key for key in {*Denominators.__annotations__} - {*filled.values()}}
+        elif key in offered or (is_required(parameter) and key in vars(KINDS[kind].section())):
             filled[name] = key
         elif is_required(parameter):
             missing.append(name)

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     print("\n\n".join(done.report(terminal_width()) for done in translations), flush=True)
     if asks_for_proof:
-        from trainer.check_loss.prove import prove
+        from trainer.migrate.prove import prove
 
         for done in translations:
             print(f"\n{prove(system, done)}", flush=True)

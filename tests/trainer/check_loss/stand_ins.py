@@ -12,6 +12,8 @@ import pytest
 from torch import Tensor
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
+from workers.losses.aggregate import agg_loss
+from workers.losses.kl import kl_penalty
 from workers.losses.value import compute_value_loss
 
 NOT_INSTALLED = (
@@ -77,6 +79,8 @@ def stand_in_for_verl(
         POLICY_LOSS_REGISTRY={name: as_verls(loss) for name, loss in losses.items()},
         ADV_ESTIMATOR_REGISTRY=dict(ADVANTAGE_ESTIMATORS),
         compute_value_loss=compute_value_loss,
+        kl_penalty=kl_penalty,
+        agg_loss=agg_loss,
     )
     for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

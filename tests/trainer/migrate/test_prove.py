@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.check_loss.stand_ins import NOT_INSTALLED, stand_in_for_verl
-from trainer.check_loss.prove import prove
 from trainer.cli import main as command
+from trainer.migrate.prove import prove
 from trainer.migrate.systems import migrate
 from trainer.migrate.translation import Translation
 from workers.losses.registry import POLICY_LOSSES
@@ -73,7 +73,8 @@ def test_an_estimator_has_the_settings_of_the_command(monkeypatch: pytest.Monkey
 def test_without_the_framework_the_translation_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "verl", None)
+    for name in ("verl", "verl.trainer.ppo.core_algos"):
+        monkeypatch.setitem(sys.modules, name, None)
     words = ["verl-like", "migrate", "verl", *shlex.split(VERL), "--prove"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit, match="verl cannot be imported .*pip install verl==0.9.1"):

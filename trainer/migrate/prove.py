@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,15 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from trainer.check_loss import difference, foreign
-from trainer.check_loss.batches import ESTIMATOR, POLICY, PREFERENCE, Batch, all_batches
-from trainer.check_loss.relations import Relation, inside
-from trainer.check_loss.subject import LOSS_SCALE_FACTOR, Subject, match, subject_of
+from trainer.check_loss.batches import Batch, all_batches
+from trainer.check_loss.relations import Pairs, inside
+from trainer.check_loss.subject import Subject, match, subject_of
 from trainer.migrate.systems import composed
 from trainer.migrate.translation import Translation
 from trainer.ppo.compute_advantage import get_estimator
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
-from workers.losses.aggregate import AGGREGATIONS, Denominators, agg_loss
+from workers.losses.aggregate import AGGREGATIONS, agg_loss
 from workers.losses.kl import kl_penalty
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss
 from workers.losses.preference.registry import PREFERENCE_LOSSES
@@ -49,13 +49,14 @@ def prove(system: str, done: Translation) -> str:
     fields = {k.removeprefix(ACTOR).removeprefix("policy_loss."): v for k, v in given.items()}
     fields.pop("max_completion_length", None)  # a constant factor, which has another value here
     default, section, make = {
-        "sft": ("sft", config, lambda config: subject_of("lm", POLICY)),
+        "sft": ("sft", config, lambda config: subject_of("lm", "policy")),
         "reward-model": ("reward", config, _reward),
         "dpo": ("kto" if getattr(config, "loss", "") == "kto" else "dpo", config, _preference),
     }.get(done.program) or ("dapo", config.actor_rollout_ref.actor, _policy)
     default = "vanilla" if system == "verl" and make is _policy else default
     name = fields.get("loss_mode", fields.get("loss_type", default))
-    name = name if system == "verl" or name in foreign.TRAINERS else default
+    is_known = system == "verl" or any(name in names for names in foreign.TRAINERS.values())
+    name = name if is_known else default
     lines = [f"loss {_compared(make, section, f'{system}:{name}', fields)}"]
     if system == "verl" and make is _policy:
         fields = {key.removeprefix("algorithm."): value for key, value in given.items()}
@@ -66,32 +67,21 @@ def prove(system: str, done: Translation) -> str:
 
 def _policy(actor: ActorConfig) -> Subject:
     """Return the run's policy loss with its KL."""
-    settings = {"config": actor, "loss_scale_factor": actor.loss_scale_factor or LOSS_SCALE_FACTOR}
-    settings |= {**actor.policy_loss.args, "loss_agg_mode": actor.loss_agg_mode}
-    settings |= {"chosen_tokens": None}
-    policy = match(get_policy_loss(actor.policy_loss.loss_mode), "ours", POLICY, settings)
-
-    def call(batch: Batch) -> Tensor:
-        loss: Tensor = policy.call(batch)[0]
-        if actor.use_kl_loss:
-            counts: Any = {key: {**batch, **settings}[key] for key in Denominators.__annotations__}
-            kl = kl_penalty(batch["log_prob"], batch["ref_log_prob"], actor.kl_loss_type)
-            mask = batch["response_mask"]
-            loss = loss + actor.kl_loss_coef * agg_loss(kl, mask, actor.loss_agg_mode, **counts)
-        return loss
-
-    return replace(policy, call=call)
+    settings = {**actor.policy_loss.args, "config": actor, "loss_agg_mode": actor.loss_agg_mode}
+    loss = get_policy_loss(actor.policy_loss.loss_mode)
+    subject = match(loss, "ours", "policy", {**settings, "chosen_tokens": None})
+    return foreign.with_actor(subject, actor, kl_penalty, agg_loss)
 
 
 def _estimator(algorithm: Any) -> Subject:
     keys = {key: getattr(algorithm, key) for key in ("gamma", "lam", "norm_adv_by_std_in_grpo")}
     keys |= algorithm.args
-    return match(get_estimator(algorithm.adv_estimator), "ours", ESTIMATOR, keys)
+    return match(get_estimator(algorithm.adv_estimator), "ours", "estimator", keys)
 
 
 def _preference(config: Any) -> Subject:
     settings = {**vars(config), "margin": torch.zeros(())}  # TRL's pairs have none
-    loss = match(PREFERENCE_LOSSES.look_up(config.loss), "ours", PREFERENCE, settings)
+    loss = match(PREFERENCE_LOSSES.look_up(config.loss), "ours", "preference", settings)
     return replace(loss, call=lambda batch: loss.call(batch).mean())
 
 
@@ -100,39 +90,36 @@ def _reward(config: Any) -> Subject:
         pairwise = get_pairwise_loss(config.loss)
         return compute_reward_loss(pairwise, log_probs, margin, config.center_coef).mean()
 
-    return match(loss, "ours", PREFERENCE, {})
+    return match(loss, "ours", "preference", {})
 
 
 def _compared(make: Make, section: Any, name: str, fields: Mapping[str, Any]) -> str:
     """Return how two functions compare, and which change of one key would make them equal."""
     equal, words = _equal(make(section), name, fields)
-    if "different" in words:
-        results = {}
-        numbers = {number for number in fields.values() if isinstance(number, float)}
-        for key in KEYS:
-            for value in [*KEYS[key], *(numbers if 0.0 in KEYS[key] else ())]:
-                change = {key: value}
-                if key == "use_bias_correction_kl" and "kl_loss_type" in vars(section):
-                    change["kl_loss_type"] = section.kl_loss_type.removesuffix("+")
-                ours = make(
-                    replace(section, **{k: change[k] for k in change if k in vars(section)})
-                )
-                results[f"{key}={value}"] = _equal(ours, name, {**fields, key: value})
-        best = max(results, key=lambda key: results[key][0])
-        closer = f"With {best} they are {results[best][1]}"
-        none = "No change of one key brings them closer"
-        words += f". {closer if results[best][0] > equal else none}"
-    return f"{name}: {words}"
+    if "different" not in words:
+        return f"{name}: {words}"
+    best, closest, ours = equal, "No change of one key brings them closer", vars(section)
+    numbers = {number for number in fields.values() if isinstance(number, float)}
+    for key, values in KEYS.items():
+        for value in [*values, *(numbers if 0.0 in values else ())]:
+            change = {key: value}
+            if key == "use_bias_correction_kl" and "kl_loss_type" in ours:
+                change["kl_loss_type"] = section.kl_loss_type.removesuffix("+")
+            changed = replace(section, **{k: change[k] for k in change if k in ours})
+            now_equal, now_words = _equal(make(changed), name, {**fields, key: value})
+            if now_equal > best:
+                best, closest = now_equal, f"With {key}={value} they are {now_words}"
+    return f"{name}: {words}. {closest}"
 
 
 def _equal(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, str]:
     """Return on how many batches two functions are equal, forward and backward; also in words."""
-    theirs = foreign.subject_of(name, ours.kind, is_strict=False, **fields)
+    theirs = foreign.subject_of(name, ours.kind, **fields)
 
-    def compare(subject: Subject, batch: Batch) -> Iterator[tuple[str, Any, Any]]:
+    def as_theirs(subject: Subject, batch: Batch) -> Pairs:
         yield "as theirs", inside(theirs, batch), inside(subject, batch)
 
-    equal, differences, refusal = 0, list[str](), ConfigError()
+    equal, differences, rejection = 0, list[str](), ConfigError()
     for batch in all_batches(ours.kind):
         mask = batch.get("response_mask", torch.ones(1, 1))
         if theirs.equal_cuts and "advantages" in batch:  # TRL has one advantage per row
@@ -143,12 +130,12 @@ def _equal(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, st
         try:
             theirs.measure(batch)
         except ConfigError as error:
-            refusal = error  # it cannot take such a batch
+            rejection = error  # it cannot take such a batch
             continue
-        words = difference(ours, Relation(compare), batch)
+        words = difference(ours, as_theirs, batch)
         equal += not words
         differences += [words] if words else []
     if not equal and not differences:
-        raise refusal
+        raise rejection
     words = f"; different on {len(differences)}: {differences[0]}" if differences else ""
     return equal, f"equal to 1e-6 on {equal} batches{words}"

@@ -1,0 +1,156 @@
+"""Bugs that users write into their own losses: each is named. Correct variants raise no alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from trainer.check_loss import BrokenRelation, check_loss
+
+
+def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
+    return (log_prob - old_log_prob).where(mask > 0, 0).clamp(-20, 20)
+
+
+def subtracts_in_place(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
+    log_prob -= old_log_prob
+    ratio = log_prob.clamp(-20, 20).exp()
+    return -(ratio * advantages).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def zeroes_in_place(log_prob, mask, batch_num_tokens):
+    squares = log_prob**2
+    log_prob[mask == 0] = 0  # and backward needs the old numbers
+    return squares.where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def pair_in_place(log_probs, ref_log_probs, beta):
+    log_probs -= ref_log_probs
+    return -logsigmoid(beta * (log_probs[:, 0] - log_probs[:, 1]))
+
+
+def without_the_minus(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
+    ratio = log_ratio(log_prob, old_log_prob, mask).exp()
+    return (ratio * advantages).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def value_without_the_plus(vpreds, returns, mask, batch_num_tokens):
+    return -((vpreds - returns) ** 2).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def swapped_pair(log_probs, ref_log_probs, beta):
+    gain = log_probs - ref_log_probs
+    return -logsigmoid(beta * (gain[:, 1] - gain[:, 0]))
+
+
+def another_tensor(log_prob, mask):
+    return torch.zeros((), requires_grad=True)
+
+
+def whitened_in_the_loss(log_prob, advantages, mask, batch_num_tokens):
+    inside = advantages.expand_as(log_prob).where(mask > 0, 0)
+    centred = inside - inside.sum() / mask.sum().clamp(1)
+    return -(log_prob * centred).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def local_baseline(vpreds, returns, mask, batch_num_tokens):
+    mean = returns.where(mask > 0, 0).sum() / mask.sum().clamp(1)
+    return ((vpreds - returns + mean) ** 2).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def empty_micro_batch(log_prob, mask):
+    return -log_prob.where(mask > 0, 0).sum() * (mask.sum() / mask.sum())
+
+
+def negatives_of_the_batch(log_probs, ref_log_probs, beta):
+    gain = log_probs - ref_log_probs
+    return -logsigmoid(beta * (gain[:, 0] - gain[:, 1].mean()))
+
+
+def log_of_sigmoid(log_probs, ref_log_probs, beta):
+    gain = log_probs - ref_log_probs
+    return -torch.log(torch.sigmoid(50 * beta * (gain[:, 0] - gain[:, 1])))
+
+
+def ranks_forgotten(log_prob, mask, batch_num_tokens, dp_size):
+    return -log_prob.where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def rewards_changed(token_level_rewards, old_log_prob, ref_log_prob, response_mask):
+    token_level_rewards -= 0.1 * (old_log_prob - ref_log_prob) * response_mask
+    return token_level_rewards.sum(1, keepdim=True) * response_mask
+
+
+def bootstraps_beyond_the_end(token_level_rewards, values, response_mask):
+    following = torch.cat([values[:, 1:], 0 * values[:, :1]], dim=1)
+    return (token_level_rewards + 0.9 * following - values) * response_mask
+
+
+def clipped_rewards(token_level_rewards, response_mask, index):
+    scores, uids = token_level_rewards.sum(1).clamp(-1, 1), list(index)
+    groups = [[i for i, uid in enumerate(uids) if uid == mine] for mine in uids]
+    means = torch.stack([scores[rows].mean() for rows in groups])
+    return (scores - means)[:, None] * response_mask
+
+
+BUGS: list[tuple[Callable[..., Any], str]] = [
+    (subtracts_in_place, "no_side_effects"),
+    (zeroes_in_place, "no_side_effects"),
+    (pair_in_place, "no_side_effects"),
+    (rewards_changed, "no_side_effects"),
+    (bootstraps_beyond_the_end, "numbers_outside"),
+    (whitened_in_the_loss, "micro_batch_cut"),
+    (local_baseline, "micro_batch_cut"),
+    (negatives_of_the_batch, "micro_batch_cut"),
+    (ranks_forgotten, "data_parallel_split"),
+    (without_the_minus, "every_token"),
+    (value_without_the_plus, "every_token"),
+    (another_tensor, "every_token"),
+    (swapped_pair, "better_side"),
+    (log_of_sigmoid, "extreme_ratios"),
+    (empty_micro_batch, "all_masked"),
+    (clipped_rewards, "reward_scale_and_shift"),
+]
+
+
+@pytest.mark.parametrize(("function", "relation"), BUGS, ids=[each[0].__name__ for each in BUGS])
+def test_the_bug_is_named(function: Callable[..., Any], relation: str) -> None:
+    with pytest.raises(BrokenRelation) as caught:
+        check_loss(function)
+    assert caught.value.relation == relation
+
+
+def single_precision(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
+    ratio = log_ratio(log_prob.float(), old_log_prob.float(), mask).exp()
+    advantages = advantages.where(mask > 0, 0).float()
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    return losses.sum() / max(batch_num_tokens, 1)
+
+
+def weight_without_gradient(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
+    with torch.no_grad():
+        weight = log_ratio(log_prob, old_log_prob, mask).exp()
+        weight *= advantages.where(mask > 0, 0)
+    return -(weight * log_prob.where(mask > 0, 0)).sum() / max(batch_num_tokens, 1)
+
+
+def kl_without_advantages(log_prob, ref_log_prob, mask, batch_num_tokens):
+    difference = log_ratio(ref_log_prob, log_prob, mask)
+    return (difference.exp() - 1 - difference).sum() / max(batch_num_tokens, 1)
+
+
+class Module(torch.nn.Module):
+    def forward(self, log_prob, mask, batch_num_tokens):
+        return -log_prob.where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+@pytest.mark.parametrize(
+    "function", [single_precision, weight_without_gradient, kl_without_advantages, Module()]
+)
+def test_there_is_no_alarm(function: Callable[..., Any]) -> None:
+    assert "finite_differences" in check_loss(function)
