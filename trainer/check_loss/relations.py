@@ -186,7 +186,7 @@ def finite_differences(subject: Subject, batch: Batch) -> Pairs:
         [
             (loss_at(step, known) - loss_at(-step, known)) / (2 * step)
             for step in STEPS
-            for known in ([], constants.recorded)
+            for known in (list[Tensor](), constants.recorded)
         ]
     )
     actual = (gradient * direction).sum()
