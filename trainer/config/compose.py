@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
+from trainer.config.flat import refuse_many_aliases
 from trainer.config.keys import keys_by_name, read
 from trainer.config.recipe import Recipe
 from trainer.config.refusals import (
@@ -62,9 +63,9 @@ def _divide(number: int, parts: int) -> int:
     return max(number // parts, 1)
 
 
-def _required(key: str, meaning: str) -> str:
+def _required(key: str, what: str) -> str:
     """`${required:distillation.teacher_model.model_path,the teacher's folder}`, of a preset."""
-    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {meaning}.")
+    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {what}.")
 
 
 def _environment(name: str, *default: str | None) -> str | None:
@@ -189,6 +190,8 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     first, *others = (folder.resolve() for folder in recipe.folders)
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
+    for own_file in _own_files(recipe).values():
+        refuse_many_aliases(own_file)
     register(recipe, schema={})  # so that unknown keys of all files are reported together
     try:
         with initialize_config_dir(str(first), version_base="1.3"):

@@ -13,12 +13,17 @@ from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import run_command
+from trainer.run_folder.folder import saved_config
+from verl_like.errors import ConfigError
 
 GOOD = """
 defaults: [ppo_trainer, _self_]
 data: {train_files: x}
 actor_rollout_ref: {model: {path: y}}
 """
+BOMB = "a0: &a0 [1, 1]\n" + "".join(
+    f"a{number + 1}: &a{number + 1} [{', '.join([f'*a{number}'] * 9)}]\n" for number in range(9)
+)
 
 N = "actor_rollout_ref.rollout.n=2"
 
@@ -53,6 +58,17 @@ def test_a_good_file_and_a_preset_of_ones_own_compose(
     assert said(monkeypatch, tmp_path, files, *arguments, run=seen.append) == ""
     (config,) = seen
     assert (config.data.train_files, config.algorithm.adv_estimator) == ("x", "opo")
+
+
+@pytest.mark.parametrize("bomb", [BOMB, "a: &a [*a]\n"])
+def test_aliases_that_stand_for_billions_of_values_are_refused(
+    bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = said(monkeypatch, tmp_path, {"mine.yaml": GOOD + bomb}, "--config-name", "mine")
+    assert "mine.yaml: its aliases (*name) stand for more than 100,000 values" in text
+    (tmp_path / "config.yaml").write_text(bomb)
+    with pytest.raises(ConfigError, match="config.yaml: its aliases"):
+        saved_config(tmp_path)
 
 
 def test_a_mistyped_key_in_a_file_is_told_with_the_nearest_one(
