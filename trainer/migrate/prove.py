@@ -39,6 +39,22 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings of both frameworks that may make functions differ, and values to try."""
 
+REASONS: Mapping[str, Callable[[Batch], bool]] = {
+    "each of these has a row without a token, which only theirs counts": lambda batch: (
+        not bool(batch["response_mask"].any(1).all())
+    ),
+    "in each of these a token's KL exceeds 10, the limit of ours and of verl's": lambda batch: bool(
+        (_k3(batch) > 10).any()
+    ),
+}
+"""Why functions may differ whatever the keys are -> whether that holds for a batch."""
+
+
+def _k3(batch: Batch) -> Tensor:
+    """Return each token's KL, as `kl_loss_type=low_var_kl` estimates it."""
+    gap: Tensor = (batch["ref_log_prob"] - batch["log_prob"]) * batch["response_mask"]
+    return gap.exp() - gap - 1
+
 
 def prove(system: str, done: Translation) -> str:
     """Return on how many batches both are equal, or the key that makes them differ."""
@@ -96,7 +112,7 @@ def _reward(config: Any) -> Subject:
 def _compared(make: Make, section: Any, name: str, fields: Mapping[str, Any]) -> str:
     """Return how two functions compare, and which change of one key would make them equal."""
     equal, words = _equal(make(section), name, fields)
-    if "different" not in words:
+    if "different" not in words or words.endswith(")"):
         return f"{name}: {words}"
     best, closest, ours = equal, "No change of one key brings them closer", vars(section)
     numbers = {number for number in fields.values() if isinstance(number, float)}
@@ -120,6 +136,7 @@ def _equal(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, st
         yield "as theirs", inside(theirs, batch), inside(subject, batch)
 
     equal, differences, rejection = 0, list[str](), ConfigError()
+    reasons = [*REASONS] if ours.kind == "policy" else []
     for batch in all_batches(ours.kind):
         mask = batch.get("response_mask", torch.ones(1, 1))
         if theirs.equal_cuts and "advantages" in batch:  # TRL has one advantage per row
@@ -134,8 +151,11 @@ def _equal(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, st
             continue
         words = difference(ours, as_theirs, batch)
         equal += not words
-        differences += [words] if words else []
+        if words:
+            differences.append(words)
+            reasons = [reason for reason in reasons if REASONS[reason](batch)]
     if not equal and not differences:
         raise rejection
     words = f"; different on {len(differences)}: {differences[0]}" if differences else ""
+    words += "".join(f" ({reason})" for reason in reasons) if differences else ""
     return equal, f"equal to 1e-6 on {equal} batches{words}"
