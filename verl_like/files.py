@@ -131,7 +131,7 @@ def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = Non
     """
     encode = json.JSONEncoder(ensure_ascii=False, default=default).encode
     text = "".join(f"{encode(value)}\n" for value in values)
-    return ESCAPED.sub(lambda facts: f"\\u{ord(facts[0]):04x}", text)
+    return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def lines_of(path: Path) -> Iterator[str]:

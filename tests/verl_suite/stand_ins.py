@@ -98,5 +98,5 @@ def refusals_are_assertions(raises: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pytest_configure() -> None:
-    """As a plugin: verl rejects by assert, we by our own errors."""
+    """Let tests that expect verl's asserts accept the errors raised here."""
     pytest.raises = refusals_are_assertions(pytest.raises)  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from tests.workers.stand_ins import Group, Receiver, Sender
 
 @pytest.fixture(scope="session")
 def one_layer_dir(make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `tiny_dir`, with a model of one layer, for tests that need no second one."""
+    """A folder like `tiny_dir` whose model has one layer."""
     folder = tmp_path_factory.mktemp("one layer")
     path: Path = make_tiny.make(folder, num_train=1, num_val=1, num_layers=1)
     return path

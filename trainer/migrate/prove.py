@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from trainer.ppo.compute_advantage import get_estimator
 from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.aggregate import AGGREGATIONS, agg_loss
-from workers.losses.kl import kl_penalty
+from workers.losses.kl import k3, kl_penalty
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss
 from workers.losses.preference.registry import PREFERENCE_LOSSES
 from workers.losses.registry import get_policy_loss
@@ -38,22 +38,15 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_bias_correction_kl", "norm_adv_by_std_in_grpo"), (False, True)),
 }
 """Settings of both frameworks that may make functions differ, and values to try."""
-
 REASONS: Mapping[str, Callable[[Batch], bool]] = {
     "each of these has a row without a token, which only theirs counts": lambda batch: (
         not bool(batch["response_mask"].any(1).all())
     ),
     "in each of these a token's KL exceeds 10, the limit of ours and of verl's": lambda batch: bool(
-        (_k3(batch) > 10).any()
+        (k3(batch["log_prob"] - batch["ref_log_prob"]) >= 10)[batch["response_mask"] > 0].any()
     ),
 }
 """Why functions may differ whatever the keys are -> whether that holds for a batch."""
-
-
-def _k3(batch: Batch) -> Tensor:
-    """Return each token's KL, as `kl_loss_type=low_var_kl` estimates it."""
-    gap: Tensor = (batch["ref_log_prob"] - batch["log_prob"]) * batch["response_mask"]
-    return gap.exp() - gap - 1
 
 
 def prove(system: str, done: Translation) -> str:
@@ -109,12 +102,29 @@ def _reward(config: Any) -> Subject:
     return match(loss, "ours", "preference", {})
 
 
+@dataclass
+class Comparison:
+    """Two functions on the same batches."""
+
+    equal: int
+    """Batches on which loss and gradient are equal."""
+    differences: list[str]
+    reasons: list[str]
+    """The `REASONS` that hold for every batch with a difference."""
+
+    def __str__(self) -> str:
+        text = f"equal to 1e-6 on {self.equal} batches"
+        if self.differences:
+            text += f"; different on {len(self.differences)}: {self.differences[0]}"
+        return "".join([text, *(f" ({reason})" for reason in self.reasons)])
+
+
 def _compared(make: Make, section: Any, name: str, fields: Mapping[str, Any]) -> str:
     """Return how two functions compare, and which change of one key would make them equal."""
-    equal, words = _equal(make(section), name, fields)
-    if "different" not in words or words.endswith(")"):
-        return f"{name}: {words}"
-    best, closest, ours = equal, "No change of one key brings them closer", vars(section)
+    first = best = _compare(make(section), name, fields)
+    if not first.differences or first.reasons:
+        return f"{name}: {first}"
+    closest, ours = "No change of one key brings them closer", vars(section)
     numbers = {number for number in fields.values() if isinstance(number, float)}
     for key, values in KEYS.items():
         for value in [*values, *(numbers if 0.0 in values else ())]:
@@ -122,14 +132,14 @@ def _compared(make: Make, section: Any, name: str, fields: Mapping[str, Any]) ->
             if key == "use_bias_correction_kl" and "kl_loss_type" in ours:
                 change["kl_loss_type"] = section.kl_loss_type.removesuffix("+")
             changed = replace(section, **{k: change[k] for k in change if k in ours})
-            now_equal, now_words = _equal(make(changed), name, {**fields, key: value})
-            if now_equal > best:
-                best, closest = now_equal, f"With {key}={value} they are {now_words}"
-    return f"{name}: {words}. {closest}"
+            comparison = _compare(make(changed), name, {**fields, key: value})
+            if comparison.equal > best.equal:
+                best, closest = comparison, f"With {key}={value} they are {comparison}"
+    return f"{name}: {first}. {closest}"
 
 
-def _equal(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, str]:
-    """Return on how many batches two functions are equal, forward and backward; also in words."""
+def _compare(ours: Subject, name: str, fields: Mapping[str, Any]) -> Comparison:
+    """Compare two functions forward and backward."""
     theirs = foreign.subject_of(name, ours.kind, **fields)
 
     def as_theirs(subject: Subject, batch: Batch) -> Pairs:
@@ -149,13 +159,11 @@ def _equal(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, st
         except ConfigError as error:
             rejection = error  # it cannot take such a batch
             continue
-        words = difference(ours, as_theirs, batch)
-        equal += not words
-        if words:
+        if words := difference(ours, as_theirs, batch):
             differences.append(words)
             reasons = [reason for reason in reasons if REASONS[reason](batch)]
+        else:
+            equal += 1
     if not equal and not differences:
         raise rejection
-    words = f"; different on {len(differences)}: {differences[0]}" if differences else ""
-    words += "".join(f" ({reason})" for reason in reasons) if differences else ""
-    return equal, f"equal to 1e-6 on {equal} batches{words}"
+    return Comparison(equal, differences, reasons if differences else [])

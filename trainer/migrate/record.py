@@ -99,9 +99,9 @@ def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[s
     for name in sorted({match[1] for match in REFERENCE.finditer(code)} - OF_BASH):
         is_set = rf"\b{name}\+?=|\b(for|local|declare|getopts \S+|read|mapfile)\b[^\n;]*\b{name}\b"
         has_default = rf"\$\{{{name}:?[-+=?]"
-        is_required = rf"-[nvz] +\W*{name}\b|\(\([^)\n]*\b{name}\b"
+        is_tested = rf"-[nvz] +\W*{name}\b|\(\([^)\n]*\b{name}\b"
         if name in environment:
             references += [name] if SECRET.search(name) else []
         elif not re.search(f"{is_set}|{has_default}", code):
-            (others if re.search(is_required, code) else references).append(name)
+            (others if re.search(is_tested, code) else references).append(name)
     return references, others

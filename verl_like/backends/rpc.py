@@ -185,7 +185,7 @@ class RequestServer:
         """Answer a request, unless the driver is gone."""
         with contextlib.suppress(OSError):
             try:
-                self._send(number, "answer", self._call_arguments(method, load()))
+                self._send(number, "answer", self._run(method, load()))
             except WorkerError as error:
                 self._send(number, "error", str(error))
             except (SystemExit, OSError):  # raised by a call in its turn: the process ends
@@ -194,7 +194,7 @@ class RequestServer:
                 text = traceback.format_exception_only(error)[-1].strip()
                 self._send(number, "error", pickling_message(text))
 
-    def _call_arguments(self, method: str, arguments: Sequence[Any]) -> Any:
+    def _run(self, method: str, arguments: Sequence[Any]) -> Any:
         if method == "host":
             self._host = WorkerHost(*arguments)
             return None

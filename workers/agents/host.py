@@ -62,7 +62,7 @@ class _Process:
     """Messages that are sent once earlier ones are answered."""
     rest: bytes = b""
     until: float = 0.0
-    is_required: bool = False
+    is_busy: bool = False
     has_ended: bool = False
     is_agent: bool = False
     """True if its last answer was a request: a user's program waits for a response."""
@@ -202,14 +202,14 @@ class EnvironmentHost:
     def kill(self, number: int) -> None:
         """Kill an environment's process instead of waiting for its next answer."""
         process = self._open[number]
-        process.until, process.is_required = time.monotonic() + self._step_timeout_s, True
+        process.until, process.is_busy = time.monotonic() + self._step_timeout_s, True
         with suppress(OSError):
             self._orders.send(ORDER.pack(KILL, process.number))
 
     def answers(self, seconds: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield answers that arrive within `seconds`; {"failed": why} ends a trajectory."""
         now = time.monotonic()
-        waits = [p.until for p in self._open.values() if p.is_required]
+        waits = [p.until for p in self._open.values() if p.is_busy]
         if self._failed or not waits:
             seconds = 0.0
         else:
@@ -224,7 +224,7 @@ class EnvironmentHost:
                 yield number, line
         now = time.monotonic()
         for number, one in list(self._open.items()):
-            if one.is_required and now >= one.until:
+            if one.is_busy and now >= one.until:
                 if one.has_ended:
                     self._fail(number, "its process has ended")
                 else:
@@ -245,7 +245,7 @@ class EnvironmentHost:
             return
         if not process.has_ended:
             self._selector.unregister(process.socket)
-        if process.is_required or process.is_agent or process.rest:
+        if process.is_busy or process.is_agent or process.rest:
             self._kill(process)
         else:
             self._idle.append(process)
@@ -267,10 +267,10 @@ class EnvironmentHost:
         process = self._open.get(number)
         if process is None:
             return
-        if process.is_required:  # another player waits for its answer
+        if process.is_busy:  # another player waits for its answer
             process.waiting.append(message)
             return
-        process.until, process.is_required = time.monotonic() + self._step_timeout_s, True
+        process.until, process.is_busy = time.monotonic() + self._step_timeout_s, True
         line = TO_JSON(message).encode() + b"\n"
         try:
             with suppress(BlockingIOError):
@@ -288,7 +288,7 @@ class EnvironmentHost:
         """Delay the failure until it is known if the host has ended, and why."""
         if not process.has_ended:
             self._selector.unregister(process.socket)
-        process.has_ended = process.is_required = True
+        process.has_ended = process.is_busy = True
         process.until = time.monotonic() + ENDED_S
 
     def _line_of(self, number: int) -> dict[str, Any] | None:
@@ -312,7 +312,7 @@ class EnvironmentHost:
         if not newline:
             process.rest = line
             return None
-        process.is_required = False
+        process.is_busy = False
         try:
             reply = json.loads(line)
         except (ValueError, RecursionError):
@@ -333,7 +333,7 @@ class EnvironmentHost:
 
     def _fail(self, number: int, why: str, reason: str = BROKEN) -> None:
         if number in self._open:
-            self._open[number].is_required = True  # so that the process is not reused
+            self._open[number].is_busy = True  # so that the process is not reused
             self.end(number)
             self._failed.append((number, {"failed": why, "reason": reason}))
 

@@ -181,7 +181,7 @@ class WeightSender:
         try:
             return self._send_through(address, num_receivers, HOST, send)
         finally:
-            del self.snapshots.by_address[address]
+            self.snapshots.release(address)
 
     def _full_tensors(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
@@ -313,12 +313,12 @@ class Snapshot:
 
     def with_facts(self) -> SentTensors:
         """Return the tensors with their entries in the manifest."""
-        facts = {name: fact for bucket in self.buckets for name, *fact in bucket.facts}
-        return {name: (facts[name], tensor) for name, tensor in self.tensors()}
+        manifest = self.manifest()
+        return {name: (manifest[name], tensor) for name, tensor in self.tensors()}
 
-    def hashes(self) -> dict[str, int]:
-        """Return the hash of every tensor, by name."""
-        return {name: value for bucket in self.buckets for name, _, _, value in bucket.facts}
+    def manifest(self) -> Manifest:
+        """Return the entry of every tensor, by name."""
+        return {name: entry for bucket in self.buckets for name, *entry in bucket.facts}
 
 
 class Snapshots:
@@ -358,7 +358,7 @@ class Snapshots:
         num_bytes = sum(bucket.num_bytes for bucket in snapshot.buckets)
         share = None
         if before is not None and before.version != version:
-            old, new = before.hashes(), snapshot.hashes()
+            old, new = before.manifest(), snapshot.manifest()
             share = sum(new[name] != old.get(name) for name in new) / max(1, len(new))
         return PublishReport(num_bytes, snapshot.watch.seconds, share)
 
@@ -377,3 +377,8 @@ class Snapshots:
             sends_changes = self.newest.merging is not None
             self.by_address[address] = self.newest, self._previous if sends_changes else Snapshot()
             return self.newest
+
+    def release(self, address: str) -> None:
+        """Let the memory of this delivery be reused."""
+        with self._lock:
+            del self.by_address[address]

@@ -1,4 +1,4 @@
-"""How an asynchronous run ends: with the requested prompts, or with an error that explains it."""
+"""An asynchronous run ends after the requested prompts, or with an error that explains it."""
 
 from __future__ import annotations
 

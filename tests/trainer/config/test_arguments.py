@@ -94,25 +94,28 @@ def test_a_wrong_argument_is_rejected(setting: str, message: str) -> None:
 def test_a_loss_of_your_own_may_have_arguments(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("own") / "own_losses.py"
     path.write_text(OWN, encoding="utf-8")
-    own = f"{LOSS}.loss_mode='{path}:scaled'"
-    assert arguments(own, f"{LOSS}.args={{beta: 0.2, label: y}}") == {"beta": 0.2, "label": "y"}
+    chosen = f"{LOSS}.loss_mode='{path}:scaled'"
+    assert arguments(chosen, f"{LOSS}.args={{beta: 0.2, label: y}}") == {
+        "beta": 0.2,
+        "label": "y",
+    }
     with pytest.raises(ConfigError, match="takes beta, label"):
-        load(own, f"{LOSS}.args.gamma=1")
+        load(chosen, f"{LOSS}.args.gamma=1")
 
 
 def test_an_estimator_of_your_own_may_have_arguments(tmp_path: Path) -> None:
     path = tmp_path / "own_estimators.py"
     path.write_text(ESTIMATOR, encoding="utf-8")
-    own = f"algorithm.adv_estimator='{path}:tempered'"
-    algorithm = load(own, "algorithm.args.temperature=0.5").algorithm
+    chosen = f"algorithm.adv_estimator='{path}:tempered'"
+    algorithm = load(chosen, "algorithm.args.temperature=0.5").algorithm
     columns = {"token_level_rewards": torch.ones(1, 2), "response_mask": torch.ones(1, 2)}
     batch = advantages_of(DataProto.from_dict(columns), algorithm)
     assert batch.batch["advantages"].tolist() == [[2.0, 2.0]]
 
     with pytest.raises(ConfigError, match=r"algorithm\.args\.passes=0\.5: it takes a whole number"):
-        load(own, "algorithm.args.passes=0.5")
+        load(chosen, "algorithm.args.passes=0.5")
     with pytest.raises(ConfigError, match="takes temperature, passes. Did you mean 'temperature'"):
-        load(own, "algorithm.args.temprature=0.5")
+        load(chosen, "algorithm.args.temprature=0.5")
 
 
 def test_an_optimizer_has_arguments_by_its_constructor() -> None:

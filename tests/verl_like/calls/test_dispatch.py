@@ -1,4 +1,4 @@
-"""How every dispatch mode splits arguments and collects results; without processes."""
+"""Every dispatch mode splits arguments and collects results; no processes are started."""
 
 from __future__ import annotations
 

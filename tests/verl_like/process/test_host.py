@@ -1,4 +1,4 @@
-"""How a worker process handles a call, without a process."""
+"""The host of roles handles calls; no process is started."""
 
 from __future__ import annotations
 

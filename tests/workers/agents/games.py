@@ -181,7 +181,7 @@ class Counter:
 
 
 class Judged:
-    """As in TRL: the environment has the reward as a method."""
+    """An environment of TRL's form, with the reward as a method."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -202,7 +202,7 @@ class Judged:
 
 
 class Rolls:
-    """As in TRL: a random generator, a private helper, and `step` as a tool."""
+    """An environment of TRL's form: a random generator, a private helper, and `step` as a tool."""
 
     def __init__(self) -> None:
         self.rng, self.reward = random.Random(3), 0.0

@@ -136,10 +136,10 @@ def test_a_function_that_does_not_answer_is_waited_for_once(
 def test_the_sum_is_weighted_and_every_part_is_logged() -> None:
     model = RewardTerm(RewardConfig(name="style", kind="model", weight=0.5), None)
     right = part("right", [1.0, 0.0, 1.0, 0.0], weight=2.0)
-    found, metrics = scores_of(right, model)
-    sums = found.batch["token_level_scores"].sum(-1)
+    scored, metrics = scores_of(right, model)
+    sums = scored.batch["token_level_scores"].sum(-1)
     assert sums.tolist() == [2 + 0.75, 0.75, 2 + 0.75, 0.75]  # 3 positions of 0.5, times 0.5
-    assert found.non_tensor_batch["reward_extra/right_score"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert scored.non_tensor_batch["reward_extra/right_score"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert metrics["reward/right_score/mean"] == 0.5
     assert metrics["reward/style_score/mean"] == 1.5
     assert metrics["reward/right/num_failed"] == 0.0
@@ -160,17 +160,17 @@ def test_failures_of_several_rewards_are_counted_each_and_together() -> None:
 def test_extras_of_several_rewards_have_their_names_before_them() -> None:
     one = part("one", [0.0] * 4, {"acc": [1.0, 2.0, 3.0, 4.0]})
     two = part("two", [0.0] * 4, {"acc": [5.0, 6.0, 7.0, 8.0]})
-    found, _ = scores_of(one, two)
-    assert found.non_tensor_batch["reward_extra/one/acc"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert found.non_tensor_batch["reward_extra/two/acc"].tolist() == [5.0, 6.0, 7.0, 8.0]
+    scored, _ = scores_of(one, two)
+    assert scored.non_tensor_batch["reward_extra/one/acc"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert scored.non_tensor_batch["reward_extra/two/acc"].tolist() == [5.0, 6.0, 7.0, 8.0]
     alone, _ = scores_of(one)
     assert set(alone.non_tensor_batch) == {"reward_extra/acc", "reward_extra/one_score"}
 
 
 def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> None:
     sums = [1.0, 3.0, float("nan"), 8.0]
-    found, _ = scores_of(part("a", sums, normalize=True))
-    own = found.batch["token_level_scores"].double().sum(-1)
+    scored, _ = scores_of(part("a", sums, normalize=True))
+    own = scored.batch["token_level_scores"].double().sum(-1)
     good = own[[0, 1, 3]]
     assert good.mean().item() == pytest.approx(0, abs=1e-6)
     assert good.std(correction=0).item() == pytest.approx(1, abs=1e-6)
@@ -181,8 +181,8 @@ def test_normalised_scores_have_mean_zero_and_spread_one_but_in_validation() -> 
 
 def test_equal_scores_normalise_to_zero() -> None:
     scores, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
-    found = normalized(TermScores(scores, mask, torch.zeros(2).bool()), mask)
-    assert found.scores.sum(-1).abs().max() < 1e-6
+    scored = normalized(TermScores(scores, mask, torch.zeros(2).bool()), mask)
+    assert scored.scores.sum(-1).abs().max() < 1e-6
 
 
 def test_a_failure_ends_the_run_where_that_was_chosen() -> None:
@@ -220,10 +220,10 @@ def test_failures_of_a_kind_are_logged_once_and_counted_at_the_end(
 
 
 def test_kinds_of_failures_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    said = FailureLog()
+    log = FailureLog()
     for number in range(100):
-        said.note("judge", 1, "get 0", group_by_kind([("0", f"words {number}")]))
-    said.close()
+        log.note("judge", 1, "get 0", group_by_kind([("0", f"words {number}")]))
+    log.close()
     assert len(caplog.records) == MOST_KINDS + 2  # one for all others, and the sums
     assert "0 and 89 more: words 10" in caplog.text
 
@@ -236,15 +236,15 @@ def test_a_sum_that_is_infinite_in_float32_ends_the_run_by_name() -> None:
 
 def test_a_skipped_sample_leaves_the_update_and_moves_no_baseline() -> None:
     judge = part("judge", [1.0, float("nan"), 4.0, float("nan")], on_failure="skip")
-    found, metrics = scores_of(judge)
+    scored, metrics = scores_of(judge)
     assert metrics["reward/num_skipped"] == 2.0
-    assert found.batch["token_level_scores"].sum(-1).tolist() == [1.0, 2.5, 4.0, 0.0]
-    assert found.batch["token_level_scores"][1].tolist() == [0.0, 0.0, 2.5]
-    assert found.batch["step_ends"][:2].tolist() == [[False, True, False], [False, False, True]]
+    assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, 2.5, 4.0, 0.0]
+    assert scored.batch["token_level_scores"][1].tolist() == [0.0, 0.0, 2.5]
+    assert scored.batch["step_ends"][:2].tolist() == [[False, True, False], [False, False, True]]
 
-    kept = without_skipped(batch().union(found))
+    kept = without_skipped(batch().union(scored))
     assert kept.batch["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]]
-    assert found.non_tensor_batch[SKIPPED].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert scored.non_tensor_batch[SKIPPED].tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_without_a_failure_a_mask_stays_the_same_object() -> None:
@@ -256,9 +256,9 @@ def test_a_group_that_is_skipped_whole_scores_zero() -> None:
     scores = torch.ones(4, 3)
     skipped = torch.tensor([False, False, False, True])
     uids = np.array(["a", "a", "a", "b"])
-    found = neutralize_skipped(scores, MASK.bool(), skipped, uids)
-    assert found[:3].equal(scores[:3])
-    assert found[3].tolist() == [0.0, 0.0, 0.0]
+    scored = neutralize_skipped(scores, MASK.bool(), skipped, uids)
+    assert scored[:3].equal(scores[:3])
+    assert scored[3].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_overlong_responses_are_punished_softly() -> None:
@@ -268,7 +268,7 @@ def test_overlong_responses_are_punished_softly() -> None:
     assert overlong_punishment(mask, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
 
     short = OverlongBufferConfig(enable=True, len=2, penalty_factor=1.0)
-    found, metrics = scores_of(part("rule", [1.0] * 4), overlong=short)
-    assert found.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 0.5, 1.0]
-    assert found.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [-0.5, -1.0, -0.5, 0]
+    scored, metrics = scores_of(part("rule", [1.0] * 4), overlong=short)
+    assert scored.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 0.5, 1.0]
+    assert scored.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [-0.5, -1.0, -0.5, 0]
     assert metrics["reward/overlong_reward/mean"] == -0.5

@@ -166,7 +166,7 @@ def test_a_snapshot_stays_as_it_is_while_it_is_read_and_memory_is_used_again() -
         new = dict(snapshots.hold(version, "another").tensors())
         assert new["weight"].tolist() == [version] * 4
         places.append(new["weight"].data_ptr())
-        del snapshots.by_address["another"]
+        snapshots.release("another")
     assert old["weight"].tolist() == [0.0] * 4
     assert old["weight"].data_ptr() not in places
     assert len(set(places)) == 2
