@@ -52,7 +52,7 @@ def main() -> None:
         loss, norm = backward.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
         print(f"step {step}: reward {np.mean(rewards):.3f}, loss {loss:.3f}, norm {norm:.3g}")
     print("saved:", trainer.save_state("last").result().path)
-    service.close("success")
+    service.close("success").result()
 
 
 def score(text: str) -> float:
