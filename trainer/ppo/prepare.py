@@ -25,7 +25,7 @@ from trainer.rollouts.environments import (
     with_full_paths,
 )
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
-from trainer.rollouts.reward_trial import try_rewards
+from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from workers.config import replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.models.quantize import check_quantizable
@@ -55,6 +55,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     note_players(kinds, loader.prompts, loader.validation)
     rewards = make_rewards(config, tokenizer, loader)
     at_end.enter_context(closing(rewards))
+    reject_wrong_results(rewards, loader.prompts, tokenizer, config.data.max_response_length)
     ptx = make_ptx_loader(config, tokenizer)
     check_memory(config, devices_of(config.trainer))
     return tokenizer, loader, rewards, ptx

@@ -1,5 +1,6 @@
-"""Try rewards in a dry run on made-up responses: their code runs, and shows the numbers it returns.
+"""Try rewards on made-up responses before any model is loaded: their code runs.
 
+    reject_wrong_results(rewards, prompts, tokenizer, config.data.max_response_length)  # every run
     scored, line = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
 
 The response to a prompt is the row's ground truth as text. Models and servers are not called.
@@ -15,11 +16,31 @@ import torch
 from trainer.data.prompts import PromptSet
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import RewardError
+from verl_like.errors import ConfigError, RewardError
 from workers.columns import read_columns
+from workers.rewards.manager import FAILURES
+from workers.rewards.outcome import NO_REWARD
 from workers.rewards.weighted import Rewards
 
 MOST_ROWS = 8
+
+
+def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int) -> None:
+    """Raise if a user's function returns no number for the first row's ground truth.
+
+    If the function fails otherwise, only print it: it may score the responses of a model.
+    """
+    for part in rewards.parts:
+        if part.manager is None or part.config.kind != "function" or not part.config.path:
+            continue
+        row = made_up_responses(prompts, prompts.rows[:1].tolist(), tokenizer, width)
+        result, _ = part.manager.remote(row).result()
+        for failure in result.meta_info[FAILURES].values():
+            name, error = part.config.name, failure.error
+            problem = f"the reward {name!r}, tried on the first row's ground truth: {error}"
+            if NO_REWARD in failure.error:
+                raise ConfigError(problem)
+            print(f"notice: {' '.join(problem.split())}", flush=True)
 
 
 def try_rewards(
@@ -33,7 +54,7 @@ def try_rewards(
     functions = [part for part in rewards.parts if part.config.kind == "function"]
     if not functions or any(part.config.kind == "remote" for part in rewards.parts):
         return None, []
-    batch = made_up_responses(prompts, tokenizer, width)
+    batch = made_up_responses(prompts, _rows_to_try(prompts), tokenizer, width)
 
     zeros = torch.zeros(batch.column("response_mask").shape)
     no_model = SimpleNamespace(get=lambda timeout: DataProto.from_dict({"rm_scores": zeros}))
@@ -64,9 +85,9 @@ def _num_failed(metrics: dict[str, float]) -> float:
     )  # the rule itself does not count them
 
 
-def made_up_responses(prompts: PromptSet, tokenizer: Any, width: int) -> DataProto:
-    """Return a row of every data source and further rows, with their ground truth as responses."""
-    batch = prompts.batch(_rows_to_try(prompts), epoch=0)
+def made_up_responses(prompts: PromptSet, rows: list[int], tokenizer: Any, width: int) -> DataProto:
+    """Return these rows with their ground truth as responses."""
+    batch = prompts.batch(rows, epoch=0)
     responses = torch.full((len(batch), width), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(responses)
     for row, rule in enumerate(batch.non_tensor_batch["reward_model"]):
@@ -80,6 +101,7 @@ def made_up_responses(prompts: PromptSet, tokenizer: Any, width: int) -> DataPro
 
 
 def _rows_to_try(prompts: PromptSet) -> list[int]:
+    """Return a row of every data source, and further rows."""
     first = prompts.first_of_each_source()
     rest = [row for row in prompts.rows[: 2 * MOST_ROWS].tolist() if row not in first]
     return [*first, *rest][:MOST_ROWS]

@@ -21,7 +21,7 @@ from trainer.rollouts.environments import (
 )
 from trainer.rollouts.headline import headline
 from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
-from trainer.rollouts.reward_trial import try_rewards
+from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles
 from verl_like.errors import ConfigError
 from workers.config import scores_by_rule
@@ -80,6 +80,7 @@ class SamplingOnlyTrainer(Trainer):
 
         rewards = make_rewards(config, tokenizer, prompts)
         at_end.enter_context(closing(rewards))
+        reject_wrong_results(rewards, prompts, tokenizer, config.data.max_response_length)
         return tokenizer, rewards, prompts
 
     headline = staticmethod(headline)

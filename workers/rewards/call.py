@@ -9,9 +9,7 @@ Nothing here imports torch, because it runs in reward processes, which start oft
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +34,6 @@ SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
 SHORT_PLURALS = [f"{name}s" for name in SHORT_NAMES]
 BATCH_MARKS = ("solution_strs", "responses")
 """A function with one of these parameters scores a whole batch in one call."""
-
-LISTS = (ast.List, ast.ListComp)
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,10 @@ class Call:
         takes_batches = any(mark in parameters for mark in BATCH_MARKS)
         returned = inspect.formatannotation(signature.return_annotation).strip("'\"")
         is_list = returned.removeprefix("typing.").lower().startswith("list")
-        if not takes_batches and (is_list or _returns_lists(function)):
+        if is_list and not takes_batches:
             raise ConfigError(
-                f"the reward function returns a {returned if is_list else 'list'}, and it is "
-                "called on one sample: return a number, or score a batch by the parameters "
-                "solution_strs, prompts, ..."
+                f"the reward function returns a {returned}, and it is called on one sample: "
+                "return a number, or score a batch by the parameters solution_strs, prompts, ..."
             )
         fills = _parameter_sources(takes_batches, columns)
         if not has_truth:
@@ -121,36 +116,6 @@ class Call:
         for name, entry in self.fields.items():
             read[name] = [sample.get(entry) for sample in samples]
         return self.function(**(read | self.kwargs))
-
-
-def _returns_lists(function: Callable[..., Any]) -> bool:
-    """True if the source of a function shows that it returns lists only.
-
-    The function is not called, because a call may be slow, cost money, or leave something behind.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    returned, assigned = [], list[tuple[str, ast.expr]]()
-    nodes: list[ast.AST] = [*getattr(tree.body[0], "body", ())]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.Return):
-            returned.append(node.value)
-        if isinstance(node, ast.Assign):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            assigned += [(name, node.value) for name in names]
-        nodes += ast.iter_child_nodes(node)
-    lists = {name for name, _ in assigned} - {
-        n for n, value in assigned if not isinstance(value, LISTS)
-    }
-    return bool(returned) and all(
-        isinstance(value, LISTS) or isinstance(value, ast.Name) and value.id in lists
-        for value in returned
-    )
 
 
 def _parameter_sources(takes_batches: bool, columns: Sequence[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 Steps = list[tuple[int, float]]
 """(token of the response, score) of every step."""
@@ -19,6 +19,11 @@ STEPS = "step_scores"
 VOTE = "pred"
 """The only text that is used: a sample's answer, for the majority vote over a prompt's samples."""
 LATE = "passed its deadline"
+NO_REWARD = (
+    ", which is no reward: return a number, or a dict with one as 'score', or score a batch by the "
+    "parameters solution_strs, prompts, ... and return a list of these"
+)
+"""End of the error for a result without a number."""
 PLACE = "\n    at {}, line {}"
 """Ending of an error text if the line of the user's code is known."""
 LARGEST_SCORE = 3.4028234e38
@@ -33,7 +38,9 @@ def read_outcome(result: Any) -> Outcome:
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     steps = read_steps(extras.pop(STEPS, None))
     score = extras.pop("score", 0.0 if steps else None)
-    if isinstance(score, str) or score is None or not is_finite(float(score)):
+    if not isinstance(score, SupportsFloat):
+        raise ValueError(f"the reward function returned {result!r:.200}{NO_REWARD}")
+    if not is_finite(float(score)):
         raise ValueError(
             f"the reward function returned {result!r:.200}; a number that is finite in float32, "
             "or a dict with one as 'score'"

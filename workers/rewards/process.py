@@ -17,7 +17,7 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence, Sized
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,7 @@ from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
 from workers.rewards.call import Call, Sample
 from workers.rewards.channel import FunctionEnd
-from workers.rewards.outcome import LATE, PLACE, Outcome, read_outcome
+from workers.rewards.outcome import LATE, NO_REWARD, PLACE, Outcome, read_outcome
 
 MAX_SIDE_BY_SIDE = 64
 """Maximum number of concurrent calls of a coroutine function."""
@@ -159,6 +159,8 @@ class Calls:
             results = self._call.whole_batch(samples)
             if inspect.isawaitable(results):
                 results = asyncio.run(self._within_deadline(results))
+            if not isinstance(results, Sized):
+                raise ValueError(f"the reward function returned {results!r:.200}{NO_REWARD}")
             if len(results) != len(samples):
                 raise ValueError(
                     f"it got {len(samples)} samples and returned {len(results)} scores"

@@ -1,0 +1,122 @@
+"""A reward function is tried on one row before any process of a model starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE
+from trainer import load_config, run
+from trainer.async_training.recipe import ASYNC
+from trainer.config.recipe import Recipe
+from trainer.evaluation.recipe import EVAL
+from trainer.ppo.recipe import PPO
+from verl_like.errors import ConfigError
+
+FUNCTIONS = """
+import json, time
+
+def letters(text):
+    return [float(letter == "a") for letter in text]
+
+def a_list(response): return letters(response)
+def a_text(response): return json.dumps(1.0)
+def nothing(response): response.count("a")
+def no_score(response): return {"acc": 1.0}
+async def late_list(response): return letters(response)
+def one_number(responses): return float(len(responses))
+def lists(responses): return [letters(response) for response in responses]
+
+def fails(response): raise KeyError(response)
+def hangs(response): time.sleep(60)
+def not_finite(response): return float("nan")
+def right(response, ground_truth): return {"score": float(response == ground_truth)}
+"""
+
+
+TRAINED = [
+    *POLICY_ALONE,
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=2",
+]
+Start = Callable[..., None]
+
+
+class StartedError(Exception):
+    """The run would now start the processes of its models."""
+
+
+@pytest.fixture
+def start(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Return a function that starts a recipe with one of `FUNCTIONS` as its reward."""
+
+    def start_groups(*_: object) -> None:
+        raise StartedError
+
+    monkeypatch.setattr("trainer.launch.WorkerGroups", start_groups)
+    (tmp_path / "my.py").write_text(FUNCTIONS)
+
+    def start(name: str, recipe: Recipe[Any] = PPO) -> None:
+        files = "val" if recipe is EVAL else "train"
+        settings = [
+            f"actor_rollout_ref.model.path={tiny_dir}/model",
+            f"data.{files}_files={tiny_dir}/{files}.parquet",
+            f"trainer.default_local_dir={tmp_path}/run",
+            f"custom_reward_function.path={tmp_path}/my.py",
+            f"custom_reward_function.name={name}",
+            *(() if recipe is EVAL else TRAINED),
+            "data.max_prompt_length=16",
+            "data.max_response_length=8",
+            f"reward_model.sample_timeout_s={1 if name == 'hangs' else 60}",
+            "trainer.backend=local",
+            "trainer.logger=[]",
+        ]
+        run(load_config(settings, recipe))
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "name", ["a_list", "a_text", "nothing", "no_score", "late_list", "one_number", "lists"]
+)
+def test_a_result_that_is_no_reward_ends_the_run_before_models_load(
+    name: str, start: Start
+) -> None:
+    with pytest.raises(
+        ConfigError, match="tried on the first row's .* returned .*, which is no reward"
+    ):
+        start(name)
+
+
+@pytest.mark.parametrize("recipe", [ASYNC, EVAL], ids=["async", "eval"])
+def test_other_recipes_try_it_too(recipe: Recipe[Any], start: Start) -> None:
+    with pytest.raises(
+        ConfigError, match=r"returned \[[0-9., ]*\], which is no reward: return a number"
+    ):
+        start("a_list", recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "notice"),
+    [
+        ("fails", "notice: the reward 'rule', tried on the first row's ground truth: KeyError"),
+        ("hangs", "notice: the reward 'rule', tried on the first row's ground truth: passed its"),
+        ("not_finite", "notice: the reward 'rule', tried on the first row's ground truth: Value"),
+        ("right", ""),
+    ],
+)
+def test_a_function_that_fails_on_the_row_may_score_others(
+    name: str,
+    notice: str,
+    start: Start,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(StartedError):
+        start(name)
+    notices = [line for line in capsys.readouterr().out.splitlines() if "tried on" in line]
+    assert len(notices) == bool(notice)
+    assert all(line.startswith(notice) for line in notices)
