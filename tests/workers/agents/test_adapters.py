@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import random
 import shlex
+import shutil
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -362,7 +367,7 @@ def test_a_task_of_harbor_is_played_by_a_shell(tmp_path: Path, is_right: bool) -
     said = "hello" if is_right else "bye"
     commands = ["pwd; ls /app; ls missing", f"echo 1 > /logs/x; echo {said} > /app/out.txt"]
     calls = [json.dumps({"name": "bash", "arguments": {"command": one}}) for one in commands]
-    spec = EnvironmentSpec(f"harbor:{tmp_path}")
+    spec = EnvironmentSpec(f"harbor:{tmp_path}", {"runtime": "local"})
     with closing(EnvironmentHost(spec, 20.0)) as host:
         assert [tool["function"]["name"] for tool in host.tools] == ["bash"]
         row = {"task": "hello"}
@@ -375,6 +380,117 @@ def test_a_task_of_harbor_is_played_by_a_shell(tmp_path: Path, is_right: bool) -
     assert written["messages"][0]["content"] == ""
     assert (end["end"], end["reward"]) == (True, 1.0 if is_right else 0.25)
     assert not (tmp_path / "hello/environment/out.txt").exists()
+
+
+DOCKER = """#!{python}
+import pathlib, shutil, subprocess, sys
+
+command, *words = sys.argv[1:]
+home = pathlib.Path({home!r})
+with open(home / "log", "a") as log:
+    print(command, *words, file=log)
+options = {{}}
+while words and words[0].startswith("-"):
+    name, _, value = words.pop(0).partition("=")
+    options.setdefault(name, []).append(value)
+if command == "build":
+    print("image-of", pathlib.Path(words[0]).parent.name)
+elif command == "run":
+    root = home / "containers" / options["--name"][0]
+    shutil.copytree(home / "image", root)
+    subprocess.run(words[1:])
+    shutil.rmtree(root)
+elif command == "exec":
+    root = home / "containers" / words[0]
+    script = words[-1].replace(" /", f" {{root}}/")
+    env = dict(pair.split("=", 1) for pair in options.get("--env", ()))
+    sys.exit(subprocess.run([*words[1:-1], script], cwd=root / "app", env=env).returncode)
+elif command == "cp":
+    shutil.copytree(words[0], home / "containers" / words[1].replace(":", ""))
+"""
+"""Stands in for docker: a container is a folder, with the absolute paths that follow a space."""
+LIMITS = """
+[environment]
+cpus = 2
+memory_mb = 512
+allow_internet = false
+[environment.env]
+NAME = "a b"
+[agent]
+user = "agent"
+[verifier.env]
+WANTED = "hello"
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a program in the place of `docker`, and return its folder."""
+    home = tmp_path / "docker"
+    (home / "image/app").mkdir(parents=True)
+    (home / "containers").mkdir()
+    program = tmp_path / "bin/docker"
+    program.parent.mkdir()
+    program.write_text(DOCKER.format(python=sys.executable, home=str(home)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    return home
+
+
+def test_a_task_of_harbor_has_a_container_where_docker_works(tmp_path: Path, docker: Path) -> None:
+    harbor_task(tmp_path / "tasks", "hello")
+    (tmp_path / "tasks/hello/task.toml").write_text(LIMITS)
+    test = '[ "$(cat out.txt)" = "$WANTED" ] && echo 0.5 > ../logs/verifier/reward.txt'
+    (tmp_path / "tasks/hello/tests/test.sh").write_text(test)
+    commands = ["echo $NAME; ls missing", "echo hello > out.txt"]
+    calls = [json.dumps({"name": "bash", "arguments": {"command": one}}) for one in commands]
+    with closing(EnvironmentHost(EnvironmentSpec(f"harbor:{tmp_path}/tasks"), 60.0)) as host:
+        two = check_environment.play(host, [0, 1], {}, [*calls, "done"], 5)
+        for one in two:
+            shown = one.answers[1]["messages"][0]["content"]
+            assert shown.startswith("a b\n")
+            assert shown.endswith("[exit code 2]")
+            assert (one.has_ended, one.reward) == (True, 0.5)
+        end = time.monotonic() + 60.0
+        while any((docker / "containers").iterdir()) and time.monotonic() < end:
+            time.sleep(0.05)  # the program ends when its input does
+        assert not [*(docker / "containers").iterdir()]
+
+    called = [line.split() for line in (docker / "log").read_text().splitlines()]
+    assert [words[0] for words in called].count("build") == 1
+    begun = [words for words in called if words[0] == "run"]
+    assert len(begun) == 2
+    assert {"--rm", "-i", "--cpus=2", "--memory=512m", "--network=none", "hello"} <= {*begun[0]}
+    of_policy = [words for words in called if words[-1] == "out.txt" and words[0] == "exec"]
+    assert all("--user=agent" in words for words in of_policy)
+    assert len(of_policy) == 2
+
+
+@pytest.mark.parametrize("program", ["docker", "podman"])
+def test_the_options_of_containers_are_those_of_the_programs(program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"no {program} here")
+    options = {
+        "ps": ["-q"],
+        "build": ["-q"],
+        "run": "--rm -i --label --name --cpus --memory --network".split(),
+        "exec": ["--env", "--user", "--workdir"],
+    }
+    for command, names in options.items():
+        call = [program, command, "--help"]
+        shown = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+        words = {word.rstrip(",") for word in shown.split()}
+        assert {*names} <= words
+
+
+def test_a_program_for_containers_that_does_not_work_is_named(tmp_path: Path, docker: Path) -> None:
+    harbor_task(tmp_path, "a")
+    (tmp_path / "bin/docker").write_text("#!/bin/sh\nexit 1\n")
+    spec = EnvironmentSpec(f"harbor:{tmp_path}", {"runtime": "docker"})
+    with pytest.raises(ConfigError, match="runtime=docker: `docker ps` does not work"):
+        spec.load()
+    with pytest.raises(ConfigError, match="runtime=lxc: choose auto, local, docker or podman"):
+        replace(spec, kwargs={"runtime": "lxc"}).load()
 
 
 def test_a_folder_without_tasks_of_harbor_is_rejected(tmp_path: Path) -> None:
