@@ -4,27 +4,33 @@
 
 - step: `forward_backward` and `optim_step` of a GRPO batch (64 rows of 128 tokens), over HTTP and
   as two calls of the server's own verbs; at most 1.10 times
-- samples: tokens per second of 64 concurrent sample requests against one request of 64 samples; at
-  least 0.9 times
+- samples: 64 concurrent sample requests of the SDK, in a process of its own, against one request of
+  64 samples: at least 0.9 times the tokens per second. `client_s` is the time that the SDK needs
+  for the 64 requests to a server that answers at once, and `server_share` the share without it
 - tenants: memory that 16 idle clients with adapters of rank 32 add, against their adapters' size
 - requests: memory after 1,000 requests against the memory after 100
 
-Without --model, a tiny model of `verl-like make-tiny`. Sides take turns in each round. Prints JSON.
+Run it with `.venv-tinker/bin/python`, which `tests/run_tinker.sh` builds. Without --model, a tiny
+model of `verl-like make-tiny`. Sides take turns in each round. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import json
 import os
 import random
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +44,9 @@ from tests.trainer.serve.clients import Client, Model, config_of, served
 from trainer.cli import make_tiny
 from trainer.serve.desk import Desk
 from trainer.serve.rows import Datum
+from trainer.serve.server import SWITCH_S
 from trainer.serve.verbs import ServedModel
+from trainer.serve.wire import PROTOBUF, sample_output
 from workers.training.optim import StepSettings
 
 ROWS, LENGTH, DRAWN = 64, 128, 64
@@ -104,27 +112,78 @@ def desk_model(desk: Desk, model: Model) -> Any:
     return ServedModel(model.name, 32)
 
 
-def measure_samples(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
-    """Tokens per second of many requests and of one."""
-    sampler, numbers = client.sampler(base_model=desk.base_model), iter(range(10**6))
-    params = {"max_tokens": DRAWN, "stop": []}
-    prompt = list(range(8, 24))
+def measure_samples(desk: Desk, url: str, rounds: int) -> dict[str, float]:
+    """Seconds of many requests and of one, by the SDK in a process of its own."""
+    served_s = sdk_seconds(url, desk.base_model, rounds)
+    with stub() as stub_url:
+        client_s = sdk_seconds(stub_url, desk.base_model, rounds)["many"]
+    many_s, one_s = served_s["many"], served_s["one"]
+    return {
+        "many_tokens_s": ROWS * DRAWN / many_s,
+        "one_tokens_s": ROWS * DRAWN / one_s,
+        "share": one_s / many_s,
+        "client_s": client_s,
+        "server_share": one_s / max(many_s - client_s, one_s),
+    }
 
-    def one_by_one() -> None:
-        asked = [
-            client.sample(sampler, next(numbers), prompt, sampling_params=params)
-            for _ in range(ROWS)
-        ]
-        for promise in asked:
-            client.result(promise)
 
-    def together() -> None:
-        more = {"num_samples": ROWS, "sampling_params": params}
-        client.result(client.sample(sampler, next(numbers), prompt, **more))
+def sdk_seconds(url: str, model: str, rounds: int) -> dict[str, float]:
+    """Run `time_sdk` in a process of its own."""
+    command = [sys.executable, __file__, "--url", url, "--model", model, "--rounds", str(rounds)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return dict(json.loads(output.splitlines()[-1]))
 
-    many_s, one_s = median_s(one_by_one, together, rounds=rounds)
-    count = ROWS * DRAWN
-    return {"many_tokens_s": count / many_s, "one_tokens_s": count / one_s, "share": one_s / many_s}
+
+def time_sdk(url: str, model: str, rounds: int) -> dict[str, float]:
+    """Return the shortest seconds of 64 requests, and of one for 64 samples, through the SDK."""
+    import tinker
+
+    service = tinker.ServiceClient(base_url=url, api_key="tml-any")
+    sampler = service.create_sampling_client(base_model=model)
+    prompt = tinker.types.ModelInput.from_ints(list(range(8, 24)))
+    params = tinker.types.SamplingParams(max_tokens=DRAWN, stop=[])
+
+    def sample(requests: int) -> float:
+        begin = time.perf_counter()
+        futures = [sampler.sample(prompt, ROWS // requests, params) for _ in range(requests)]
+        for future in futures:
+            assert len(future.result().sequences) == ROWS // requests
+        return time.perf_counter() - begin
+
+    times = [(sample(ROWS), sample(1)) for _ in range(rounds + 1)][1:]
+    return {"many": min(many for many, _ in times), "one": min(one for _, one in times)}
+
+
+@contextlib.contextmanager
+def stub() -> Iterator[str]:
+    """Context with a server that answers at once, with the same samples for every request."""
+    facts = {"session_id": "s", "sampling_session_id": "s:sample:0", "status": "accepted"}
+    drawn = ([8] * DRAWN, [-1.0] * DRAWN, "length")
+    results = {count: sample_output([drawn] * count) for count in (1, ROWS)}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                size = re.search(r"content-length: *(\d+)", head)
+                body = await reader.readexactly(int(size[1]) if size else 0)
+                kind, result = "application/json", json.dumps(facts).encode()
+                if "/asample" in head:
+                    count = json.loads(body)["num_samples"]
+                    names = {"sample_sequence_ids": ["any"] * count}
+                    result = json.dumps({"request_id": str(count), **names}).encode()
+                elif "/retrieve_future" in head:
+                    kind, result = PROTOBUF, results[int(json.loads(body)["request_id"])]
+                sizes = f"content-type: {kind}\r\ncontent-length: {len(result)}\r\n\r\n"
+                writer.write(f"HTTP/1.1 200 OK\r\n{sizes}".encode() + result)
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
 
 
 def measure_tenants(desk: Desk, url: str) -> dict[str, float]:
@@ -169,7 +228,12 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--only", default="step,samples,tenants,requests")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--url", default="", help="time the SDK against this server")
     options = parser.parse_args()
+    if options.url:
+        print(json.dumps(time_sdk(options.url, options.model, options.rounds)))
+        return
+    sys.setswitchinterval(SWITCH_S)
     wanted, results = options.only.split(","), {}
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(options.model or make_tiny.make(Path(scratch) / "tiny") / "model")
@@ -179,7 +243,7 @@ def main() -> None:
             if "step" in wanted:
                 results["step"] = measure_step(desk, client, options.rounds)
             if "samples" in wanted:
-                results["samples"] = measure_samples(desk, client, options.rounds)
+                results["samples"] = measure_samples(desk, url, options.rounds)
             if "tenants" in wanted:
                 results["tenants"] = measure_tenants(desk, url)
             if "requests" in wanted:

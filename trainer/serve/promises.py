@@ -10,6 +10,7 @@ All of this lives in the event loop's thread. `resolve` and `fail` may be called
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
@@ -83,10 +84,9 @@ class Promise:
     async def wait(self, seconds: float) -> Outcome | None:
         """Return the outcome; None if there is none yet after this time."""
         if self.outcome is None:
-            try:
-                await asyncio.wait_for(self._done.wait(), seconds)
-            except TimeoutError:
-                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._done.wait()
         return self.outcome
 
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class SampleRequest:
     promise: Promise = field(init=False)
     prompt_log_probs: Array | None = None
     target_log_probs: Array | None = None
+    sequences: dict[int, tuple[Array, Array, str]] = field(default_factory=dict)
+    """Number of a sample -> its tokens, log-probs, and the reason why it ended."""
     since: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -94,7 +97,7 @@ class SampleRequest:
         stops: tuple[int | str, ...] = eos if params.stop is None else tuple(params.stop)
         return cls(sampler, body, prompt, most, stops, targets)
 
-    @property
+    @cached_property
     def kind(self) -> tuple[Any, ...]:
         """Key of the requests that may run together."""
         longest = max(SHORTEST, 1 << (self.max_tokens - 1).bit_length())
@@ -109,28 +112,57 @@ class SampleRequest:
         sequence = self.sampler.sampler_id.rpartition(":")[2]
         return f"{sequence}/{self.body.seq_id}" if seed is None else f"seed {seed}"
 
-    def rows(self, prompt_width: int, response_width: int, pad: int) -> DataProto:
-        """Return one row per sample for the rollout."""
-        count, params = self.body.num_samples, self.body.sampling_params
-        prompt = torch.tensor(self.prompt)
-        ids = Ragged.from_rows([prompt] * count, prompt_width, at_end=True, fill=pad)
+    def finish(self) -> None:
+        """Give the client its samples, in their order."""
+        samples = [self.sequences[place] for place in range(self.body.num_samples)]
+        body = sample_output(samples, self.prompt_log_probs, self.target_log_probs)
+        self.promise.resolve(body)
+
+
+class Batch(Submission):
+    """Requests that start together; each gets its result once it has all its samples."""
+
+    def __init__(self, requests: Sequence[SampleRequest], widths: tuple[int, int], pad: int):
+        self.open = {*requests}
+        self._of_row = [(r, place) for r in requests for place in range(r.body.num_samples)]
+        prompts = {request: torch.tensor(request.prompt) for request in requests}
+        ids = Ragged.from_rows(
+            [prompts[request] for request, _ in self._of_row], widths[0], at_end=True, fill=pad
+        )
+        _, longest, stops, (temperature, top_k, top_p) = requests[0].kind
         sampling = {
-            "temperature": params.temperature or 1.0,
-            "do_sample": params.temperature > 0,
-            "top_k": params.top_k or -1,
-            "top_p": params.top_p,
-            "max_tokens": min(self.kind[1], response_width),
-            "stop_token_ids": tuple(stop for stop in self.stops if isinstance(stop, int)),
-            "stop_strings": tuple(stop for stop in self.stops if isinstance(stop, str)),
+            "temperature": temperature or 1.0,
+            "do_sample": temperature > 0,
+            "top_k": top_k or -1,
+            "top_p": top_p,
+            "max_tokens": min(longest, widths[1]),
+            "stop_token_ids": tuple(stop for stop in stops if isinstance(stop, int)),
+            "stop_strings": tuple(stop for stop in stops if isinstance(stop, str)),
         }
         columns: dict[str, Any] = {
             "input_ids": ids,
             "attention_mask": ids.with_values(torch.ones_like(ids.values)),
-            "sample_index": torch.arange(count),
-            "end_at": torch.full((count,), self.max_tokens),
+            "sample_index": torch.tensor([place for _, place in self._of_row]),
+            "end_at": torch.tensor([request.max_tokens for request, _ in self._of_row]),
         }
+        uids = [request.noise_name for request, _ in self._of_row]
         meta = {"sampling": sampling, "pad_token_id": pad}
-        return DataProto.from_dict(columns, {"uid": [self.noise_name] * count}, meta)
+        super().__init__(DataProto.from_dict(columns, {"uid": uids}, meta))
+
+    def add(self, numbers: Sequence[int], samples: DataProto) -> None:
+        """Add the samples of the rows with these numbers, and finish requests."""
+        super().add(numbers, samples)
+        tokens, log_probs = (samples.column(n) for n in ("responses", "rollout_log_probs"))
+        assert isinstance(tokens, Ragged), "columns of tokens stay ragged"
+        assert isinstance(log_probs, Ragged), "columns of tokens stay ragged"
+        reasons = samples.non_tensor_batch["finish_reason"]
+        rows = zip(numbers, tokens.rows(), log_probs.rows(), reasons, strict=True)
+        for number, ids, values, reason in rows:
+            request, place = self._of_row[number]
+            request.sequences[place] = ids.numpy(), values.numpy(), str(reason)
+            if len(request.sequences) == request.body.num_samples:
+                self.open.discard(request)
+                request.finish()
 
 
 class SamplingLoop:
@@ -143,7 +175,7 @@ class SamplingLoop:
         self._client = RolloutClient(verbs.rollout)
         self._lock = threading.Lock()
         self._waiting: deque[SampleRequest] = deque()
-        self._running: dict[Submission, SampleRequest] = {}
+        self._running: list[Batch] = []
         self._kind: tuple[Any, ...] | None = None
 
     def add(self, request: SampleRequest) -> None:
@@ -165,12 +197,11 @@ class SamplingLoop:
         try:
             if batch:
                 self._start(batch)
-            finished = self._client.take(seconds=seconds) if self._running else []
+            if self._running:
+                self._client.take(seconds=seconds)
         except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
             self._fail_all(batch, error)
-            return
-        for submission in finished:
-            self._finish(self._running.pop(submission), submission.samples())
+        self._running = [started for started in self._running if started.open]
 
     def _is_gathering(self) -> bool:
         """Return True while requests arrive close together."""
@@ -203,11 +234,8 @@ class SamplingLoop:
         self._score_prompts(sampler.state, batch)
         if not self._running:
             self._verbs.send_to_rollout(sampler.state)
-        submissions = {}
-        for request in batch:
-            submissions[Submission(request.rows(*self._widths, self._pad))] = request
-        self._running |= submissions
-        self._client.submit(*submissions)
+        self._running.append(Batch(batch, self._widths, self._pad))
+        self._client.submit(self._running[-1])
 
     def _score_prompts(self, state: str, batch: Sequence[SampleRequest]) -> None:
         """Compute prompt log-probs on the actor, for the requests that want them."""
@@ -227,23 +255,11 @@ class SamplingLoop:
                 missing = request.targets < 0
                 request.target_log_probs = np.where(missing, np.nan, np.stack(rows, axis=1))
 
-    def _finish(self, request: SampleRequest, samples: DataProto) -> None:
-        tokens, log_probs = (samples.column(n) for n in ("responses", "rollout_log_probs"))
-        assert isinstance(tokens, Ragged), "columns of tokens stay ragged"
-        assert isinstance(log_probs, Ragged), "columns of tokens stay ragged"
-        reasons = samples.non_tensor_batch["finish_reason"]
-        sequences = [
-            (row.tolist(), numbers.tolist(), str(reason))
-            for row, numbers, reason in zip(tokens.rows(), log_probs.rows(), reasons, strict=True)
-        ]
-        body = sample_output(sequences, request.prompt_log_probs, request.target_log_probs)
-        request.promise.resolve(body)
-
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
         """Fail the batch: after an error the rollout has none of its requests."""
-        for request in {*batch, *self._running.values()}:
+        for request in {*batch, *(r for started in self._running for r in started.open)}:
             request.promise.fail(error)
         if self._running:
-            self._running = {}
+            self._running = []
             self._verbs.rollout.abort()
         self._client = RolloutClient(self._verbs.rollout)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
+from numpy.typing import ArrayLike
 
 from verl_like.errors import BatchError
 
@@ -117,7 +118,7 @@ def _add_record(message: Any, rows: Sequence[Array], trailing_shape: tuple[int, 
 
 
 def sample_output(
-    sequences: Sequence[tuple[Sequence[int], Sequence[float], str]],
+    sequences: Sequence[tuple[ArrayLike, ArrayLike, str]],
     prompt_log_probs: Array | None = None,
     targets: Array | None = None,
 ) -> bytes:

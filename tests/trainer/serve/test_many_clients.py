@@ -95,7 +95,7 @@ def test_requests_of_several_clients_share_a_batch(
 
     class Spy(RolloutClient):
         def submit(self, *submissions: Submission) -> None:
-            batches.append(len(submissions))
+            batches.extend(len(s.rows) for s in submissions)
             super().submit(*submissions)
 
     def draw(session: Client) -> list[Any]:
@@ -115,4 +115,4 @@ def test_requests_of_several_clients_share_a_batch(
         release.set()
         for session, of_session in sent:
             assert results(session, of_session) == alone
-    assert batches == [4]
+    assert batches == [8]
