@@ -24,8 +24,7 @@ from unittest.mock import patch
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 from trainer.cli import make_tiny
-from trainer.planner.prediction import measured_phases, setup_of
-from trainer.planner.simulate import Phases, simulate
+from trainer.planner.simulate import Phases, measured_phases, setup_of, simulate
 from trainer.ppo.config import PPOConfig
 from verl_like import Dispatch, register
 from verl_like.batch.protocol import DataProto

@@ -33,7 +33,7 @@ from pathlib import Path
 from gpu_models import write_configs
 from gpu_parts import GRACE_S, INSTALL, MODELS, Machine, Outcome, Part, is_installed, parts, short
 
-from trainer.planner.devices import Device, data_sheet
+from trainer.planner.cost import Device, data_sheet
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
 

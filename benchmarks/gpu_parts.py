@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 from gpu_models import decoded_bytes
 
 if TYPE_CHECKING:
-    from trainer.planner.devices import Device
+    from trainer.planner.cost import Device
 
 HERE = Path(__file__).resolve().parent
 GRACE_S = 5

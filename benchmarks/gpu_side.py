@@ -68,7 +68,7 @@ class Trial:
 
 def data_sheet() -> Any:
     """The data sheet of the GPU, or None."""
-    from trainer.planner.devices import data_sheet as sheet_of
+    from trainer.planner.cost import data_sheet as sheet_of
 
     return sheet_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 

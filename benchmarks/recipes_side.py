@@ -127,7 +127,7 @@ def lm_row(prompt: list[int], response: list[int]) -> Any:
     """A prompt out of the loss, a response in it."""
     import numpy as np
 
-    from trainer.data.encoded_rows import LMRow
+    from trainer.data.lm_rows import LMRow
 
     ids = np.array(prompt + response)
     return LMRow(ids, np.arange(len(ids)) >= len(prompt))

@@ -18,8 +18,8 @@ from tests import ROOT
 from tests.conftest import load
 from tests.forked import run_program
 from tests.waiting import wait_until
-from trainer.dry_run import ALL_FOUND
-from trainer.planner.devices import DEVICES
+from trainer.launch import ALL_FOUND
+from trainer.planner.cost import DEVICES
 
 INTERPRETER = f"""#!/usr/bin/env bash
 [ "$1" != -c ] || exec "{sys.executable}" "$@"

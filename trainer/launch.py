@@ -1,6 +1,9 @@
 """The start of a run of any recipe: all checks come first, then the processes start.
 
 `run(config)` makes a whole run, for commands and for `trainer.api`.
+
+`check(config)` makes all checks of a run before its first process, and stops (`verl-like check`).
+Only the first rows of large files are read then (`trainer.data.files.row_limit`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,8 @@ import torch
 
 from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig, TrainerConfig
-from trainer.dry_run import look_at
-from trainer.groups.nodes import plan_on
-from trainer.groups.worker_groups import WorkerGroups
+from trainer.groups.nodes import devices_in_words, plan_on
+from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks
 from trainer.loop import Loop, Trainer
 from trainer.memory import describe_axes, held_model
@@ -28,12 +31,13 @@ from trainer.record import Run
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, bring_back
 from trainer.roadside.active import active_observers, end_of_run
-from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
-from trainer.run_folder.marker import MODEL
+from trainer.run_folder.folder import MODEL, FolderLock, note_start, open_run_folder
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals
+from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError, VerlLikeError
+from verl_like.files import blocking_path
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
 from verl_like.placement.roles import expand_roles
@@ -273,3 +277,54 @@ def check_trainer(cls: type[Trainer]) -> None:
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]
     names = None if cls.step is base.step else hooks
     check_methods(cls, base, f"trainer.cls={cls.__module__}.{cls.__qualname__}", names)
+
+
+ALL_FOUND = "Nothing is wrong that shows before a process starts."
+
+
+def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
+    """Return lines about the job; raise for anything that cannot work."""
+    _check_machines(config)
+    lines = [devices_in_words(config)]
+    for role in config.role_workers:
+        worker_class(config, role)
+    start = ResumePoint(config).start
+    if start is not None:
+        lines.append(f"the run goes on from {start}")
+    _check_folder(config.trainer.default_local_dir)
+    lines += _missing_trackers(config)
+
+    with ExitStack() as at_end:
+        inputs = trainer_cls.prepare(config, at_end)
+        lines += trainer_cls.look_at(config, *inputs)
+    return [*lines, ALL_FOUND]
+
+
+def _check_machines(config: RunConfig) -> None:
+    """Reject several machines for a backend that starts processes only on this one."""
+    if config.trainer.backend == "local" and config.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
+            "processes only on this machine. Set trainer.nnodes=1, or take trainer.backend=ray."
+        )
+
+
+def _check_folder(name: str) -> None:
+    """Raise if the run folder cannot be written, without creating it."""
+    blocks = blocking_path(Path(name))
+    if blocks is not None:
+        raise ConfigError(
+            f"trainer.default_local_dir={name} cannot be written: {blocks} is no folder that this "
+            "user may write in. Give another one."
+        )
+
+
+def _missing_trackers(config: RunConfig) -> list[str]:
+    lines = []
+    for name in config.trainer.logger:
+        if name in BUILT_IN and name != "console" and find_spec(name) is None:
+            lines.append(
+                f"trainer.logger names {name}, which is not installed: the run goes on without. "
+                f"pip install 'verl-like[{name}]'"
+            )
+    return lines

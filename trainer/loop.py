@@ -23,9 +23,9 @@ from trainer.hooks import Hooks, check_callbacks
 from trainer.record import Call, Metrics, Run
 from trainer.restarts import replace_within_step
 from trainer.roadside.alarms import AlarmRule
-from trainer.run_folder.marker import committed
+from trainer.run_folder.folder import committed
+from trainer.run_folder.metrics import reached_goal
 from trainer.run_folder.resume import IS_LAST
-from trainer.run_folder.stopping import reached_goal
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
 from verl_like.batch.protocol import DataProto

@@ -4,39 +4,49 @@
 
 Every recipe has `--cfg job`, `--multirun` and `--config-dir` for the user's own YAML. `verl-like
 eval` also passes settings that the user has not set.
+
+A run that fails ends its command with one line for known errors, otherwise with a traceback
+(`ending_in_words`). Hydra, which would wrap every error in its own words, sees none of them. A job
+of `--multirun` that fails does not end the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 
-from trainer.command_errors import ending_in_words
-from trainer.config.compose import (
-    compose_tree,
-    known_settings,
-    left_out_of,
-    load_config,
-    register,
-)
+from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
+from trainer.config.compose import compose_tree, known_settings, left_out_of, load_config, register
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
-from trainer.config.show import annotated_yaml
-from trainer.multirun import run_jobs
-from verl_like.errors import ConfigError
+from trainer.config.unused_keys import annotated_yaml
+from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunStopped
+from verl_like.config_key import changed
+from verl_like.errors import CallbackError, ConfigError, VerlLikeError
+from verl_like.masking import mask_text
 from verl_like.process.environment import OWN_PROCESS
-from verl_like.terminal import exit_on_broken_pipe, printable, survive_broken_pipes
+from verl_like.terminal import (
+    draw_table,
+    exit_on_broken_pipe,
+    fit,
+    printable,
+    survive_broken_pipes,
+    terminal_width,
+)
 from workers.cpu.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -78,7 +88,7 @@ def run_command(
             settings = [*_settings_of_configuration(recipe, options), *settings]
         if options.cfg:
             exit_on_broken_pipe()
-            _show(recipe, [*given, *settings], options)
+            _show_keys(recipe, [*given, *settings], options)
             return
         survive_broken_pipes()
         jobs = jobs_of(settings) if options.multirun else []
@@ -131,7 +141,7 @@ def _settings_of_configuration(recipe: Recipe[Any], options: argparse.Namespace)
     return recipe.settings_of_configuration(options.config_name, options.config_path or "")
 
 
-def _show(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namespace) -> None:
+def _show_keys(recipe: Recipe[Any], settings: Sequence[str], options: argparse.Namespace) -> None:
     """Print the tree with the rules of its keys."""
     known = known_settings(settings, recipe)
     tree = compose_tree(known, recipe)
@@ -158,3 +168,83 @@ def run_in_words(config: RunConfig, start: Callable[[Any], RunResult] | None = N
         if devices_of(config.trainer).type == "cpu":
             keep_freed_memory()  # the driver reuses memory for its batches
         return (start or run)(config)
+
+
+GOES_ON = "the same command goes on from the last checkpoint, where there is one"
+
+
+@contextmanager
+def ending_in_words(folder: str | Path = "") -> Iterator[None]:
+    """End the process by SystemExit if the block raises; `folder` is named if its disk is full."""
+    try:
+        yield
+    except RunStopped as stopped:
+        print(f"{stopped}; {GOES_ON}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
+    except KeyboardInterrupt:
+        print(f"stopped; {GOES_ON}", file=sys.stderr)
+        sys.exit(EXIT_OF_CTRL_C)
+    except VerlLikeError as err:
+        if isinstance(err, CallbackError):
+            _show(err.__cause__ or err)  # the place in the user's code
+        sys.exit(f"error: {printable(mask_text(_in_words(err)))}")
+    except Exception as err:  # noqa: BLE001 - the process edge
+        if isinstance(err, OSError) and err.errno == errno.ENOSPC:
+            sys.exit(f"error: no room for the run in {folder}: {err}. Make room; {GOES_ON}.")
+        _show(err)
+        sys.exit(1)
+
+
+def _in_words(err: BaseException) -> str:
+    """Return the message, and a line per note: why there was no retry, and other failures."""
+    notes = (note.strip().partition("\n")[0] for note in getattr(err, "__notes__", []))
+    return "\n  ".join([str(err), *notes])
+
+
+def _show(err: BaseException) -> None:
+    print(mask_text("".join(traceback.format_exception(err))), end="", file=sys.stderr)
+
+
+def run_jobs(
+    jobs: Sequence[Sequence[str]],
+    load: Callable[[Sequence[str]], RunConfig],
+    run: Callable[[RunConfig], object],
+) -> None:
+    """Load and run the settings of each job, each in its own folder below the run folder.
+
+    An error that a job exits with is noted; a signal to stop ends all jobs. At the end the outcomes
+    are printed, and the jobs that trained are compared. Exit with 1 if a job failed.
+    """
+    folders, failures = [], []
+    for number, job in enumerate(jobs):
+        failure = ""
+        try:
+            config = load(job)
+            folders.append(Path(config.trainer.default_local_dir) / str(number))
+            run(changed(config, {"trainer.default_local_dir": str(folders[-1])}))
+        except SystemExit as ended:
+            if ended.code in STOP_EXITS:
+                raise
+            failure = str(ended.code) if ended.code else ""
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+            elif failure:
+                failure = "its traceback is above"
+        failures.append(failure)
+
+    width, num_failed = terminal_width(), sum(map(bool, failures))
+    if num_failed:
+        shared = set(jobs[0]).intersection(*jobs)
+        rows = [["job", "outcome"]]
+        for job, failure in zip(jobs, failures, strict=True):
+            settings = " ".join(setting for setting in job if setting not in shared)
+            rows.append([settings, failure or "no failure"])
+        print("", *draw_table(rows, width), sep="\n")
+
+    trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
+    if len(trained) > 1:
+        runs = read_runs(trained)
+        page = write_comparison(runs, trained[0].parent / PAGE)
+        print("", comparison_text(runs, width), "", f"comparison: {page}", sep="\n", flush=True)
+    if num_failed:
+        sys.exit(fit(f"error: {num_failed} of {len(jobs)} jobs failed", width))

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.disturbances import RESTARTS_FILE, lost_in_words
-from trainer.run_folder.marker import committed
+from trainer.report.accounts import RESTARTS_FILE, lost_in_words
+from trainer.run_folder.folder import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.diagnose import Deadlines, WaitClock
 from verl_like.config_key import changed

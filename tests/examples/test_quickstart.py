@@ -18,7 +18,7 @@ from tests import ROOT
 from tests.conftest import load
 from tests.examples.scripts import EXAMPLES, bash
 from tests.integration.runs import lines
-from trainer.dry_run import ALL_FOUND
+from trainer.launch import ALL_FOUND
 
 
 def interrupted_in_a_terminal(

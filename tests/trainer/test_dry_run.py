@@ -21,8 +21,8 @@ from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli.check import full_plan
 from trainer.config.recipe import Recipe
 from trainer.data import files
-from trainer.dry_run import ALL_FOUND
 from trainer.evaluation.recipe import EVAL
+from trainer.launch import ALL_FOUND
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL

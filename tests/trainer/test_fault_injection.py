@@ -17,7 +17,7 @@ from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.report.disturbances import faults_in_words
+from trainer.report.accounts import faults_in_words
 from trainer.roadside.fault_injection import FaultInjection
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, LedgerError

@@ -20,8 +20,8 @@ from tests.integration.runs import calls, lines, numbers
 from tests.trainer.recipes import regression
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, run
-from trainer.command_errors import ending_in_words
 from trainer.launch import nominal_placement
+from trainer.recipe_command import ending_in_words
 from trainer.report.page import write_report
 from trainer.run_folder.signals import SIGNALS, RunStopped
 from verl_like.config_key import changed

@@ -21,8 +21,8 @@ from ray.exceptions import OutOfMemoryError
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
-from trainer.command_errors import ending_in_words
 from trainer.config.recipe import Recipe
+from trainer.recipe_command import ending_in_words
 from trainer.roadside.alarms import AlarmTexts
 from trainer.run_folder.signals import RunStopped, StopSignals
 from verl_like.backends.ray.transport import RayTransport

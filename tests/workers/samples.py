@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from trainer.data.encoded_rows import LMRow
+from trainer.data.lm_rows import LMRow
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import split_rows
 from workers.config import (

@@ -26,7 +26,7 @@ from trainer.config.settings import overrides_of
 from trainer.config.unused_keys import why_unused
 from trainer.hooks import check_callbacks
 from trainer.launch import run
-from trainer.run_folder.marker import committed, read_marker
+from trainer.run_folder.folder import committed, read_marker
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
 from verl_like.files import make_private

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from trainer.api.flat_names import OF_PPO, OF_ROWS, named
+from trainer.api.flat_names import OF_PPO, OF_ROWS, PPOKeys, RowKeys, named
 from trainer.api.inputs import Row, prompt_row
-from trainer.api.keys import PPOKeys, RowKeys
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
 from trainer.data.config import DataConfig

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 from typing import NamedTuple
 
-from trainer.report.async_training import STATES
+from trainer.report.accounts import STATES
 
 VERBS = {
     "waiting": "has waited {} for",

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainer.async_training.activity import Activity
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.pieces import Loader, OpenPieces, PieceStream
-from trainer.async_training.rounds import Demand
+from trainer.async_training.pieces import Demand, Loader, OpenPieces, PieceStream
 from trainer.async_training.samplers import SAMPLERS, Choice, Experience, chosen, num_samples_of
 from trainer.loop import EndOfSamples
 from trainer.roadside.sample_log import (

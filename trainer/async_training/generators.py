@@ -2,14 +2,19 @@
 
 It stands beside the loop as an observer of one attempt: after every step it checks that the sample
 log and the queue agree, checkpoints store its state, and the end of the run stops its threads.
+
+A lost generator ends the run, or the run goes on without it, or it is restarted.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +22,17 @@ from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.generator import MADE_BY_GENERATORS, Generator
-from trainer.async_training.lost_generators import LostGenerators
 from trainer.async_training.origins import Origins
-from trainer.async_training.rounds import Rounds
-from trainer.async_training.topology import role_on
+from trainer.async_training.pieces import Rounds
+from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
-from trainer.loop import Trainer
-from trainer.record import Call
-from trainer.report.async_training import describe_log
+from trainer.loop import ToldToStop, Trainer
+from trainer.record import Call, Run
+from trainer.report.accounts import describe_log
+from trainer.restarts import LOOK_AGAIN_S, wait_for_room
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
+from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
 from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
 
@@ -135,3 +141,88 @@ class Generators:
         print(describe_log(log), flush=True)
         facts = {"ledger": log, "activity": self.activity.seconds()}
         write_whole(self.run.folder / "async.json", json.dumps(facts))
+
+
+MOST_RESTARTS = 3
+"""The most restarts of one generator per version of the weights; more would not help."""
+logger = logging.getLogger(__name__)
+
+
+class LostGenerators:
+    """Handles the loss of a generator as `async_training.on_generator_loss` asks."""
+
+    def __init__(
+        self, run: Run, buffer: ExperienceBuffer, init_arguments: Callable[[str], dict[str, Any]]
+    ) -> None:
+        """`init_arguments` returns the arguments of a role's `init_model`."""
+        self._config: AsyncConfig = run.config  # type: ignore[assignment]
+        self._run, self._groups, self._buffer = run, run.groups, buffer
+        self._init_arguments = init_arguments
+        self._pools = expand_roles(self._config.role_mapping)
+        self._restarts: Counter[tuple[int, int]] = Counter()
+        self._gone: set[int] = set()
+
+    def __call__(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
+        """Return whether this generator goes on; raise if the run cannot."""
+        if self._is_alive(generator):  # then a trainer died while it sent weights
+            raise error
+        policy = self._config.async_training.on_generator_loss
+        now = generator, self._buffer.version
+        what = f"generator {generator} is lost with {num_lost} samples that it was generating"
+        if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
+            self._restarts[now] += 1
+            logger.warning("%s: it is restarted. %s", what, error)
+            return self._comes_back(generator, error)
+
+        without = self._ranks_without(generator)
+        if policy == "continue" and not without:
+            logger.warning("%s: the other generators take them over. %s", what, error)
+            return False
+        way_out = {
+            "fail": "async_training.on_generator_loss=restart or continue would let the run go on.",
+            "restart": f"It was restarted {self._restarts[now]} times with version {now[1]}.",
+            "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
+        }
+        raise RolloutError(f"{what}: {error} {way_out[policy]}") from error
+
+    def _is_alive(self, generator: int) -> bool:
+        try:
+            self._groups[generator_role(generator)].ping()
+        except WorkerDiedError:
+            return False
+        return True
+
+    def _comes_back(self, generator: int, error: WorkerDiedError) -> bool:
+        """Restart the generator, if allowed. A stopping run lets the others end the step."""
+        pool = self._pools[generator_role(generator)]
+        restart = partial(self._groups.restart, pool)
+        what, since = f"generator {generator}", time.monotonic()
+        try:
+            wait_for_room(restart, self._config, what, since, self._look_again)
+            for role, its_pool in self._pools.items():
+                if its_pool == pool:
+                    self._groups[role].init_model(**self._init_arguments(role))
+        except WorkerDiedError as again:
+            return self(generator, again, num_lost=0)
+        except ToldToStop:
+            if self._ranks_without(generator):
+                raise
+            return False
+        except NoRoomError:
+            raise
+        except PlacementError as problem:
+            error.add_note(str(problem))
+            raise error from None
+        return True
+
+    def _look_again(self) -> None:
+        if self._run.stop.received or self._buffer.is_closed:
+            raise ToldToStop("a node to replace a generator's")
+        time.sleep(LOOK_AGAIN_S)
+
+    def _ranks_without(self, generator: int) -> list[int]:
+        """Return the trainer ranks without a generator, now that this one is gone."""
+        self._gone.add(generator)
+        topology = self._config.topology
+        ranks = range(topology.trainers)
+        return [rank for rank in ranks if self._gone >= set(topology.generators_of(rank))]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.best_of_n.config import SelectionConfig
+from trainer.best_of_n.recipe import SelectionConfig
 from trainer.rollouts.samples import EXTRA
 from trainer.rollouts.turns import POLICY, chats_of
 from verl_like.errors import BatchError

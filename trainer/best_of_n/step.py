@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trainer.best_of_n.config import BestOfNConfig
+from trainer.best_of_n.recipe import BestOfNConfig
 from trainer.best_of_n.selection import read_rows, select, write_rows
 from trainer.data.loader import check_same_rows
 from trainer.record import Metrics

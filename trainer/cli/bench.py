@@ -25,8 +25,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainer.async_training.topology import Topology
-from trainer.planner.prediction import generators_by_rank, measured_phases
-from trainer.planner.simulate import Phases, Prediction, Setup, bottleneck, simulate
+from trainer.planner.simulate import (
+    Phases,
+    Prediction,
+    Setup,
+    bottleneck,
+    generators_by_rank,
+    measured_phases,
+    simulate,
+)
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table, fit, terminal_width
 

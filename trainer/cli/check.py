@@ -36,7 +36,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.launch import check, nominal_placement, plan_in_words, trainer_class
 from trainer.memory import describe_axes
-from trainer.planner.prediction import measured_phases, prediction_line
+from trainer.planner.simulate import measured_phases, prediction_line
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overridden_stages

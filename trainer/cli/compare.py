@@ -12,9 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.compare.page import PAGE, write_comparison
-from trainer.compare.runs import read_runs
-from trainer.compare.tables import comparison_text
+from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
 from verl_like.terminal import terminal_width
 
 

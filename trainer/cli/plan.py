@@ -35,8 +35,7 @@ import torch
 
 from trainer.cli.main import RECIPES
 from trainer.config import compose
-from trainer.planner.cost import POINTS, spread
-from trainer.planner.devices import NUMBERS, device_of
+from trainer.planner.cost import NUMBERS, POINTS, device_of, spread
 from trainer.planner.job import Job, cluster_keys
 from trainer.planner.ppo import PPOJob
 from trainer.planner.words import MOST_GPUS, plan_text

@@ -26,9 +26,8 @@ import logging
 from collections.abc import Sequence
 
 from trainer.cli.serve_reward import ON_THIS_MACHINE
-from trainer.command_errors import ending_in_words
 from trainer.config.compose import load_config
-from trainer.recipe_command import is_setting
+from trainer.recipe_command import ending_in_words, is_setting
 from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.server import serve
 from verl_like.errors import ConfigError

@@ -5,18 +5,97 @@ The terminal (`comparison_text`) and the page show the same tables.
 
 from __future__ import annotations
 
+import glob
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-from trainer.compare.runs import ABSENT, ComparedRun, differing_keys, groups_by_seed
-from trainer.report.figures import panels_of
-from trainer.report.read import phase_shares
-from trainer.rollouts.headline import KL_NAMES
+from trainer.config.flat import NAMES_OF_A_RUN
+from trainer.report import figures
+from trainer.report.figures import COLOURS, Panel, panels_of
+from trainer.report.page import page_of
+from trainer.report.read import STOPPED, RunData, phase_shares, read_run
+from trainer.run_folder.folder import CONFIG_FILE, saved_config
+from trainer.run_folder.metrics import KL_NAMES
+from verl_like.errors import ConfigError
+from verl_like.files import write_whole
 from verl_like.terminal import draw_table, fit
+
+SEED = "trainer.seed"
+ABSENT = "-"
+"""The value of a key that a run does not know."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run folder that was read."""
+
+    name: str
+    """The part of its path in which it differs from the others."""
+    data: RunData
+    config: Mapping[str, Any]
+    """Dotted key -> value."""
+
+    @property
+    def outcome(self) -> str:
+        """The run's outcome, if known."""
+        if not self.data.failure:
+            return "no failure"
+        if self.data.failure.startswith(STOPPED):
+            return "stopped"
+        last_line = self.data.failure.strip().splitlines()[-1]
+        return f"failed: {last_line}"
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
+    """Return the runs, in the given order; raise for fewer than two."""
+    paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
+    if len(paths) < 2:
+        raise ConfigError(
+            f"a comparison needs two run folders or more; there is {len(paths)}: "
+            f"{', '.join(map(str, paths)) or 'none'}."
+        )
+    common = Path(os.path.commonpath(paths))
+    runs = []
+    for path in paths:
+        name = str(path.relative_to(common)) if path != common else path.name
+        config = saved_config(path) if (path / CONFIG_FILE).is_file() else {}
+        runs.append(ComparedRun(name, read_run(path), config))
+    return runs
+
+
+def differing_keys(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the keys that differ between runs, except the runs' names."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differing = []
+    for key in keys:
+        values = [run.config.get(key, ABSENT) for run in runs]
+        if key not in NAMES_OF_A_RUN and any(value != values[0] for value in values):
+            differing.append(key)
+    return differing
+
+
+def groups_by_seed(runs: Sequence[ComparedRun]) -> dict[str, list[ComparedRun]]:
+    """Return groups of runs that differ only in their seed, by the name of the first run.
+
+    A run of another configuration is a group of its own.
+    """
+    told_apart = [key for key in differing_keys(runs) if key != SEED]
+    groups: dict[str, list[ComparedRun]] = {}
+    names: dict[str, str] = {}
+    for run in runs:
+        # a run without a configuration cannot be grouped
+        settings = [run.config.get(key, ABSENT) for key in told_apart] if run.config else run.name
+        name = names.setdefault(repr(settings), run.name)
+        groups.setdefault(name, []).append(run)
+    return groups
+
 
 Rows = list[list[str]]
 BEST = "best"
@@ -162,3 +241,50 @@ def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
         if rows:
             tables.setdefault(json.dumps(rows), ([], rows))[0].append(run.name)
     return [(", ".join(names), rows) for names, rows in tables.values()]
+
+
+PAGE = "comparison.html"
+TEMPLATE = Path(__file__).with_name("template.html")
+
+
+def write_comparison(runs: Sequence[ComparedRun], path: Path) -> Path:
+    """Write the page atomically."""
+    page = page_of(TEMPLATE).render(_content(runs))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, page)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}); name another --page.") from error
+    return path
+
+
+def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return the template's values."""
+    from markupsafe import Markup
+
+    drawn = {metric: curves_of(runs, metric) for metric in metrics_shown(runs)}
+    return {
+        "names": [run.name for run in runs],
+        "num_drawn": min(len(runs), len(COLOURS)),
+        "curves": {metric: Markup(svg) for metric, svg in drawn.items() if svg},
+        "overview": overview(runs),
+        "differences": differences(runs),
+        "same": SAME,
+        "results": results(runs),
+        "end": END,
+        "phases": phases(runs),
+        "placements": placements(runs),
+    }
+
+
+def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
+    """Return one metric of the runs on one axis, as SVG; as many runs as there are colours."""
+    lines: list[dict[str, float]] = []
+    shown = [run for run in runs if run.data.series(metric)[0]][: len(COLOURS)]
+    for run in shown:
+        for step, value in zip(*run.data.series(metric), strict=True):
+            lines.append({"step": step, run.name: value})
+    if not lines:
+        return ""
+    # the report's figure treats each run as a metric of one run
+    return figures.curves(lines, Panel(metric, "", tuple(glob.escape(run.name) for run in shown)))

@@ -5,23 +5,30 @@
 Each step takes a configuration and returns another. The result is read-only. Values that depend on
 files and devices, such as the largest passes, are settled in the same way when the run starts
 (`Trainer.settled`).
+
+A preset (`placement=split`) names pools and roles. The user's settings take precedence, and the
+preset's pools share the devices that the user's pools leave. So if you give a role its own pool,
+you need not shrink another pool by hand. `verl_like.placement` then checks the pools against the
+existing nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.devices import devices_of, with_simulated
 from trainer.config.keys import path_to, read
-from trainer.config.placement import drop_preset_names, names_below, place_roles
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import notice_of, unused_among, unused_in_items
 from verl_like.config_key import changed, freeze
+from verl_like.errors import ConfigError, nearest
+from verl_like.placement.roles import expand_roles, roles_named
+from verl_like.registry import load_object
 from workers.config.rollout import RolloutConfig
 
-C = TypeVar("C", bound=RunConfig)
 SEQUENCES_ON_GPUS, BUCKET_MB_ON_GPUS = 1024, 512.0
 """Defaults of `max_num_seqs` for vLLM and of the buckets of weights, where devices are GPUs."""
 
@@ -88,3 +95,254 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
         sizes = {f"actor_rollout_ref.rollout.{key}": value for key, value in sizes.items()}
         changes |= {key: value for key, value in sizes.items() if key not in keys}
     return changed(config, changes), notices_of_engine(name, device_type)
+
+
+C = TypeVar("C", bound=RunConfig)
+BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
+"""Trained: float32 with gradient and two moments. Frozen: bfloat16."""
+
+
+def roles_of(recipe: Recipe[Any]) -> list[str]:
+    """Return all roles that a recipe's presets place, with aliases expanded."""
+    pool_of_role: dict[str, str] = {}
+    for pools in recipe.placements.values():
+        for pool, roles in pools.items():
+            pool_of_role |= expand_roles(dict.fromkeys(roles, pool))
+    return list(pool_of_role)
+
+
+def drop_preset_names(role_mapping: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
+    """Return the mapping without the preset's entries for roles that the user has `named`.
+
+    The user's `rollout` reduces a preset's `actor_rollout` to `actor`.
+    """
+    users = {role for name in named if name in role_mapping for role in roles_named(name)}
+    settled: dict[str, str] = {}
+    for name, pool in role_mapping.items():
+        left = [role for role in roles_named(name) if role not in users]
+        if name in named or len(left) == len(roles_named(name)):
+            settled[name] = pool
+        else:
+            settled |= dict.fromkeys(left, pool)
+    return settled
+
+
+def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C, list[str]]:
+    """Return the configuration with only this run's roles and pools, and notices to show.
+
+    `keys` are the user's. A pool that the user names and no role uses is an error; a preset's pool
+    without roles is left out.
+    """
+    inactive = recipe.inactive_roles(config)
+    notices = _notices_of_roles(inactive, keys)
+    weights, mapped_before = _weight_bytes(config), config.role_mapping
+    config = _with_roles_of_this_run(config, inactive, recipe.extra_roles(config))
+    _check_roles(config, roles_of(recipe), inactive)
+
+    used = set(config.role_mapping.values())
+    if "trainer.n_gpus_per_node" not in keys:
+        slots = _slots_taken(config, used)
+        config = changed(config, {"trainer.n_gpus_per_node": slots})
+    shares = share_devices(config, weights)
+    spec = config.resource_pool_spec | shares
+    if shares and config.trainer.nnodes > 1:  # the plan assigns nodes in the order of pools
+        spec = {pool: spec[pool] for pool in spec if pool not in shares} | shares
+    config = changed(config, {"resource_pool_spec": spec})
+    named_pools = names_below("resource_pool_spec", keys)
+    for pool in sorted(named_pools - used):
+        roles = [role for role in inactive if mapped_before.get(role) == pool]
+        raise _unused_pool(config, pool, {role: inactive[role] for role in roles})
+
+    spec = {pool: sizes for pool, sizes in spec.items() if pool in used}
+    config = changed(config, {"resource_pool_spec": spec})
+    if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
+        notices.append(
+            f"notice: the devices do not divide evenly: {spec}. Pools of frozen models alone have "
+            "fewer, the first ones more."
+        )
+    return config, notices
+
+
+def _slots_taken(config: RunConfig, used: Collection[str]) -> int:
+    """Return the devices per node; on the CPUs of one machine, as many as the pools need."""
+    spec, trainer = config.resource_pool_spec, config.trainer
+    taken = sum(max(spec[pool], default=0) or 1 for pool in used if pool in spec)
+    if trainer.nnodes == 1 and devices_of(trainer).type == "cpu":
+        return max(taken, trainer.n_gpus_per_node)
+    return trainer.n_gpus_per_node
+
+
+def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return the sizes of a preset's pools, which share the free devices by `weights`.
+
+    Whole nodes are shared if there is at least one per pool; otherwise the devices of every node
+    are shared.
+    """
+    spec, used = config.resource_pool_spec, set(config.role_mapping.values())
+    sized = {pool: sizes for pool, sizes in spec.items() if sizes}
+    shared = [pool for pool, sizes in spec.items() if not sizes and pool in used]
+    if not shared:
+        return {}
+    used_own = {pool: sizes for pool, sizes in sized.items() if pool in used}
+    free = [devices for devices in _left_on_nodes(config, used_own) if devices > 0]
+    wide = [devices for devices in free if devices >= len(shared)]
+    if len(free) < len(shared) and not wide:
+        raise _too_few(config, shared, used_own)
+    by_pool = [weights[pool] for pool in shared]
+    if len(free) >= len(shared):
+        shares, first = {}, 0
+        for pool, nodes in zip(shared, _shares(len(free), by_pool), strict=True):
+            shares[pool], first = free[first : first + nodes], first + nodes
+        return shares
+    on_nodes = [_shares(devices, by_pool) for devices in wide]
+    return {pool: [node[number] for node in on_nodes] for number, pool in enumerate(shared)}
+
+
+def _weight_bytes(config: RunConfig) -> dict[str, int]:
+    """Return pool of a preset -> bytes per weight of its models, active in this run or not.
+
+    A user's class counts as a trained model.
+    """
+    pools = [pool for pool, sizes in config.resource_pool_spec.items() if not sizes]
+    bytes_of_pool = dict.fromkeys(pools, BYTES_OF_A_WEIGHT["frozen"])
+    for role, pool in expand_roles(config.role_mapping).items():
+        path = config.role_workers.get(role) or ""
+        if len(bytes_of_pool) > 1 and pool in bytes_of_pool:
+            ours = path.startswith("workers.") and load_object(path, f"role_workers.{role}")
+            if not getattr(ours, "is_frozen", False):
+                bytes_of_pool[pool] = BYTES_OF_A_WEIGHT["trained"]
+    return bytes_of_pool
+
+
+def _shares(total: int, weights: Sequence[int]) -> list[int]:
+    """Give each one, and each further one to the smallest by weight, or to the first of equals."""
+    shares = [1] * len(weights)
+    for _ in range(total - len(shares)):
+        shares[min(range(len(shares)), key=lambda i: shares[i] / weights[i])] += 1
+    return shares
+
+
+def _left_on_nodes(config: RunConfig, user_pools: Mapping[str, Sequence[int]]) -> list[int]:
+    """Return the devices of every node that the user's pools leave, placed first-fit."""
+    left = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+    for pool, per_node in user_pools.items():
+        taken: list[int] = []
+        for count in per_node:
+            need = _devices_of(config, pool, count)
+            others = [node for node in range(len(left)) if node not in taken]
+            node = next((node for node in others if left[node] >= need), None)
+            if node is None:
+                return []
+            left[node] -= need
+            taken.append(node)
+    return left
+
+
+def _devices_of(config: RunConfig, pool: str, count: int) -> int:
+    """Return the devices that `count` processes take: no GPU if the pool is kept off them."""
+    resources = config.pool_resources.get(pool)
+    if resources is None or config.trainer.device == "cpu":
+        return count
+    if resources.device == "cpu":
+        return 0
+    return math.ceil(count * (resources.gpus or 1.0))
+
+
+def _too_few(
+    config: RunConfig, pools: Sequence[str], user_pools: Mapping[str, Sequence[int]]
+) -> ConfigError:
+    """Return the error for a preset with more pools than devices, and the alternatives."""
+    num_nodes, num_devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    for pool, per_node in user_pools.items():
+        if len(per_node) > num_nodes:
+            return ConfigError(
+                f"resource_pool_spec.{pool}={list(per_node)} has a number for each of "
+                f"{len(per_node)} nodes, and trainer.nnodes={num_nodes}. Give it one for each node "
+                f"that there is, or set trainer.nnodes={len(per_node)}."
+            )
+    taken = sum(max(_devices_of(config, pool, n) for n in user_pools[pool]) for pool in user_pools)
+    left = max(num_devices - taken, 0)
+    first_words = "".join(
+        f" resource_pool_spec.{pool}={list(user_pools[pool])} comes first." for pool in user_pools
+    )
+    instead = ", or placement=colocate, where roles share processes" if left else ""
+    return ConfigError(
+        f"The placement needs {len(pools)} pools ({', '.join(pools)}), but "
+        f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device for "
+        f"{pools[min(left, len(pools) - 1)]!r}.{first_words} Set "
+        f"trainer.n_gpus_per_node={taken + len(pools)} or more (on a CPU machine devices are "
+        f"process slots){instead}."
+    )
+
+
+def names_below(section: str, keys: Collection[str]) -> set[str]:
+    """Return the names that the user set in a section such as `resource_pool_spec`."""
+    prefix = f"{section}."
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+def _notices_of_roles(inactive: Mapping[str, str], keys: Collection[str]) -> list[str]:
+    """Return a notice for each inactive role that the user mapped or gave a class."""
+    notices = []
+    for role, why in inactive.items():
+        names = [key for key in (f"role_workers.{role}", f"role_mapping.{role}") if key in keys]
+        if names:
+            notices.append(notice_of(names, f"this run has no role {role!r}, because {why}"))
+    return notices
+
+
+def _with_roles_of_this_run(
+    config: C, inactive: Mapping[str, str], extra: Mapping[str, tuple[str, str]]
+) -> C:
+    """Return the configuration without inactive roles and with extra ones, next to a neighbour."""
+    mapping = {role: pool for role, pool in config.role_mapping.items() if role not in inactive}
+    workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
+    pools = expand_roles(mapping)
+    for role, (worker, neighbour) in extra.items():
+        workers.setdefault(role, worker)
+        if neighbour in pools:
+            mapping.setdefault(role, pools[neighbour])
+    return changed(config, {"role_mapping": mapping, "role_workers": workers})
+
+
+def _unused_pool(config: RunConfig, pool: str, inactive: Mapping[str, str]) -> ConfigError:
+    meant = "".join(
+        f" {role} is mapped to it, but not part of this run: {why}."
+        for role, why in inactive.items()
+    )
+    return ConfigError(
+        f"No role uses the pool {pool!r} (role_mapping: {config.role_mapping}).{meant} Map a role "
+        f"to it with role_mapping.<role>={pool}, or drop the override "
+        f"resource_pool_spec.{pool}={config.resource_pool_spec[pool]}."
+    )
+
+
+def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[str, str]) -> None:
+    roles = expand_roles(config.role_mapping)
+
+    for role in own_roles:
+        if role not in roles and role not in inactive:
+            pools = ", ".join(config.resource_pool_spec)
+            raise ConfigError(
+                f"Role {role!r} is on no pool: set +role_mapping.{role}=<one of {pools}>."
+            )
+
+    for role in roles:
+        if role not in own_roles and role not in config.role_workers:
+            raise ConfigError(
+                f"role_mapping.{role} is no built-in role "
+                f"({', '.join(own_roles)}).{nearest(role, own_roles)} A role of your "
+                f"own needs +role_workers.{role}=<dotted path of its class>."
+            )
+        if not config.role_workers.get(role):
+            raise ConfigError(
+                f"Role {role!r} has no worker class: set role_workers.{role}=<dotted path of its "
+                "class>."
+            )
+
+    for role in config.role_workers:
+        if role not in roles:
+            raise ConfigError(
+                f"role_workers.{role} is set, but role_mapping has no "
+                f"{role!r}.{nearest(role, roles)}"
+            )

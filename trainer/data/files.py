@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.data.config import DataConfig
-from trainer.data.formats import csv_rows, json_rows, parquet_rows
-from trainer.data.hub import is_hub_name, load_hub_split
+from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_split, parquet_rows
 from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
 from verl_like.registry import load_from

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainer.best_of_n.config import (
+from trainer.best_of_n.recipe import (
     NO_EPOCHS,
     NO_TRAINING,
     ONLY_IN_TRAINING,
     SamplingOnlyConfig,
+    inactive_roles,
 )
-from trainer.best_of_n.recipe import inactive_roles
 from trainer.config.recipe import Recipe, presets
 from trainer.config.schema import TrainerConfig
 from trainer.ppo.recipe import extra_roles

@@ -18,9 +18,16 @@ from trainer.config.keys import Key, config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import why_unused
-from trainer.migrate import coati, openrlhf, trl, verl
-from trainer.migrate.record import SECRET, record, source_text
-from trainer.migrate.recorder import LAUNCHERS, Command, Recording
+from trainer.migrate import openrlhf, trl, verl
+from trainer.migrate.flags import (
+    GivenFlags,
+    Table,
+    as_flags,
+    find_program,
+    last_name,
+    num_processes,
+)
+from trainer.migrate.recorder import LAUNCHERS, SECRET, Command, Recording, record, source_text
 from trainer.migrate.translation import Translation
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -28,6 +35,40 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.supervisor import ENDED_WELL
+from workers.config.model import STRATEGIES_ELSEWHERE
+
+MAKER_SCRIPTS = ("1mmt_prompt", "mmmt_prompt", "1mmt_dummy", "mmmt_dummy")
+"""ColossalChat's scripts with makers and trainers on Ray; `train_prompts` has one group."""
+MARKS = {"num_makers", "num_trainers", "experience_steps", "trainer_strategy"}
+"""Flags that identify a command line of makers and trainers if its script is missing."""
+
+
+def translate_coati(command: Command) -> Translation | None:
+    """Translate a command of ColossalChat's `train_prompts.py` or of its maker-and-trainer scripts.
+
+    The math is `algorithm=coati_legacy`; `coati.yaml` has the flags and the rules.
+    """
+    scripts = ("train_prompts", *MAKER_SCRIPTS)
+    match = find_program(command.words, lambda name: last_name(name) in scripts, "")
+    if match is None:
+        return None
+    launcher, script, words = match
+    script, given = last_name(script), as_flags(words)
+    is_async = script in MAKER_SCRIPTS or (not script and not MARKS.isdisjoint(given))
+    program = "async" if is_async else "ppo"
+    if script.startswith("1mmt"):
+        given["num_makers"] = ["1"]
+    flags = GivenFlags(
+        Table("coati", program, "all"),
+        given,
+        "ColossalChat's PPO scripts have no flag",
+        Translation(program, settings={"algorithm": "coati_legacy"}),
+        figures={"processes": int(num_processes(launcher) or 1)},
+    )
+    for name in ("strategy", "trainer_strategy"):
+        ours = STRATEGIES_ELSEWHERE.get(flags.value(name), flags.value(name))
+        flags.becomes(name, {"actor_rollout_ref.actor.strategy": ours, "critic.strategy": ours})
+    return flags.finish()
 
 
 @dataclass(frozen=True)
@@ -42,7 +83,7 @@ class System:
     """Returns None for a text that is a shell script."""
 
 
-COATI = System("train_prompts", coati.translate)
+COATI = System("train_prompts", translate_coati)
 SYSTEMS: Mapping[str, System] = {
     "verl": System("main_ppo", verl.translate),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),

@@ -15,9 +15,8 @@ from trainer.async_training.topology import TRAINER_POOL, generator_pool
 from trainer.planner.cost import Gpus
 from trainer.planner.job import layout_keys, pool_key, sizes_of
 from trainer.planner.ppo import PPOJob
-from trainer.planner.prediction import setup_of
 from trainer.planner.search import PlannedPlacement, PoolPlan
-from trainer.planner.simulate import Phases, Setup, bottleneck, simulate
+from trainer.planner.simulate import Phases, Setup, bottleneck, setup_of, simulate
 from verl_like.errors import ConfigError
 
 NUM_STEPS = 30

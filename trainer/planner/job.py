@@ -18,8 +18,7 @@ from trainer.config import compose
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
 from trainer.launch import nominal_placement
-from trainer.planner.cost import Gpus, ModelCost, StepRows, pass_seconds
-from trainer.planner.devices import Device
+from trainer.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.planner.search import (
     Layout,
     PlannedPlacement,

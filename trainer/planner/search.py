@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
-from trainer.planner.devices import Device
+from trainer.planner.cost import Device
 from workers.memory import RoleMemory, pool_bytes, usable_bytes
 
 Seconds = tuple[float, ...]

@@ -17,14 +17,16 @@ from trainer.ppo.memory import check_memory, fit_passes
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import rows_of
 from trainer.ppo.update import make_ptx_loader
-from trainer.rollouts.environments import (
+from trainer.rollouts.preflight import (
     check_environment,
     check_games,
+    check_model,
+    check_reward_models,
+    check_rollout,
     check_row_columns,
     note_players,
     with_full_paths,
 )
-from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from workers.config import replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model

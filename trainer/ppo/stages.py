@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.devices import devices_of
-from trainer.data.encoded_rows import LMRow
+from trainer.data.lm_rows import LMRow
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
 from trainer.ppo import prepare, score, validate
-from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overlaps, overridden_stages
@@ -34,10 +33,10 @@ from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import PolicyWeights, RolloutWeights, averaged_weights, update_reference
 from trainer.ppo.update import EntropyController, choose_tokens_of, filters, rows_per_update
 from trainer.record import Metrics, Run
-from trainer.rollouts.headline import headline
+from trainer.roadside.alarms import ALARM_RULES
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
 from trainer.rollouts.samples import repeat_prompts
-from trainer.run_folder.metrics import reduce_metrics
+from trainer.run_folder.metrics import headline, reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import Result

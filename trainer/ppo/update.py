@@ -29,9 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.encoded_rows import LMRow
 from trainer.data.files import row_limit
-from trainer.data.lm_rows import lm_batch, read_lm_rows
+from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from verl_like.batch.protocol import DataProto

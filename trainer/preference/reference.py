@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from trainer.data.encoded_rows import LMRow
+from trainer.data.lm_rows import LMRow
 from verl_like.errors import CheckpointError
 from verl_like.files import write_whole
 

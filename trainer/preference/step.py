@@ -9,24 +9,25 @@ computed before a checkpoint is loaded, so a resumed run has the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trainer.data.files import row_limit
-from trainer.data.labelled import LabelledRow, labelled_batch, read_labelled
-from trainer.data.pairs import PairRow, pair_batch, read_pairs
+from trainer.data.lm_rows import LMRow, stop_tokens, without_blanks
+from trainer.data.pairs import (
+    LabelledRow,
+    PairRow,
+    labelled_batch,
+    pair_batch,
+    read_labelled,
+    read_pairs,
+)
 from trainer.preference.recipe import PreferenceConfig
 from trainer.preference.reference import hash_of, kept_or_computed
-from trainer.preference.rows import (
-    NumberedRow,
-    both_sides,
-    labelled_columns,
-    settle_ends,
-    with_mismatched,
-)
 from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
@@ -36,6 +37,69 @@ from workers.config.preference import has_reference, loss_reads
 from workers.losses.preference.measures import measures
 
 logger = logging.getLogger(__name__)
+
+NumberedRow = tuple[int, PairRow | LabelledRow]
+"""A row with its number in its files, by which the reference's log-probs are looked up."""
+
+
+def settle_ends(
+    key: str, rows: Sequence[NumberedRow], tokenizer: Any, config: PreferenceConfig
+) -> list[NumberedRow]:
+    """Return the rows with or without the blanks that their template wrote after an end token.
+
+    A log line reports it. `key` names their files.
+    """
+    stops = stop_tokens(tokenizer, config.model.path)
+    shortened: list[NumberedRow] = []
+    num_longer = 0
+    for number, row in rows:
+        names = ("chosen", "rejected") if isinstance(row, PairRow) else ("response", "mismatched")
+        sides: dict[str, Any] = {
+            name: without_blanks(getattr(row, name), stops, tokenizer) for name in names
+        }
+        num_longer += any(len(side.ids) < len(getattr(row, x).ids) for x, side in sides.items())
+        shortened.append((number, replace(row, **sides)))
+    is_cut = config.data.after_end == "cut"
+    if num_longer:
+        outcome = "cut there" if is_cut else "kept in the loss; data.after_end=cut leaves it out"
+        logger.info("%s: blanks after the end token of %d rows are %s", key, num_longer, outcome)
+    return shortened if is_cut else list(rows)
+
+
+def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
+    """Return the rows with the response to another prompt after theirs."""
+    result: list[NumberedRow] = []
+    for number, row in rows:
+        assert isinstance(row, LabelledRow), "pairs have no mismatched response"
+        result.append((number, replace(row, response=row.mismatched)))
+    return result
+
+
+def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
+    """Yield every response that the reference scores."""
+    for _, row in rows:
+        if isinstance(row, PairRow):
+            yield from (row.chosen, row.rejected)
+        else:
+            yield from (row.response, row.mismatched)
+
+
+def labelled_columns(
+    mismatched: Tensor, ref_mismatched: Tensor, desirable: Tensor
+) -> dict[str, Tensor]:
+    """Return the columns that a loss of labelled rows reads from the whole batch.
+
+    The log-probs of the mismatched responses estimate the KL: their mean log-ratio, at least zero.
+    """
+    kl = (mismatched - ref_mismatched).mean().clamp(min=0)
+    share = desirable.double().mean()
+    return {
+        "desirable": desirable,
+        "mismatched_kl": kl.expand(len(desirable)).clone(),
+        "label_share": torch.where(desirable, share, 1 - share),
+    }
+
+
 ONE_ROW = 1e-6
 """Less than the share of one row; sums of shares are not exact."""
 

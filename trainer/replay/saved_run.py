@@ -15,8 +15,14 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.loop import Trainer
-from trainer.run_folder.folder import CONFIG_FILE, installed_versions, saved_tree
-from trainer.run_folder.marker import committed, named, read_marker
+from trainer.run_folder.folder import (
+    CONFIG_FILE,
+    committed,
+    installed_versions,
+    named,
+    read_marker,
+    saved_tree,
+)
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.files import json_objects
 from verl_like.registry import load_object

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
+from trainer.report.accounts import drawn_of, tokens_in_words, tokens_of
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import (
     FAILURE_FILE,
@@ -23,7 +24,6 @@ from trainer.report.read import (
     read_run,
 )
 from trainer.report.summary import summary
-from trainer.report.tokens import drawn_of, tokens_in_words, tokens_of
 from trainer.report.trajectories import LONGEST_TURN, MOST_TURNS, SECONDS, TRAJECTORIES_PER_STEP
 from verl_like.files import write_whole
 from verl_like.masking import mask_text

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.report.async_training import AsyncRun, read_async
+from trainer.report.accounts import AsyncRun, read_async
 from trainer.report.calls import AFTER_STEP, Call, read_timeline
 from trainer.report.trajectories import (
     TRAJECTORIES_PER_STEP,

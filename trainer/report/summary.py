@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from trainer.report.disturbances import faults_in_words, restarts_in_words
+from trainer.report.accounts import faults_in_words, restarts_in_words
 from trainer.report.read import RunData, phase_shares
 from trainer.report.trajectories import SECONDS
 

@@ -1,25 +1,63 @@
 """Train a reward model: `trainer.rows` on pairs, and accuracy and loss on validation pairs.
 
 `trainer.data.pairs` describes the pairs and their formats.
+
+A PPO sample ends with its first stop token. A chat template may write a line break after it, or no
+stop token at all. A score is read at the last token, so pairs end as samples do
+(`end_as_samples_do`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
 from trainer.data.files import row_limit
+from trainer.data.lm_rows import stop_tokens, without_blanks
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.record import Metrics
-from trainer.reward_model.endings import end_as_samples_do
 from trainer.reward_model.recipe import RewardModelRunConfig
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
+
+logger = logging.getLogger(__name__)
+
+
+def end_as_samples_do(
+    key: str, rows: Sequence[PairRow], tokenizer: Any, path: str, max_length: int
+) -> list[PairRow]:
+    """Return the pairs without blanks after a side's stop token; warn about sides without one.
+
+    `key` names the files, `path` the model; a side of `max_length` tokens may have been cut.
+    """
+    stops = stop_tokens(tokenizer, path)
+    pairs, num_open = [], 0
+    for row in rows:
+        chosen = without_blanks(row.chosen, stops, tokenizer)
+        rejected = without_blanks(row.rejected, stops, tokenizer)
+        pairs.append(replace(row, chosen=chosen, rejected=rejected))
+        for side in (chosen, rejected):
+            num_open += len(side.ids) < max_length and int(side.ids[-1]) not in stops
+
+    if num_open:
+        logger.warning(
+            "%s: %d of %d sides do not end with a stop token of the model (%s), and PPO's samples "
+            "do: their scores would be read at a token that no score was trained for. Have the "
+            "chat template write it after the assistant's turns, or give prompt, chosen and "
+            "rejected as texts, which get it.",
+            key,
+            num_open,
+            2 * len(rows),
+            ", ".join(tokenizer.convert_ids_to_tokens(sorted(set(stops)))),
+        )
+    return pairs
 
 
 class RewardModelTrainer(RowTrainer[PairRow]):

@@ -23,10 +23,8 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     if not trainer_cls.learns_from_samples:
         return [*observers, FaultInjection(config)]
 
-    from trainer.roadside.draw_check import DrawCheck
     from trainer.roadside.sample_log import SampleWatch
-    from trainer.roadside.saved_batches import SavedBatches
-    from trainer.roadside.written_samples import WrittenSamples
+    from trainer.roadside.saved_batches import DrawCheck, SavedBatches, WrittenSamples
 
     samples = SampleWatch()
     has_generators = getattr(config, "generates_beside_training", False)  # it prints its own log

@@ -23,7 +23,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.disturbances import FAULTS_FILE, LEDGER, OUTCOMES
+from trainer.report.accounts import FAULTS_FILE, LEDGER, OUTCOMES
 from trainer.roadside.sample_log import STEP_NOT_FINISHED, SampleWatch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import LedgerError, WorkerDiedError

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.report.tokens import DRAWN, LEFT_OUT, TRAINED
+from trainer.report.accounts import DRAWN, LEFT_OUT, TRAINED
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import LedgerError
 from workers.columns import count_ones

@@ -1,19 +1,32 @@
-"""Checks of every recipe that samples before a process starts: models, engines, their sizes."""
+"""Checks of every recipe that samples before a process starts: models, engines, environments."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from contextlib import closing
 from typing import Any
 
 from trainer.config.devices import devices_of
+from trainer.data.files import is_num_games
 from trainer.data.model_config import num_positions, read_model_config
+from trainer.data.prompts import PromptSet
 from trainer.groups.nodes import joined_cluster
-from verl_like.errors import ConfigError
+from verl_like.config_key import changed
+from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
-from workers.config import rewards_of
+from workers.agents.chat import TurnRenderer
+from workers.agents.environment import in_full
+from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
+from workers.agents.players import OWN_COLUMNS, spec_of
+from workers.config import plays, rewards_of
+from workers.models.folder import model_folder
+from workers.models.hf_config import read_hf_config
 from workers.models.load import check_score_head
 from workers.models.random_init import check_weights
+from workers.models.rotary import factor_border
 from workers.rollout.build import user_engine
 from workers.rollout.vllm.setup import check_version
+from workers.training.row_proof import SPLITS
 
 
 def check_model(config: Any, key: str, path: str) -> None:
@@ -57,3 +70,84 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
     elsewhere = joined_cluster(config) or config.trainer.simulate or rollout.server_urls
     if rollout.name == "vllm" and not elsewhere:
         check_version(devices_of(config.trainer).type)
+
+
+def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> dict[str, Kind]:
+    """Reject invalid environment code or a chat template that cannot take turns.
+
+    With a reason in `refuses_tools`, tools are rejected, too. Return the facts about each
+    environment by name.
+    """
+    if not plays(config):
+        return {}
+    section = with_full_paths(config).environment
+    if section.path and section.paths:
+        raise ConfigError("environment.path and environment.paths: set one of the two.")
+    if section.history == "as_template":
+        folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
+        if factor_border(read_hf_config(folder)) is not None:
+            raise ConfigError(SPLITS)
+    with closing(EnvironmentHost(spec_of(section, tokenizer), section.step_timeout_s)) as host:
+        if refuses_tools and host.tools:
+            names = ", ".join(tool["function"]["name"] for tool in host.tools)
+            raise ConfigError(
+                f"environment={section.path}: its methods {names} are tools. {refuses_tools} Put "
+                "an underscore before methods that are none, or use a class without such methods."
+            )
+        for kind in host.kinds.values():
+            TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])
+        return host.kinds
+
+
+def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> None:
+    """Tell sets of prompts whose samples are of which players, if there are several."""
+    if not any(kind.players for kind in kinds.values()):
+        return
+    for prompts in prompt_sets:
+        if prompts is not None:
+            prompts.players_of = lambda row: kinds[name_of(kinds, row)].players
+
+
+def with_full_paths(config: Any) -> Any:
+    """Return the configuration with absolute paths of an environment's files.
+
+    Workers may run in another folder.
+    """
+    if not plays(config):
+        return config
+    section = config.environment
+    paths = {
+        "environment.path": in_full(section.path) if section.path else "",
+        "environment.paths": {name: in_full(path) for name, path in section.paths.items()},
+        "environment.tools": [in_full(path) for path in section.tools],
+        "environment.call_parser": section.call_parser and in_full(section.call_parser),
+    }
+    return changed(config, paths)
+
+
+def check_games(config: Any) -> None:
+    """Reject rows without a prompt if there is no environment that provides the text."""
+    for setting in ("train_files", "val_files"):
+        files = getattr(config.data, setting)
+        if is_num_games(files) and not plays(config):
+            raise ConfigError(
+                f"data.{setting}={files} is a number of trajectories, and there is no environment: "
+                "set environment=FILE.py:CLASS, or give a file."
+            )
+
+
+def check_row_columns(kinds: Mapping[str, Kind], there: Collection[str]) -> None:
+    """Reject rows of the data without a column that the environment's `reset` needs."""
+    columns = {*there, *OWN_COLUMNS}
+    needed = [name for kind in kinds.values() for name in kind.columns]
+    if kinds and "" not in kinds and COLUMN not in columns:
+        raise ConfigError(
+            f"environment.paths has {len(kinds)} environments, but the rows of data.train_files "
+            f"have no column {COLUMN!r} that names one of {', '.join(kinds)}."
+        )
+    for name in needed:
+        if name not in columns:
+            raise ConfigError(
+                f"environment: its reset needs {name!r}, and the rows of data.train_files have no "
+                f"such column, only {', '.join(sorted(columns))}.{nearest(name, columns)}"
+            )

@@ -13,16 +13,18 @@ from trainer.data.files import row_limit
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.record import Run
-from trainer.rollouts.environments import (
+from trainer.rollouts.preflight import (
     check_environment,
     check_games,
+    check_model,
+    check_reward_models,
+    check_rollout,
     note_players,
     with_full_paths,
 )
-from trainer.rollouts.headline import headline
-from trainer.rollouts.preflight import check_model, check_reward_models, check_rollout
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles
+from trainer.run_folder.metrics import headline
 from verl_like.errors import ConfigError
 from workers.config import scores_by_rule
 from workers.models.tokenizers import set_template_variables

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.run_folder.marker import (
+from trainer.run_folder.folder import (
     MODEL,
     committed,
     drop_old,

@@ -1,4 +1,7 @@
-"""Reduce the metrics of ranks and mini-batches to one number per name and step."""
+"""Metrics of a step: the calls joined, the headline on the console, and the goal that ends a run.
+
+`trainer.run_folder.tracking` shows the headline.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_like.errors import BatchError
+from verl_like.errors import BatchError, ConfigError, nearest
 
 PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
@@ -31,3 +34,53 @@ def _one_number(name: str, values: Any) -> float:
     if last_word == "max" or name in PEAKS:
         return float(numbers.max())
     return float(numbers.min() if last_word == "min" else numbers.mean())
+
+
+KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+"""The KL to show: to the reference, or otherwise to the policy before the update."""
+ROUNDING = 1e-8
+"""A KL no further from 0 than this counts as 0."""
+WATCHED = {
+    "actor/entropy": "entropy",
+    "response_length/mean": "length",
+    "actor/pg_loss": "loss",
+}
+"""Further metrics of a step -> their names on the console."""
+
+
+def headline(metrics: Mapping[str, float]) -> list[str]:
+    """Return the reward, KL, entropy, length, loss and speed, as far as a recipe has them."""
+    numbers = []
+    if "critic/score/mean" in metrics:
+        numbers.append(f"reward {metrics['critic/score/mean']:.4g}")
+
+    kls = [metrics[name] for name in KL_NAMES if abs(metrics.get(name, 0.0)) > ROUNDING]
+    if kls:  # a KL of 0 compares a policy with itself
+        numbers.append(f"KL {kls[0]:.3g}")
+
+    for name, shown in WATCHED.items():
+        if name in metrics:
+            numbers.append(f"{shown} {metrics[name]:.3g}")
+
+    if metrics.get("perf/time_per_step", 0.0) > 0:
+        speed = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
+        numbers.append(f"{speed:.0f} tokens/s")
+    return numbers
+
+
+def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
+    """Describe the first goal that is reached, or return "".
+
+    Validation metrics may be missing from a step; other metrics must exist.
+    """
+    for name, goal in goals.items():
+        if name not in metrics and not name.startswith("val"):
+            raise ConfigError(
+                f"trainer.stop_at names {name!r}, which no step has.{nearest(name, metrics)}"
+            )
+        if name in metrics and metrics[name] >= goal:
+            return (
+                f"{name}={metrics[name]:.4g} has reached {goal:g}, the run ends here "
+                "(trainer.stop_at)"
+            )
+    return ""

@@ -15,7 +15,7 @@ from trainer.config.schema import RunConfig
 from trainer.report.figures import Panel, curves, panels_of
 from trainer.report.page import REPORT_FILE
 from trainer.report.read import read_metrics, series
-from trainer.run_folder.marker import MODEL, committed, marker_of_model
+from trainer.run_folder.folder import MODEL, committed, marker_of_model
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_objects
 

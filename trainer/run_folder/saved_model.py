@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.marker import (
+from trainer.run_folder.folder import (
     MARKER,
     MODEL,
     committed,

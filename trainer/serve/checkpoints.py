@@ -19,7 +19,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.marker import write_marker
+from trainer.run_folder.folder import write_marker
 from trainer.serve.bodies import Facts
 from trainer.serve.promises import RequestError
 from verl_like.files import read_json_object, replace_folder, write_whole

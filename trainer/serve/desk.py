@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.data.encoded_rows import stop_tokens
+from trainer.data.lm_rows import stop_tokens
 from trainer.data.prompts import load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from trainer.data.encoded_rows import LMRow
 from trainer.data.files import row_limit
-from trainer.data.lm_rows import lm_batch, read_lm_rows
+from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
 from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer, num_tokens_in_loss

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from trainer import DPO, GRPO, PPO, SFT, AsyncPPO, RewardModel
-from trainer.api.flat_names import LIKE_TRL, OF_PPO, OF_TRL, SWITCHES, settings_of
-from trainer.api.keys import PPOKeys, RowKeys
+from trainer.api.flat_names import LIKE_TRL, OF_PPO, OF_TRL, SWITCHES, PPOKeys, RowKeys, settings_of
 from trainer.config.keys import keys_by_name, named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from verl_like.errors import ConfigError

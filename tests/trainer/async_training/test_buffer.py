@@ -12,7 +12,7 @@ import pytest
 
 from tests.trainer.async_training.stand_ins import begin, finish, make_buffer, may_begin, train
 from trainer.async_training.buffer import EndOfSamples, ExperienceBuffer, StalledError
-from trainer.async_training.rounds import Demand
+from trainer.async_training.pieces import Demand
 from trainer.async_training.samplers import (
     Choice,
     Experience,
@@ -22,7 +22,7 @@ from trainer.async_training.samplers import (
     chosen,
     up_to,
 )
-from trainer.report.async_training import describe_log
+from trainer.report.accounts import describe_log
 from trainer.roadside.sample_log import IN_FLIGHT, QUEUED
 from verl_like.errors import LedgerError
 

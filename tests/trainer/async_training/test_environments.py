@@ -16,9 +16,8 @@ from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
-from trainer.report.disturbances import faults_in_words
+from trainer.report.accounts import faults_in_words, tokens_of
 from trainer.report.page import write_report
-from trainer.report.tokens import tokens_of
 from trainer.rollouts.turns import ENVIRONMENTS
 from verl_like.errors import CallbackError
 from workers.agents.trajectory import GIVEN_UP

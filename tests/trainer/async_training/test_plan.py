@@ -9,8 +9,7 @@ import pytest
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
-from trainer.planner.prediction import prediction_line, setup_of
-from trainer.planner.simulate import Phases, simulate
+from trainer.planner.simulate import Phases, prediction_line, setup_of, simulate
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import rows_of

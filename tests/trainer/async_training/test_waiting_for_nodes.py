@@ -12,9 +12,9 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config, restarts
-from trainer.async_training import lost_generators
+from trainer.async_training import generators
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.lost_generators import LostGenerators
+from trainer.async_training.generators import LostGenerators
 from trainer.async_training.recipe import ASYNC
 from trainer.loop import Loop, ToldToStop
 from trainer.run_folder.signals import RunStopped
@@ -54,7 +54,7 @@ class Cluster(dict[str, Group]):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_generators, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(generators, "LOOK_AGAIN_S", 0.001)
     monkeypatch.setattr(restarts, "FIRST_WORD_S", 0.0)
 
 

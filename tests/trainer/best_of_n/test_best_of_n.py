@@ -15,9 +15,8 @@ from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.best_of_n.step import BestOfNTrainer
 from trainer.config.compose import load_config
 from trainer.data.config import DataConfig
-from trainer.data.encoded_rows import LMRow
 from trainer.data.files import rows_of_files
-from trainer.data.lm_rows import read_lm_rows
+from trainer.data.lm_rows import LMRow, read_lm_rows
 from trainer.data.pairs import read_pairs
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.launch import run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.best_of_n.config import SelectionConfig
+from trainer.best_of_n.recipe import SelectionConfig
 from trainer.best_of_n.selection import read_rows, select, write_rows
 from trainer.data.files import rows_of_files
 from verl_like.batch.columns import object_rows

@@ -13,7 +13,7 @@ from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import explain, full_plan, main
 from trainer.config.keys import field_docs, leaf_keys
-from trainer.dry_run import ALL_FOUND
+from trainer.launch import ALL_FOUND
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError
 

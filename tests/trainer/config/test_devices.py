@@ -10,8 +10,7 @@ from tests.integration.runs import overrides
 from trainer.config.compose import load_config
 from trainer.config.devices import GIB_OF_CARDS, devices_of
 from trainer.config.schema import TrainerConfig
-from trainer.dry_run import ALL_FOUND
-from trainer.launch import run
+from trainer.launch import ALL_FOUND, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError, VerlLikeError

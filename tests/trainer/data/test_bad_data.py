@@ -15,10 +15,9 @@ import pytest
 
 from tests.trainer.data.test_prompts import make_config
 from trainer.data.config import DataConfig
-from trainer.data.encoded_rows import encode_rows
 from trainer.data.files import rows_of_files
 from trainer.data.formats import DEEPEST
-from trainer.data.lm_rows import read_lm_rows
+from trainer.data.lm_rows import encode_rows, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer

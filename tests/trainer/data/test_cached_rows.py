@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from trainer.data import cache, encoded_rows
-from trainer.data.cache import cache_folder
-from trainer.data.labelled import read_labelled
+from trainer.data import lm_rows, prompt_table
 from trainer.data.lm_rows import lm_batch, read_lm_rows
 from trainer.data.loader import digest_of_rows
-from trainer.data.pairs import read_pairs
+from trainer.data.pairs import read_labelled, read_pairs
+from trainer.data.prompt_table import cache_folder
 from trainer.data.prompts import load_tokenizer
 
 Row = dict[str, Any]
@@ -36,21 +35,21 @@ KINDS: dict[str, tuple[Callable[..., list[Any]], list[Row]]] = {
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file count as a large one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "ROWS_PER_BLOCK", 3)
-    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
+    monkeypatch.setattr(prompt_table, "ROWS_PER_BLOCK", 3)
+    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
 
 
 @pytest.fixture
 def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the rows that were read from files so far."""
-    count, read = [0], encoded_rows.rows_of_files
+    count, read = [0], lm_rows.rows_of_files
 
     def rows_of_files(*arguments: Any, **settings: Any) -> Iterator[Any]:
         for row in read(*arguments, **settings):
             count[0] += 1
             yield row
 
-    monkeypatch.setattr(encoded_rows, "rows_of_files", rows_of_files)
+    monkeypatch.setattr(lm_rows, "rows_of_files", rows_of_files)
     return count
 
 
@@ -69,7 +68,7 @@ def test_a_second_start_reads_the_rows_that_the_first_has_made(
     read = partial(read_rows, "data.train_files", files, tokenizer, 8, on_bad_row="skip")
     first, second = read(), read()
     assert num_read == [len(rows) + 1]
-    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 2**30)
+    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 2**30)
     in_memory = read()
     assert num_read == [2 * (len(rows) + 1)]
     assert len(first) > 6

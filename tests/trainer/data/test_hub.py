@@ -21,7 +21,7 @@ from huggingface_hub import HfFileSystem, constants, snapshot_download
 from trainer.config.compose import load_config
 from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
-from trainer.data.hub import is_hub_name
+from trainer.data.formats import is_hub_name
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.pairs import read_pairs
 from trainer.data.prompts import PromptSet

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainer.data.encoded_rows import LMRow
-from trainer.data.labelled import LabelledRow, encode_labelled, labelled_batch, read_labelled
+from trainer.data.lm_rows import LMRow
+from trainer.data.pairs import LabelledRow, encode_labelled, labelled_batch, read_labelled
 from verl_like.errors import ConfigError
 
 GOOD = {"prompt": "say a", "completion": "aa", "label": True}

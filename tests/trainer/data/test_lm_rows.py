@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.encoded_rows import LMRow
-from trainer.data.lm_rows import encode_lm_row, lm_batch, read_lm_rows
+from trainer.data.lm_rows import LMRow, encode_lm_row, lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
 from verl_like.errors import CheckpointError, ConfigError

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data import cache, prompt_table
-from trainer.data.cache import cache_folder, cache_key
+from trainer.data import prompt_table
 from trainer.data.config import DataConfig
 from trainer.data.prompt_table import (
     Encoded,
+    cache_folder,
+    cache_key,
     cached_prompts,
     prompts_in_memory,
 )
@@ -32,7 +33,7 @@ Row = dict[str, Any]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "ROWS_PER_BLOCK", 3)
+    monkeypatch.setattr(prompt_table, "ROWS_PER_BLOCK", 3)
 
 
 def letters(row: Row) -> Encoded:
@@ -164,7 +165,7 @@ def test_what_cannot_be_kept_any_more_is_computed(
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file count as a large one."""
-    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
+    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
 
 
 def as_large_files(tmp_path: Path, tokenizer: Any, **settings: Any) -> list[PromptSet]:
@@ -183,7 +184,7 @@ def test_prompts_of_a_cache_are_those_in_memory(
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     settings["max_prompt_length"] = 7
     memory, _ = as_large_files(tmp_path, tokenizer, **settings)
-    monkeypatch.setattr(cache, "CACHED_FROM_BYTES", 0)
+    monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
     for cached in as_large_files(tmp_path, tokenizer, **settings):
         assert cached._table.folder is not None, "read from the cache"
         assert (cached.story, cached.digest) == (memory.story, memory.digest)

@@ -12,8 +12,7 @@ import pytest
 from tests.integration.runs import overrides
 from tests.trainer.groups.reporting_role import reporting
 from trainer import load_config
-from trainer.groups.pool_starter import side_by_side
-from trainer.groups.worker_groups import WorkerGroups
+from trainer.groups.worker_groups import WorkerGroups, side_by_side
 from verl_like.backends.local import LocalWorkerGroup
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.migrate import recorder
-from trainer.migrate.record import record, unset_variables
+from trainer.migrate.recorder import record, unset_variables
 from trainer.migrate.systems import migrate
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import ENDED_WELL
@@ -154,7 +154,7 @@ def test_keys_of_the_user_stay_variables(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_a_sandbox_a_script_is_refused_and_words_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.migrate.record.start_child", lambda _: (Done(), Refuses()))
+    monkeypatch.setattr("trainer.migrate.recorder.start_child", lambda _: (Done(), Refuses()))
     with pytest.raises(ConfigError, match="no sandbox for it here: no Landlock.*verl-like migrate"):
         record("python -m train")
     words = ["main_ppo", "data.train_files=x", "actor_rollout_ref.model.path=y"]

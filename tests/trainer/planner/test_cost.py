@@ -11,16 +11,17 @@ from trainer.planner.cost import (
     BYTES_REACHED,
     CALL_S,
     DECODE_LAYER_S,
+    DEVICES,
     FLOPS_REACHED,
     Gpus,
     ModelCost,
     StepRows,
     decode_seconds,
+    device_of,
     pass_seconds,
     spread,
     sync_seconds,
 )
-from trainer.planner.devices import DEVICES, device_of
 from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.planner.devices import data_sheet
+from trainer.planner.cost import data_sheet
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer.planner.prediction import measured_phases
+from trainer.planner.simulate import measured_phases
 from verl_like.errors import ConfigError
 
 

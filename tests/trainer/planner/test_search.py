@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.planner.devices import DEVICES
+from trainer.planner.cost import DEVICES
 from trainer.planner.search import (
     Layout,
     PlannedPlacement,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.async_training.stand_ins import StandInGroup, generator_of, make_buffer, train
-from trainer.async_training.rounds import Demand
+from trainer.async_training.pieces import Demand
 from trainer.planner.simulate import Phases, Setup, bottleneck, simulate
 from verl_like.batch.protocol import DataProto
 

@@ -10,9 +10,8 @@ import pytest
 
 from trainer.async_training.step import AsyncTrainer
 from trainer.best_of_n.step import BestOfNTrainer
-from trainer.ppo.alarms import ALARM_RULES
 from trainer.ppo.stages import PPOTrainer
-from trainer.roadside.alarms import Alarms
+from trainer.roadside.alarms import ALARM_RULES, Alarms
 
 
 def test_ppo_and_its_async_form_have_these_rules_and_best_of_n_none() -> None:

@@ -17,14 +17,12 @@ from tests.integration.runs import numbers
 from trainer import run
 from trainer.cli.main import main
 from trainer.config.compose import load_config
-from trainer.data.encoded_rows import LMRow
-from trainer.data.labelled import read_labelled
-from trainer.data.pairs import read_pairs
+from trainer.data.lm_rows import LMRow
+from trainer.data.pairs import read_labelled, read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.preference.recipe import DPO
 from trainer.preference.reference import FILE
-from trainer.preference.rows import both_sides
-from trainer.preference.step import PreferenceTrainer
+from trainer.preference.step import PreferenceTrainer, both_sides
 from verl_like.errors import CheckpointError, ConfigError
 
 PAIRS = [{"prompt": f"say {x}", "chosen": f"ab{x}", "rejected": "cd"} for x in "efghijklmn"]

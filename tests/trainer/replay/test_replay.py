@@ -25,11 +25,13 @@ from trainer.config.recipe import Recipe
 from trainer.ppo.stages import PPOTrainer
 from trainer.preference.recipe import DPO
 from trainer.record import Metrics
-from trainer.replay.difference import counted, differing_columns, differing_metrics
 from trainer.replay.replay import (
     Asked,
     Replayed,
     announcement,
+    counted,
+    differing_columns,
+    differing_metrics,
     replay,
     replaying,
     settings_of_replay,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer.report.async_training import ledger_table
+from trainer.report.accounts import ledger_table
 from trainer.report.page import write_report
 from trainer.report.read import read_run
 

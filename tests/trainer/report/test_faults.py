@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.report.disturbances import FAULTS_FILE, faults_in_words
+from trainer.report.accounts import FAULTS_FILE, faults_in_words
 
 FAULT = '{"kind": "delay", "step": 3}\n'
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts
-from trainer.report.disturbances import restarts_in_words
+from trainer.report.accounts import restarts_in_words
 from trainer.restarts import Restarts
 from verl_like.errors import WorkerDiedError
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.data.pairs import PairRow, read_pairs
-from trainer.reward_model.endings import end_as_samples_do
+from trainer.reward_model.step import end_as_samples_do
 
 ASKED = {"role": "user", "content": "say a"}
 TEXTS = {"prompt": "say a", "chosen": "aa", "rejected": "bb"}

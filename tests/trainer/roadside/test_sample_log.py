@@ -12,7 +12,7 @@ import torch
 from tests.workers.samples import make_batch
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.update import filters
-from trainer.report.async_training import describe_log
+from trainer.report.accounts import describe_log
 from trainer.roadside.sample_log import (
     QUEUED,
     STEP_AGAIN,

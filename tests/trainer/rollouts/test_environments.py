@@ -15,7 +15,7 @@ from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
-from trainer.report.tokens import tokens_of
+from trainer.report.accounts import tokens_of
 from trainer.rollouts.turns import waits_for_environments
 from trainer.run_folder.result import RunResult
 from verl_like.batch.columns import object_rows

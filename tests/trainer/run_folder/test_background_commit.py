@@ -13,7 +13,7 @@ import pytest
 from tests.trainer.run_folder.checkpoints import Role, checkpoints
 from tests.waiting import LIMIT_S
 from trainer.run_folder.checkpoint import Checkpoints
-from trainer.run_folder.marker import committed, read_marker
+from trainer.run_folder.folder import committed, read_marker
 from verl_like.errors import CheckpointError, WorkerDiedError
 from workers.training.manifest import NUMBERS, read_manifest, write_manifest
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.command_errors import ending_in_words
 from trainer.ppo.config import PPOConfig
+from trainer.recipe_command import ending_in_words
 from trainer.report.page import close_run
 from trainer.run_folder.folder import (
     FolderLock,

@@ -11,8 +11,8 @@ import pytest
 from tests.trainer.run_folder.checkpoints import checkpoints, resume_from, saved
 from trainer.config.user_modules import imported_files
 from trainer.run_folder import folder as run_folder
-from trainer.run_folder import inputs
-from trainer.run_folder.inputs import digest
+from trainer.run_folder import resume
+from trainer.run_folder.resume import digest
 from verl_like.errors import CheckpointError
 
 
@@ -106,17 +106,17 @@ def test_other_versions_are_warned_of(
 
 
 def test_a_module_of_a_reward_is_the_file_that_it_is_imported_from() -> None:
-    found = inputs._path_of("trainer.run_folder.inputs")
-    assert found == Path(inputs.__file__)
-    assert inputs._path_of("no.such.module") is None
-    assert inputs._path_of("organisation/model") is None
+    found = resume._path_of("trainer.run_folder.resume")
+    assert found == Path(resume.__file__)
+    assert resume._path_of("no.such.module") is None
+    assert resume._path_of("organisation/model") is None
 
 
 def test_of_a_large_file_size_beginning_and_end_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "WHOLE_BYTES", 100)
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(resume, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(resume, "BLOCK_BYTES", 8)
     path = tmp_path / "weights"
     seen = set()
     for place in (None, 0, 499, 999):

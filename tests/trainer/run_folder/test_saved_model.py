@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.run_folder.marker import write_marker
+from trainer.run_folder.folder import write_marker
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 from workers.training.manifest import NUMBERS, write_manifest

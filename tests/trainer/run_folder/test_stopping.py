@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer import load_config
-from trainer.run_folder.stopping import reached_goal
+from trainer.run_folder.metrics import reached_goal
 from verl_like.errors import ConfigError
 
 

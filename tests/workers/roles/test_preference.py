@@ -12,10 +12,8 @@ import torch
 import workers.losses.preference  # noqa: F401
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, own_piece, random_row, started
-from trainer.data.labelled import LabelledRow
-from trainer.data.pairs import PairRow
-from trainer.preference.rows import labelled_columns
-from trainer.preference.step import PreferenceTrainer
+from trainer.data.pairs import LabelledRow, PairRow
+from trainer.preference.step import PreferenceTrainer, labelled_columns
 from verl_like.batch.protocol import DataProto
 from workers.columns import write_columns
 from workers.config import OptimConfig

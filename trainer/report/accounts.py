@@ -1,0 +1,185 @@
+"""The accounts of a run in its folder: tokens, generators, injected faults and restarts.
+
+The seconds of an asynchronous run are in the steps of `metrics.jsonl`, and the account of its
+samples is in `async.json`, which is written at the end of the run. Tokens: sampled = trained + left
+out (by reason).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_like.files import json_objects, parse_json
+from verl_like.terminal import draw_table
+
+DRAWN, TRAINED = "training/num_drawn_tokens", "training/num_trained_tokens"
+LEFT_OUT = "training/num_left_out_tokens/"
+"""A prefix, which the reason follows."""
+
+
+def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
+    """Return the tokens of these steps that were trained on, and those left out, by reason."""
+    trained, left_out = 0, Counter[str]()
+    for line in lines:
+        trained += int(line.get(TRAINED, 0))
+        for name, num in line.items():
+            if name.startswith(LEFT_OUT):
+                left_out[name.removeprefix(LEFT_OUT)] += int(num)
+    return trained, left_out
+
+
+def drawn_of(lines: Iterable[Mapping[str, float]]) -> int:
+    """Return the tokens that the rollout sampled in these steps, as counted there."""
+    return sum(int(line.get(DRAWN, 0)) for line in lines)
+
+
+def tokens_in_words(drawn: int, trained: int, left_out: Mapping[str, int], queued: int = 0) -> str:
+    """Describe the tokens of a run in one line."""
+    total = sum(left_out.values())
+    reasons = "; ".join(f"{reason}: {num:,}" for reason, num in left_out.items())
+    parts = [f"{trained:,} trained", *([f"{queued:,} queued"] if queued else [])]
+    parts.append(f"{total:,} left out" + (f" ({reasons})" if reasons else ""))
+    sign = "=" if drawn == trained + queued + total else "≠"
+    return f"{drawn:,} drawn {sign} {' + '.join(parts)}"
+
+
+STATES = ("busy", "waiting", "syncing")
+ACCOUNT = ("made", "trained", "queued", "dropped", "in_flight")
+"""The columns of the account of a generator's samples."""
+MOST_GENERATORS = 16
+"""The most rows for generators."""
+PREFIX = "async/"
+Metrics = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class AsyncRun:
+    """The report's data about generators and trainers."""
+
+    seconds: Mapping[str, Mapping[str, float]]
+    """Role -> state -> seconds of all steps."""
+    ledger: Sequence[Sequence[str]] = ()
+    """Table cells: a heading, then a row for each generator."""
+
+
+def read_async(folder: Path, metrics: Metrics, notes: list[str]) -> AsyncRun | None:
+    """Return the generators and trainers of a run; None if it has none."""
+    seconds = seconds_by_role(metrics)
+    path, table = folder / "async.json", list[list[str]]()
+    if path.is_file():
+        try:
+            table = ledger_table(parse_json(path.read_bytes())["ledger"]["generators"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            notes.append(f"{path.name} is half written, or not a run's, and left out.")
+    return AsyncRun(seconds, table) if seconds or table else None
+
+
+def seconds_by_role(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """Return the sums of `async/<role>/<state>_s`."""
+    by_role: dict[str, dict[str, float]] = {}
+    for line in metrics:
+        for name, value in line.items():
+            role, _, state = name.removeprefix(PREFIX).partition("/")
+            state = state.removesuffix("_s")
+            if name.startswith(PREFIX) and state in STATES:
+                seconds = by_role.setdefault(role.replace("_", " "), dict.fromkeys(STATES, 0.0))
+                seconds[state] += value
+    return by_role
+
+
+def ledger_table(generators: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return a heading, a row for each generator, and a total row if there are several.
+
+    If there are very many generators, most of them share a row.
+    """
+    accounts = {
+        f"generator {generator}": Counter({**account, "dropped": sum(account["dropped"].values())})
+        for generator, account in generators.items()
+    }
+    rows, total = dict(accounts), sum(accounts.values(), Counter[str]())
+    if len(rows) > MOST_GENERATORS:
+        first = list(accounts)[: MOST_GENERATORS - 1]
+        rows = {generator: accounts[generator] for generator in first}
+        rows[f"{len(accounts) - len(first)} others"] = total - sum(rows.values(), Counter[str]())
+    if len(rows) > 1:
+        rows["all"] = total
+    table = [[who, *(str(counts[name]) for name in ACCOUNT)] for who, counts in rows.items()]
+    return [["samples", *(name.replace("_", " ") for name in ACCOUNT)], *table] if rows else []
+
+
+def describe_log(log: Mapping[str, Any]) -> str:
+    """Describe the sample log: a row per generator, reasons for drops, and token counts."""
+    rows, reasons = log["generators"], Counter[str]()
+    for row in rows.values():
+        reasons.update(row["dropped"])
+    lines = draw_table(ledger_table(rows), flush_right=True) if rows else []
+    lines += [f"  dropped: {count} ({reason})" for reason, count in reasons.items()]
+    return "\n".join([*lines, f"  tokens: {tokens_in_words(**log['tokens'])}"])
+
+
+FAULTS_FILE, RESTARTS_FILE = "faults.jsonl", "restarts.jsonl"
+LEDGER = "ledger"
+"""The kind of the last line, which is not a fault."""
+OUTCOMES = ("kept", "made_again", "not_finished")
+"""The possible outcomes of a step that has begun."""
+
+
+def faults_in_words(folder: Path) -> list[str]:
+    """Describe the faults by kind, and the ledger, in one line; none without faults."""
+    if not (folder / FAULTS_FILE).is_file():
+        return []
+    lines, _ = json_objects(folder / FAULTS_FILE)
+    kinds = Counter[str]()
+    for line in lines:
+        if line["kind"] != LEDGER:
+            kinds[line["kind"]] += line.get("count", 1)
+    faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
+    ledgers = [_ledger_in_words(line) for line in lines if line["kind"] == LEDGER]
+    return ["; ".join([f"faults on purpose: {faults}", *ledgers[-1:]])]
+
+
+def _ledger_in_words(line: dict[str, Any]) -> str:
+    became = [f"{line[name]} {name.replace('_', ' ')}" for name in OUTCOMES]
+    words = f"steps: {line['begun']} begun = {' + '.join(became)}"
+    return f"{words}; {_samples_in_words(line['samples'])}" if "samples" in line else words
+
+
+def _samples_in_words(samples: dict[str, Any]) -> str:
+    dropped = samples["dropped"]
+    reasons = "".join(f" ({reason}: {count})" for reason, count in dropped.items())
+    return (
+        f"samples: {samples['made']} made = {samples['trained']} trained + "
+        f"{sum(dropped.values())} dropped{reasons}"
+    )
+
+
+def restarts_in_words(folder: Path) -> list[str]:
+    """Describe the restarts, and the samples that lost groups were making, in one line, if any."""
+    lines, _ = json_objects(folder / RESTARTS_FILE)
+    steps = [str(line.get("step")) for line in lines if "lost" in line]
+    if not steps:
+        return []
+    sources = ""
+    for line in lines:
+        if "state_from" in line:
+            lost = lost_in_words(line["finished_steps_made_again"])
+            sources += f"; in step {line['step']} with the state of {line['state_from']}, {lost}"
+    num_kept = sum(line["samples_kept"] for line in lines if "samples_kept" in line)
+    again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
+    samples = ""
+    if num_kept + again:
+        samples = (
+            f"; of the samples that lost groups were making {num_kept} kept, {again} made again"
+        )
+    return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]
+
+
+def lost_in_words(num_steps: int) -> str:
+    """Describe how many finished steps a restart has lost."""
+    if num_steps == 0:
+        return "no finished step is lost"
+    return f"{num_steps} finished step{'s' * (num_steps > 1)} made again"
