@@ -1,6 +1,5 @@
 """usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
            [--from-start] [--backend local|run]
-       verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
 Repeats step K of the run folder RUN in a new folder, from the newest checkpoint before it: same
 samples, same numbers. It prints every metric and every saved batch that differs in any bit; the
@@ -11,9 +10,6 @@ exit code is then 1. RUN is only read.
   --break            open the debugger right before; roles of one process run in this process, so
                      breakpoint() also works in their code
   --from-start       if no earlier checkpoint exists: repeat all K steps from the beginning
-  --trajectory UID   only the samples of that uid in rollouts/, played against the observations
-                     that trainer.max_batches_to_keep saved in RUN; names the first different token
-  --live             play against the live environment; names the first different observation
   --backend run      use the run's backend; local needs no cluster, with as many processes
 """
 
@@ -27,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.replay.replay import Replayed, replay
-from trainer.replay.trajectory import Played, replay_trajectory
 from trainer.roadside.saved_batches import STAGES
 
 MOST_LINES = 20
@@ -37,20 +32,7 @@ MOST_LINES = 20
 def main(arguments: Sequence[str]) -> None:
     """Replay; exit with 1 if anything differs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.trajectory is not None:
-        played = replay_trajectory(
-            Path(options.run),
-            options.trajectory,
-            live=options.live,
-            from_start=options.from_start,
-            backend=options.backend,
-        )
-        print(*[verdict_of(trajectory) for trajectory in played], sep="\n", flush=True)
-        sys.exit(1 if any(trajectory.difference for trajectory in played) else 0)
-    if options.live:
-        parser.error("--live is read with --trajectory")
+    options = _parser().parse_args(arguments)
     try:
         result = replay(
             Path(options.run),
@@ -65,15 +47,6 @@ def main(arguments: Sequence[str]) -> None:
     print(verdict(result, options.step, options.stage), flush=True)
     if result.differences:
         sys.exit(1)
-
-
-def verdict_of(trajectory: Played) -> str:
-    """Describe whether a trajectory came out equal."""
-    counts = f"{trajectory.num_tokens} tokens drawn in {trajectory.num_turns} turns"
-    subject = f"trajectory {trajectory.name}, {counts}"
-    if trajectory.difference:
-        return f"{subject}: differs first in {trajectory.difference}"
-    return f"{subject}: as it was, bit for bit"
 
 
 def verdict(result: Replayed, step: int, stage: str) -> str:
@@ -97,10 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("verl-like replay")
     add = parser.add_argument
     add("run", metavar="RUN")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int)
-    which.add_argument("--trajectory")
-    add("--live", action="store_true")
+    add("--step", type=int, required=True)
     add("--stage", choices=STAGES, default="")
     add("--break", dest="breaks", action="store_true")
     add("--from-start", action="store_true")

@@ -8,7 +8,7 @@ processes as in the run, because it determines the order of sums.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,8 +218,6 @@ class Asked:
     """Empty: the whole step."""
     breaks: bool = False
     """True if the debugger is entered right before the step."""
-    instead: Callable[[Any], Metrics] | None = None
-    """A function that replaces the step."""
     metrics: Metrics = field(default_factory=dict)
     """Metrics of the step or of the stage."""
 
@@ -245,8 +243,6 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
         def step(self) -> Metrics:
             if self.global_step != asked.step:
                 return super().step()  # type: ignore[no-any-return]
-            if asked.instead is not None:
-                return asked.instead(self)
             if asked.stage:
                 return one_stage(self, asked)
             if asked.breaks:
@@ -254,8 +250,7 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
             return super().step()  # type: ignore[no-any-return]
 
         def validation_is_due(self) -> bool:
-            is_part = bool(asked.stage) or asked.instead is not None
-            ends_early = is_part and self.global_step == asked.step
+            ends_early = bool(asked.stage) and self.global_step == asked.step
             return not ends_early and super().validation_is_due()
 
         def why_to_end(self) -> str:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from verl_like.errors import RolloutError
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import LATE, EnvironmentHost
-from workers.agents.recorded import RecordedHost
 from workers.agents.trajectory import Setting, Start, State, Times, Trajectory
 from workers.rollout.base import Budget, RolloutEngine, SamplingParams
 
@@ -48,7 +47,7 @@ class TurnLoop:
     def __init__(
         self,
         engine: RolloutEngine,
-        host: EnvironmentHost | RecordedHost,
+        host: EnvironmentHost,
         chat: TurnRenderer,
         config: EnvironmentConfig,
         decode: Callable[[list[int]], str],

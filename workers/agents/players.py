@@ -20,7 +20,6 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import NO_FAULTS, Faults
 from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.loop import TurnLoop
-from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Start, Trajectory
 from workers.columns import PLAYERS, require, split_player_uid
 from workers.rewards.decoding import decode_rows
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
 
 ROW_COLUMNS = (
-    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
+    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS,
 )  # fmt: skip
 """Columns that a trajectory needs, in addition to those of any sample."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
@@ -97,12 +96,9 @@ class Players:
             tools = kinds[""].tools if "" in kinds else []
             chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
             decode = self._decode(bool(tools))
-            is_recorded = RECORDED in data.non_tensor_batch
-            host = RecordedHost(kinds) if is_recorded else self._host
-            self._kinds = host.kinds
-            self._loop = TurnLoop(engine, host, chat, self._config, decode)
+            self._loop = TurnLoop(engine, self._host, chat, self._config, decode)
         faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
-        starts = _starts(data, noise_of, faults, self._kinds)
+        starts = _starts(data, noise_of, faults, self._host.kinds)
         return self._loop.submit(starts, sampling, MOST_OPEN)
 
     def take(
@@ -142,8 +138,6 @@ def _starts(
             "data_source": str(columns["data_source"][number]),
             "extra_info": columns["extra_info"][number],
         }
-        if RECORDED in columns:
-            row[RECORDED] = columns[RECORDED][number]
         kind = name_of(kinds, row)
         players = kinds[kind].players
         place = players.index(player) if players else 0
