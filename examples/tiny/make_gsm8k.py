@@ -13,13 +13,12 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 
 from prepare_gsm8k import make_row
 
-from trainer.cli.make_tiny import fit, make_model, make_tokenizer
+from trainer.cli.make_tiny import fit_answers, make_model, make_tokenizer
 
 NUM_ROWS = {"train": 2048, "test": 64}
 LARGEST = 5
@@ -39,22 +38,6 @@ def make_sums(split: str) -> list[dict[str, str]]:
     return lines
 
 
-def fine_tune(model: Any, tokenizer: Any, lines: list[dict[str, str]]) -> None:
-    """Train on right answers until their mean loss a token is that of one in three guessed."""
-    import torch
-
-    prompts = [make_row(line, "train", 0)["prompt"] for line in lines]
-    chats = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-    texts = [chat + line["answer"] for chat, line in zip(chats, lines, strict=True)]
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]  # each sum has as many words
-    tokens = torch.tensor([[*row, tokenizer.eos_token_id] for row in rows])
-    labels = tokens.clone()
-    labels[
-        :, : -len(tokenizer(lines[0]["answer"], add_special_tokens=False)["input_ids"]) - 1
-    ] = -100
-    fit(model, tokens, labels, until=0.4)
-
-
 def main(folder: Path) -> None:
     """Write the sums and the model."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,15 +45,13 @@ def main(folder: Path) -> None:
     for split, lines in sums.items():
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
 
-    texts = [
-        make_row(line, "train", 0)["prompt"][0]["content"] + line["answer"]
-        for line in sums["train"]
-    ]
-    tokenizer = make_tokenizer(
-        sorted({word for text in texts for word in re.findall(WORD, text)}), WORD
-    )
+    prompts = [make_row(line, "train", 0)["prompt"] for line in sums["train"]]
+    answers = [line["answer"] for line in sums["train"]]
+    texts = [prompt[0]["content"] + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    words = sorted({word for text in texts for word in re.findall(WORD, text)})
+    tokenizer = make_tokenizer(words, WORD)
     model = make_model(tokenizer, hidden_size=128)
-    fine_tune(model, tokenizer, sums["train"])
+    fit_answers(model, tokenizer, prompts, answers)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     print(f"wrote {folder}/model, {folder}/train.jsonl, {folder}/test.jsonl")

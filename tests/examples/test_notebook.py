@@ -49,7 +49,7 @@ def test_the_notebook_learns_and_refreshes_one_display(tmp_path: Path) -> None:
     client.execute(env={**os.environ, "PATH": path})
     outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}
 
-    for cell, last in (("sft", "step 24/24"), ("grpo", "step 30/30")):
+    for cell, last in (("sft", "step 30/30"), ("grpo", "step 50/50")):
         (shown,) = [output for output in outputs[cell] if output.output_type == "display_data"]
         assert shown.data["text/plain"].startswith(last)
         assert "<polyline" in shown.data["text/html"]
@@ -60,7 +60,7 @@ def test_the_notebook_learns_and_refreshes_one_display(tmp_path: Path) -> None:
 
     steps = lines(tmp_path / "runs" / "verl_like" / "ppo-1")
     scores = [step["critic/score/mean"] for step in steps]
-    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.4
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3
     printed = [output for output in outputs["chat"] if output.get("name") == "stdout"]
     said = "".join(output.text for output in printed)
-    assert said.count("c", said.index("<assistant>") + 11) >= 6
+    assert "<assistant>5<eos>" in said

@@ -85,13 +85,13 @@ def test_the_quickstart_is_stopped_goes_on_learns_its_task_and_reports(tmp_path:
     assert list(folder.glob("global_step_*/commit.json")), "the newest two stay"
     done = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "goes on from its last checkpoint" in done.stderr
+    assert "resumes from its last checkpoint" in done.stderr
     scores = [line["critic/score/mean"] for line in lines(folder)]
-    assert scores[0] < 0.2
-    assert scores[-1] >= 0.8
+    assert scores[0] < 0.45
+    assert scores[-1] >= 0.75
     assert re.search(r"peak memory of all \d+ processes together: \d\.\d\d GB", done.stdout)
     assert f"report: {folder}/report.html" in done.stdout
     assert "data-figure" in (folder / "report.html").read_text()
     again = bash(EXAMPLES / "quickstart" / "run.sh", RUN_DIR=folder)
     assert again.returncode == 0
-    assert "holds a run that has reached 0.8" in again.stderr
+    assert "has reached 0.75" in again.stderr

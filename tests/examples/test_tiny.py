@@ -1,5 +1,6 @@
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.cli.make_tiny import main
 from verl_like.errors import ConfigError
@@ -33,6 +34,26 @@ def test_the_right_letters_score_fully(rows):
         truth = row["reward_model"]["ground_truth"]
         assert row["prompt"][0]["content"].endswith(f" {truth}")
         assert default_compute_score(row["data_source"], truth * 5, truth, row["extra_info"]) == 1.0
+
+
+def test_sums_are_scored_by_the_rule_for_gsm8k_and_partly_solved(tmp_path):
+    main([str(tmp_path), "--sums", "--num-val", "64"])
+    rows = pq.read_table(tmp_path / "val.parquet").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompts = tokenizer.apply_chat_template(
+        [row["prompt"] for row in rows], add_generation_prompt=True, return_tensors="pt"
+    )
+    assert tokenizer.unk_token_id not in prompts["input_ids"]
+    ids = model.generate(**prompts, max_new_tokens=4, do_sample=False)
+    texts = tokenizer.batch_decode(
+        ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    scores = [
+        default_compute_score("openai/gsm8k", *pair) for pair in zip(texts, truths, strict=True)
+    ]
+    assert 0.1 < sum(scores) / len(scores) < 0.9
 
 
 def test_the_same_seed_makes_the_same_files(make_tiny, tiny_dir, tmp_path):

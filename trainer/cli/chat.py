@@ -5,7 +5,7 @@ MODEL is a model folder, a run folder (its trained model), or a global_step_N in
 it asks for messages (/new restarts, Ctrl-D ends) and shows the replies while they are generated.
 From a pipe the whole input is one message, and only the reply is printed:
 
-  echo "say b" | verl-like chat runs/letters --max-tokens 20
+  echo "What is 3 + 4?" | verl-like chat runs/sums --max-tokens 4
 """
 
 from __future__ import annotations

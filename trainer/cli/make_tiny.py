@@ -1,9 +1,12 @@
-r"""usage: verl-like make-tiny DIR [--seed N] [--num-train N] [--num-val N]
+r"""usage: verl-like make-tiny DIR [--sums] [--seed N] [--num-train N] [--num-val N]
            [--hidden-size N] [--num-layers N]
 
-Writes DIR/model, a Llama of random weights with a character tokenizer, DIR/train.parquet and
-DIR/val.parquet: prompts ask for a letter, and the reward is its share of the response. A run learns
-it in some tens of steps.
+Writes a tiny model to DIR/model, and prompts to DIR/train.parquet and DIR/val.parquet. Without
+--sums, the model is a Llama with random weights and a token per character. Prompts ask for a
+letter, and the reward is its share of the response.
+
+  --sums        sums instead, such as "What is 3 + 4?", in GSM8K's format; the model already solves
+                about a third of them
 
   verl-like make-tiny tiny
   verl-like ppo trainer.backend=local actor_rollout_ref.model.path=tiny/model \
@@ -27,6 +30,9 @@ NUM_HEADS = 4
 LETTERS = "abcd"
 WORDS = ("say", "write", "print", "give")
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
+LARGEST_NUMBER = 5
+SUM_WORDS = ("What", " is", " +", "?", "####", *(f" {n}" for n in range(1, 2 * LARGEST_NUMBER + 1)))
+SUM_PATTERN = r"#+| ?(?:\w+|\W)"
 CHARACTERS = string.ascii_lowercase + string.digits + " .,?!#-\n"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -95,6 +101,20 @@ def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int 
         optimizer.step()
 
 
+def fit_answers(model: Any, tokenizer: Any, prompts: Sequence[Any], answers: Sequence[str]) -> None:
+    """Train on answers of one length until about a third of the responses are right."""
+    import torch
+
+    chats = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    texts = [chat + answer for chat, answer in zip(chats, answers, strict=True)]
+    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    tokens = torch.tensor([[*row, tokenizer.eos_token_id] for row in rows])
+    labels = tokens.clone()
+    num_answer_tokens = len(tokenizer(answers[0], add_special_tokens=False)["input_ids"]) + 1
+    labels[:, :-num_answer_tokens] = -100
+    fit(model, tokens, labels, until=0.4)
+
+
 def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Return rows in verl's schema; every letter occurs equally often."""
     rng = random.Random(f"{seed}-{split}")
@@ -112,8 +132,32 @@ def make_rows(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def make_sums(num_rows: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Return sums in verl's schema; the built-in rule for GSM8K scores them."""
+    rng = random.Random(f"{seed}-{split}")
+    rows = []
+    for index in range(num_rows):
+        a, b = rng.randint(1, LARGEST_NUMBER), rng.randint(1, LARGEST_NUMBER)
+        rows.append(
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+                "extra_info": {"split": split, "index": index},
+            }
+        )
+    return rows
+
+
 def make(
-    folder: str | Path, *, seed: int = 0, num_train: int = 300, num_val: int = 32, **size: int
+    folder: str | Path,
+    *,
+    sums: bool = False,
+    seed: int = 0,
+    num_train: int = 300,
+    num_val: int = 32,
+    **size: int,
 ) -> Path:
     """Write model, tokenizer and both parquet files into `folder`; `size` goes to `make_model`."""
     import pyarrow as pa
@@ -121,13 +165,17 @@ def make(
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(SUM_WORDS, SUM_PATTERN) if sums else make_tokenizer()
     tokenizer.save_pretrained(folder / "model")
-    make_model(tokenizer, seed, **size).save_pretrained(folder / "model")
+    model = make_model(tokenizer, seed, **size)
+    if sums:
+        rows = make_sums(num_train, "train", seed)
+        answers = [f"#### {row['reward_model']['ground_truth']}" for row in rows]
+        fit_answers(model, tokenizer, [row["prompt"] for row in rows], answers)
+    model.save_pretrained(folder / "model")
     for split, num_rows in (("train", num_train), ("val", num_val)):
-        pq.write_table(
-            pa.Table.from_pylist(make_rows(num_rows, split, seed)), folder / f"{split}.parquet"
-        )
+        rows = (make_sums if sums else make_rows)(num_rows, split, seed)
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
     return folder
 
 
@@ -135,6 +183,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `make` from the command line."""
     parser = argparse.ArgumentParser("verl-like make-tiny")
     parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--sums", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-train", type=int, default=300)
     parser.add_argument("--num-val", type=int, default=32)
