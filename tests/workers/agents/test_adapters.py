@@ -537,3 +537,14 @@ def test_a_package_of_verifiers_is_played(tmp_path: Path, monkeypatch: pytest.Mo
             (one,) = check_environment.play(host, [0], {}, [said], 3)
         assert one.answers[0]["messages"][-1]["content"] == "Heads or tails?"
         assert (one.has_ended, one.reward) == (True, reward)
+
+
+def test_an_agent_of_verifiers_with_another_model_needs_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "coins_of_test.py").write_text(COINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    kwargs = {"agent": {"harness": {"id": "null"}, "model": "other"}}
+    with pytest.raises(ConfigError, match=r"agent\.model needs agent\.client"):
+        EnvironmentSpec("verifiers:coins_of_test", kwargs).load()

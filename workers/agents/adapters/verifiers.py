@@ -2,7 +2,8 @@
 
 The package's own harness, tools and rewards run; its agents ask the policy. Each prompt plays a
 task of the package, the same one in all of its samples. If a package has several agents that ask
-the policy, they are players. `environment.kwargs` is the package's configuration, such as
+the policy, they are players. An agent with a `model` and a `client` of its own asks that server and
+is not trained. `environment.kwargs` is the package's configuration, such as
 `{taskset: {split: train}}`.
 """
 
@@ -28,6 +29,8 @@ def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
         roles = {role: getattr(config, role) for role in config.agent_harnesses()}
         players = [role for role, settings in roles.items() if settings.model is None]
         for role, settings in roles.items():
+            if settings.model and settings.client is None:  # its turns would be the policy's
+                raise ValueError(f"{role}.model needs {role}.client: {{type: eval, base_url: URL}}")
             if "runtime" not in kwargs.get(role, {}):  # by default it is a rented sandbox
                 settings.runtime = vf.SubprocessConfig()
             if len(players) > 1 and role in players:
