@@ -116,7 +116,8 @@ def checked_config(
 
 def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Override]:
     """Return the settings with our keys and presets; reject unknown ones."""
-    parsed = list(recipe.translate([_in_full(parse(setting)) for setting in settings]))
+    full = [part for setting in settings for part in _in_full(parse(setting))]
+    parsed = list(recipe.translate(full))
     refusals = [unknown_key(name, recipe) for name in keys_of(parsed)]
     _reject([refusal for refusal in refusals if refusal], recipe)
     for setting in parsed:
@@ -128,16 +129,21 @@ SHORT_FOR = {"environment": "environment.path", "tools": "environment.tools"}
 """A section's name, if it is set to a value -> the key that it abbreviates."""
 
 
-def _in_full(setting: Override) -> Override:
-    full = SHORT_FOR.get(setting.key_or_group)
+def _in_full(setting: Override) -> list[Override]:
+    """Return the settings that this one abbreviates, or itself."""
     value = setting.value()
+    if setting.key_or_group == "reward" and isinstance(value, str):
+        path, _, name = value.rpartition(":")
+        function = {"path": path, "name": name} if path else {"path": value}
+        return [parse(f"custom_reward_function.{key}={part}") for key, part in function.items()]
+    full = SHORT_FOR.get(setting.key_or_group)
     if full is None or setting.is_delete():
-        return setting
+        return [setting]
     if isinstance(value, dict):
         if not _are_paths(value):
-            return setting
+            return [setting]
         full = "environment.paths"
-    return parse(f"{full}={setting.get_value_string()}")
+    return [parse(f"{full}={setting.get_value_string()}")]
 
 
 def _are_paths(values: dict[str, Any]) -> bool:

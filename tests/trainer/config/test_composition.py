@@ -257,3 +257,11 @@ def test_grpo_process_with_environments_says_that_it_is_biased(
     assert "is biased" not in caplog.text
     load_config([*settings, "environment=tests.workers.agents.games:Count"])
     assert "adv_estimator=grpo_process is biased where the policy chooses its number" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["my.py", "my_package.rewards"])
+def test_a_reward_is_named_as_other_code_is(path: str) -> None:
+    function = load_config([*NEEDED, f"reward={path}:score"]).custom_reward_function
+    assert (function.path, function.name) == (path, "score")
+    config = load_config([*NEEDED, f"reward={path}", "reward.max_failed_share=0.1"])
+    assert (config.custom_reward_function.path, config.reward.max_failed_share) == (path, 0.1)
