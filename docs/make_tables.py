@@ -1,8 +1,8 @@
-"""Write what the docs say about keys, columns and algorithms: `python docs/make_tables.py`.
+"""Write the generated parts of the docs: `python docs/make_tables.py`.
 
-The tables stand between `<!-- begin … -->` and `<!-- end … -->` in the pages that `TABLES` names; a
-test checks that they are current. An algorithm's row and card are what its file says of itself
-(`docs/cards.py`).
+Tables are between `<!-- begin … -->` and `<!-- end … -->` in the pages that `TABLES` names; a test
+checks that they are current. `docs/cards.py` reads an algorithm's row and card from its file.
+The repository's address comes from `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -608,8 +609,18 @@ def filled(name: str) -> tuple[Path, str]:
     return path, text
 
 
+def write_address() -> None:
+    """Write the repository's address in `pyproject.toml` into README, docs and CITATION."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    for path in [DOCS.parent / "README.md", DOCS.parent / "CITATION.cff", *DOCS.glob("*.md")]:
+        text = path.read_text("utf-8")
+        address = r"https://github\.com/[\w-]+/verl-like\b"
+        path.write_text(re.sub(address, project["urls"]["Repository"], text), encoding="utf-8")
+
+
 def main() -> None:
-    """Write every table."""
+    """Write every table and the repository's address."""
+    write_address()
     for name in TABLES:
         path, text = filled(name)
         path.write_text(text, encoding="utf-8")

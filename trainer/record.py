@@ -72,7 +72,7 @@ class Run:
                 self.calls.append(call | {"stage": name, "step": self.step})
 
     def take_calls(self) -> list[dict[str, Any]]:
-        """Return the workers' calls since the last call of this, each with its stage and step."""
+        """Return the new calls of workers, with stage and step, and forget them."""
         calls, self.calls = self.calls, []
         return calls
 

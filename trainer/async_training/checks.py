@@ -70,7 +70,7 @@ def _check_algorithm(config: AsyncConfig, topology: Topology) -> None:
     if compares_with_greedy(algorithm.adv_estimator):
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples with a greedy "
-            "answer of the same weights, and generators give none. Take rloo, which compares "
+            "response of the same weights, which generators do not make. Take rloo, which compares "
             "samples with each other, or `verl-like ppo`."
         )
     chooses = {

@@ -191,8 +191,8 @@ class Topology:
                 raise ConfigError(
                     f"async_training.weight_routes: generator {generator} gets weights from "
                     f"{'trainers ' + ', '.join(senders) if senders else 'nobody'}. Give it one "
-                    f"route, such as [{generator % self.trainers},{generator}]: trainers hold the "
-                    "same ones."
+                    f"route, such as [{generator % self.trainers},{generator}]: all trainers have "
+                    "the same weights."
                 )
         for trainer in range(self.trainers):
             if not self.generators_of(trainer):

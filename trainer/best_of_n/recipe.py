@@ -3,7 +3,7 @@
 
 Samples actor_rollout_ref.rollout.n responses per prompt (rejection sampling), scores them with the
 rewards of `verl-like ppo`, and saves the best ones for `verl-like sft`, or pairs of best and worst.
-A killed run continues where it was.
+The same command continues a killed run.
 
   actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
   selection.write=pairs             prompt, chosen, rejected

@@ -3,9 +3,8 @@ r"""usage: verl-like plan [RECIPE] --gpus 16 --device H100 [key=value ...]
 Proposes on which GPUs each role should run, from the model's config.json and data sheets only. It
 takes the same key=value settings as `verl-like RECIPE` (ppo, async, sft, reward-model or dpo; by
 default ppo) and prints the five best placements with their seconds per step and their memory, the
-keys of the best to paste, and why others lose. Keys that you set keep
-their values. The others are searched: pools, parallel sizes, recomputation, offloading, the size of
-a pass, engines, generators.
+keys of the best to paste, and why others lose. Keys that you set keep their values. The others are
+searched: pools, parallel sizes, recomputation, offloading, pass sizes, engines and generators.
 
   --gpus 16             number of GPUs
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with its

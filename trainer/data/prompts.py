@@ -96,7 +96,7 @@ class PromptSet:
 
     @cached_property
     def has_truth(self) -> bool:
-        """True if a row has a ground truth; usually the first has one, and no other is read."""
+        """True if a row has a ground truth; reads rows only up to the first that has one."""
         return self._any_truth("has a ground truth", lambda truth: truth is not None)
 
     @cached_property

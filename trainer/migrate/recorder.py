@@ -82,8 +82,8 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         process.wait()
     if isinstance(answer, str):
         raise ConfigError(
-            f"the script was not run, since there is no sandbox for it here: {answer} Without one "
-            "give the command that the script runs, and your own shell fills it in: "
+            f"the script was not run: there is no sandbox for it here: {answer} Give the command "
+            "that the script runs instead; your shell fills in its variables: "
             "verl-like migrate SYSTEM python3 -m ..."
         )
     assert isinstance(answer, Recording), answer

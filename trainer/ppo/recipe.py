@@ -1,11 +1,11 @@
-"""PPO on declared placement of roles.
+"""Trains a policy by PPO, GRPO and other algorithms, with each role on the GPUs of your config.
 
   verl-like ppo data.train_files=FILE actor_rollout_ref.model.path=FOLDER
                 [key=value ...]        or python -m trainer.main_ppo, in a checkout
 
 Placement    placement=colocate|split|standalone
              resource_pool_spec.critic_pool=[2]  processes per node, over the preset
-             resource_pool_spec.my_pool=[1] role_mapping.rollout=my_pool  one's own
+             resource_pool_spec.my_pool=[1] role_mapping.rollout=my_pool  your own
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
 Where        trainer.backend=ray|local  ray.address=HOST:PORT
 Look first   verl-like check key=value ... checks the run and prints its plan
@@ -18,7 +18,7 @@ Length       trainer.total_training_steps=100  trainer.total_epochs=1
 Keys         verl-like ppo algorithm=grpo --cfg job    what this run reads
              verl-like ppo --cfg all                   every key there is
 Completion   eval "$(verl-like -sc install=bash)"
-A mistyped key is refused with the nearest ones.
+An unknown key is an error that names the nearest keys.
 """
 
 from __future__ import annotations

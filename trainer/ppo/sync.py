@@ -48,7 +48,7 @@ class RolloutWeights:
         return metrics
 
     def send_again(self) -> Metrics:
-        """Send the current weights to a restarted rollout, with their present version."""
+        """Send the current weights, with the same version, to a restarted rollout."""
         return self._send(self.version)
 
     def _send(self, version: int) -> Metrics:

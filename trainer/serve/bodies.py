@@ -109,7 +109,7 @@ class Save(Numbered):
 
 
 class Load(Body):
-    """A model from a checkpoint: a new one of a session, or one that was just created."""
+    """Request to load a checkpoint into a new model of a session, or a model just created."""
 
     path: str
     optimizer: bool = False

@@ -66,7 +66,7 @@ class Ragged:
     def from_checked(
         cls, values: Tensor, lengths: Tensor, width: int, starts: Tensor, fill: float
     ) -> Ragged:
-        """Return a column without checking its spans again, such as one that was pickled."""
+        """Return a column from parts that were checked before, such as those of a pickle."""
         ragged = cls.__new__(cls)
         ragged._set(values, lengths, width, starts, fill)
         return ragged

@@ -30,7 +30,7 @@ Columns = dict[str, Packed | tuple[Packed, Packed, Packed, int, float]]
 
 
 def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
-    """Return the columns in picklable form; large bytes are buffers from protocol 5 on."""
+    """Return the columns in picklable form; from protocol 5 on, large bytes are buffers."""
     packed: Columns = {}
     spans: dict[int, Packed] = {}  # lengths that several columns share travel once
     for name, column in columns.items():

@@ -44,7 +44,7 @@ class Result(NamedTuple):
     def of(cls, value: Any) -> Result:
         """Return the value of a future as a `Result`, whatever form its method declares.
 
-        It includes metrics in `meta_info["metrics"]` of a batch, where verl's workers put them.
+        It includes the metrics that verl's workers put into `meta_info["metrics"]` of a batch.
         """
         if isinstance(value, dict):
             return cls(None, value)

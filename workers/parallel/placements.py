@@ -159,7 +159,7 @@ def is_first_replica(tensor: DTensor) -> bool:
 
 
 def whole_tensor(tensor: DTensor, gather: Gather) -> Tensor | None:
-    """Return the whole tensor where `gather` does; undo the splits, the last one first."""
+    """Gather the whole tensor, last split first; None on ranks where `gather` returns None."""
     part = tensor.to_local()
     cuts = cuts_of(tensor)
     for number in reversed(range(len(cuts))):

@@ -477,7 +477,7 @@ def _style(name: str, path: str, layer: Any, placements: Mapping[str, Placement]
 
 def _placement(style: str, path: str) -> Placement:
     if style not in PLACEMENTS:
-        raise NoSplit(f"the plan cuts weights of {path} in an unknown way: {style}")
+        raise NoSplit(f"the model's plan splits weights of {path} by an unknown style: {style}")
     return PLACEMENTS[style]
 
 

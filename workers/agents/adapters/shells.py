@@ -131,7 +131,7 @@ def _image(program: str, task: Path, settings: Mapping[str, Any]) -> str:
 
 
 class LocalShell:
-    """Folders of the sandbox in place of the absolute paths of a task."""
+    """A shell in the sandbox; a task's absolute paths become folders of the sandbox."""
 
     def __init__(self, task: Path) -> None:
         """Copy the files of `environment/`; nothing of a Dockerfile but WORKDIR is read."""
