@@ -152,7 +152,7 @@ def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> st
 
 
 def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
-    """The keys that a recipe has beside those of `base`; a list of those that are as PPO's."""
+    """Return the keys that a recipe adds to `base`, and a list of the keys it shares with PPO."""
     for each in (PPO, recipe):
         each.load_registries()
     of_base = {key.name for key in leaf_keys(base)}
@@ -163,7 +163,7 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
     parts = [_rows_of_keys(recipe.schema, [key for key in own if key not in same])]
     if same:
         sections = dict.fromkeys(key.name.rpartition(".")[0] or key.name for key in same)
-        parts.append(f"The other keys of {_code(sections)} are those of [PPO](keys_models.md).")
+        parts.append(f"The other keys of {_code(sections)} equal [PPO's](keys_models.md).")
     return "\n\n".join(parts)
 
 
@@ -199,7 +199,7 @@ def reward_key_table() -> str:
 
 
 def preference_key_table() -> str:
-    """The keys that preference training has beside those of every recipe on rows."""
+    """Return the keys that preference training adds to the keys of every recipe on rows."""
     return recipe_key_table(DPO, RowConfig)
 
 

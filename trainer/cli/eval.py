@@ -42,7 +42,7 @@ FOLDER = "trainer.default_local_dir"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Evaluate, or print every key (`--cfg job`)."""
+    """Evaluate, or print the keys (`--cfg job`)."""
     if arguments and arguments[0].startswith("-"):
         run_command(EVAL, arguments)
         return

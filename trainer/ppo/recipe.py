@@ -193,8 +193,8 @@ def needs_correction(config: PPOConfig) -> str:
 def correct_by_default(config: P, keys: Collection[str], reason: str = "") -> tuple[P, list[str]]:
     """Enable truncated importance weights per token, unless the user has set a correction.
 
-    This is the decoupled objective: PPO's ratio is to the policy before the update, and the weight
-    corrects from the policy that sampled the token to that one. A recipe may pass its own `reason`.
+    This is the decoupled objective: PPO's ratio compares with the policy before the update, and the
+    weight corrects for the policy that sampled the token. A recipe may pass its own `reason`.
     """
     reason = reason or needs_correction(config)
     correction = config.algorithm.rollout_correction

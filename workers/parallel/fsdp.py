@@ -104,11 +104,11 @@ def begin_pass(
 ) -> None:
     """Set, before each backward pass of a mini-batch, which weights stay whole after it.
 
-    After the last pass none do. Weights that are whole throughout a pass (all weights under
-    shard_grad_op) are gathered once per mini-batch. With one unit, gradients are accumulated over
-    the passes first and reduced over the ranks once. Larger models reduce layer by layer, since no
-    rank may store all gradients. While a forward pass `waits` for its backward pass, FSDP finalizes
-    nothing.
+    After the last pass, no weights stay whole. Weights that are whole throughout a pass (all
+    weights under shard_grad_op) are gathered once per mini-batch. With one unit, gradients are
+    accumulated over the passes first and reduced over the ranks once. Larger models reduce layer by
+    layer, since no rank may store all gradients. While a forward pass `waits` for its backward
+    pass, FSDP finalizes nothing.
     """
     module.set_reshard_after_backward(last, recurse=one_unit or strategy == "shard_grad_op")
     module.set_is_last_backward(not waits)

@@ -237,7 +237,7 @@ class _RecordedRank:
 
 @Proof
 def find_split_fault(model: Any) -> str:
-    """Return what is wrong if a pass computes a part of a packed row, with recorded attention."""
+    """Return the fault of computing a packed row in parts, or ""; attention is recorded."""
     columns, reads = probe_rows()
     feed = packed_feed(columns, reads.with_values(reads.values | True), torch.device("cpu"))
     ranks = _RecordedRank()

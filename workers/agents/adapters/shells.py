@@ -72,7 +72,7 @@ def _runs_containers(program: str) -> bool:
 class Container:
     """A container, which is removed as soon as the process that started it closes or ends.
 
-    Its first process reads the standard input of `docker run`, whose end is its own end.
+    Its first process reads the standard input of `docker run`, and exits when that input ends.
     """
 
     def __init__(self, program: str, task: Path, settings: Mapping[str, Any]) -> None:

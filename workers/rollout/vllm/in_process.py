@@ -56,8 +56,8 @@ class InProcessVllm:
         if self.lockstep is not None and options["async_scheduling"]:
             raise ConfigError(
                 "rollout.engine_kwargs.async_scheduling with tensor_model_parallel_size="
-                f"{num_ranks}: what vLLM schedules then depends on what each rank has to wait for, "
-                "and ranks must schedule the same. Leave it out."
+                f"{num_ranks}: vLLM's schedule then depends on the timing of each rank, but all "
+                "ranks must have the same schedule. Leave it out."
             )
         try:
             environment = process_environment(settings.device_type, limits.kv_cache_gb, num_ranks)
