@@ -178,6 +178,7 @@ def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     if LIKE_TRL.get(name) in names:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."
     else:
-        hint = f" Did you mean {same[0]!r}?" if same else nearest(name, names)
+        known = [*names, *(trl for trl, flat in OF_TRL.items() if flat in names)]
+        hint = f" Did you mean {same[0]!r}?" if same else nearest(name, known)
     text = f"There is no key {name!r}.{hint}" if hint else no_such_key(name, recipe)
     return f"{text} Flat names: {', '.join(names)}. All keys: verl-like {recipe.name} --cfg all"

@@ -89,6 +89,7 @@ def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Pat
         ({"batchsize": 4}, r"no key 'batchsize'\. Did you mean 'batch_size'"),
         ({"max_response_length": 8}, r"Did you mean 'max_new_tokens'\? Flat names: lr, .*, n, "),
         ({"tempreature": 1.0}, "Did you mean 'temperature'"),
+        ({"num_generation": 8}, "Did you mean 'num_generations'"),
         ({"report_to": "wandb"}, "TRL's report_to is 'logger' here"),
         ({"num_generations": 8, "n": 4}, "num_generations and n are two names of one setting"),
         ({"zzz": 1}, r"no key 'zzz'\. Flat names: lr, "),
