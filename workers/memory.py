@@ -91,7 +91,7 @@ class HeldModel:
         """Raise if the model does not support its axes on `num_ranks` ranks; nothing is loaded."""
         dims = dims_of(num_ranks, self.sharding)
         if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
-            from workers.training.axes import check_axes  # with the engine: a second
+            from workers.training.parts import check_axes  # with the engine: a second
 
             schedule = self.sharding.pp_schedule
             check_axes(self.meta_module, self.model, dims, self.axes_key, schedule)

@@ -36,7 +36,7 @@ from workers.parallel.dims import ParallelDims
 from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import dims_of
 from workers.parallel.stages import NoStages
-from workers.training.axes import check_axes
+from workers.training.parts import check_axes
 
 SIZES = (2, 4, 8)
 """Sizes of a parallel axis that are tried."""

@@ -8,7 +8,7 @@
 
 Names and numbers of layers are those of the whole model. Parts of other stages pass their inputs
 on, and embeddings return the states that the previous stage sent. A small model of the class proves
-that this is correct (`workers.training.parts.stage_check`).
+that this is correct (`workers.training.parts.pipeline`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from workers.columns import SEQUENCES, batch_columns
 from workers.memory import HeldModel
 from workers.roles.critic import CriticWorker, value_budget
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
-from workers.training.refresh import MovingAverageEngine
+from workers.training.average import MovingAverageEngine
 from workers.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:

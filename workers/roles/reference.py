@@ -20,11 +20,11 @@ from workers.memory import HeldModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
+from workers.training.average import MovingAverageEngine
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import BackgroundSaves
 from workers.training.lm_head import Wanted
 from workers.training.microbatch import pass_budget
-from workers.training.refresh import MovingAverageEngine
 from workers.weights.channel import SyncReport
 from workers.weights.receiver import WeightReceiver
 

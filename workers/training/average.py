@@ -1,11 +1,28 @@
-"""A moving average of the policy's weights for validation: `actor.ema_decay`."""
+"""Weights that follow other weights.
+
+`WeightAverage` is the policy's moving average for validation (`actor.ema_decay`).
+`MovingAverageEngine` is a frozen model that follows another one: the reference with
+`ref.update_every`, or a copy of the critic. Its weights arrive whole and by name, as for a rollout
+engine (`workers.weights.sync`), whatever the sharding on either side.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workers.models.state import local_shard
+from workers.models.state import local_rows, local_shard, named_state, persistent_buffers
+from workers.models.tensor_files import AT_ONCE
+from workers.parallel.collectives import Ranks
+from workers.training.checkpoint import drop_copies
+from workers.training.engine import TrainEngine
+from workers.training.file_copies import FileCopies
+from workers.training.shards import read_shards, write_shards
+from workers.weights.module_writer import raise_problems
 
 
 class WeightAverage:
@@ -54,3 +71,88 @@ class WeightAverage:
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     for name, tensor in source.items():
         local_shard(target[name]).copy_(local_shard(tensor))
+
+
+class MovingAverageEngine(TrainEngine):
+    """A frozen engine whose weights move to `decay` x itself + (1 - `decay`) x the policy.
+
+    Weights narrower than float32 would round a small step to nothing, so float32 averages are
+    stored next to them. Buffers are copied from the policy.
+    """
+
+    def __init__(self, *args: Any, decay: float, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.decay = decay
+        self.version: int | None = None
+        """Version of the weights; None until every rank has confirmed them."""
+        self.averages: dict[str, Tensor] = {}
+        """Name -> float32 average of a narrower weight."""
+
+    def build(self, worker: Any, total_steps: int = 0) -> None:
+        """Build the model, and copy narrower weights to float32 averages."""
+        super().build(worker, total_steps)
+        for name, parameter in self.module.named_parameters():
+            if self.decay > 0 and parameter.dtype != torch.float32:
+                self.averages[name] = parameter.detach().float()
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Move towards these whole tensors; a tensor that does not fit this model is an error."""
+        self.version = None
+        targets = dict(named_state(self.module))
+        buffers = {name for name, _ in persistent_buffers(self.module)}
+        elsewhere = dict(named_state(self.whole_module)).keys() - targets.keys()
+        unknown, unfit = [], []
+        for name, whole in tensors:
+            target = targets.pop(name, None)
+            if name in elsewhere:
+                continue
+            if target is None:
+                unknown.append(name)
+            elif target.shape != whole.shape:
+                unfit.append(f"{name} (is {list(target.shape)}, was sent {list(whole.shape)})")
+            elif name in buffers:
+                target.copy_(whole)
+            else:
+                self._move(name, target, whole)
+
+        raise_problems(
+            "frozen model",
+            missing=list(targets),
+            unknown=unknown,
+            **{"of another shape": unfit},
+        )
+
+    def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
+        """Move this rank's rows of one parameter."""
+        average = local_shard(self.averages.get(name, weight))
+        new = local_rows(weight, whole).to(average.device, average.dtype)
+        if self.decay == 0:
+            average.copy_(new)
+        else:
+            average.lerp_(new, 1.0 - self.decay)
+        if name in self.averages:
+            local_shard(weight).copy_(average)
+
+    def commit(self, version: int) -> None:
+        self.version = version
+
+    def save(self, folder: Path, copies: FileCopies | None = None) -> None:
+        """Write the weights into `folder`, or copy them to be written later; collective."""
+        ranks = Ranks(self.groups.world, f"the reference's weights were not written into {folder}")
+        tensors, writer = drop_copies(self, self._saved()), copies or AT_ONCE
+        count = self.dims.per_stage
+        ranks.run_on_all(lambda: write_shards(tensors, folder, ranks.mine, count, writer))
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load the weights that any number of ranks wrote into `folder`; collective."""
+        ranks = Ranks(self.groups.world, f"the reference's weights were not loaded from {folder}")
+        ranks.run_on_all(lambda: read_shards(self._saved(), folder))
+        weights = dict(self.module.named_parameters())
+        for name, average in self.averages.items():
+            local_shard(weights[name]).copy_(local_shard(average))
+
+    def _saved(self) -> dict[str, Tensor]:
+        state = {name: weight.detach() for name, weight in named_state(self.module)}
+        return state | self.averages

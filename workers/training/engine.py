@@ -33,20 +33,19 @@ from workers.training.lm_head import DEFAULT, Wanted
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, MiniBatch, RowColumns, Rows, all_reduce, mini_batch
 from workers.training.model import Model, ModelSettings
-from workers.training.nonfinite_guard import NonfiniteGuard
 from workers.training.optim import (
     CONFIGURED,
+    NonfiniteGuard,
     Schedule,
     StepSettings,
     build_optimizer,
     guarded_step,
 )
 from workers.training.packing import check_rows
+from workers.training.parts import RouterReplay
 from workers.training.parts.load_balancing import LoadBalancing
-from workers.training.parts.router_replay import RouterReplay
-from workers.training.passes import Passes, Pieces
+from workers.training.passes import Passes, Pieces, SmallerPasses
 from workers.training.readings import INPUTS, Reading
-from workers.training.smaller_passes import SmallerPasses
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto

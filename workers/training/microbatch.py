@@ -3,7 +3,7 @@
 - The real rows of the chunk are stored without padding, and pad rows of the dispatch are dropped
   (`Rows.take`). Results return to their rows, with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
-  (`mini_batch`); `workers.training.shuffle` permutes the rows.
+  (`mini_batch`); `workers.training.update` permutes the rows.
 - Micro-batches are limited by rows or by tokens (`Budget`), longest rows first, so that the rows of
   a pass have similar lengths. Rows without a token that is read are in none (`cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank

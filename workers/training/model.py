@@ -33,7 +33,6 @@ from workers.parallel.offload import HostBlocks, resident
 from workers.parallel.sharding import Sharding
 from workers.training.attention import VarlenKernel, packed_rows
 from workers.training.microbatch import RowColumns
-from workers.training.on_cpu import cpu_kernels
 from workers.training.packing import Feed
 from workers.training.row_proof import RowPasses
 from workers.weights.checksum import checksum_of
@@ -119,7 +118,7 @@ class Model:
         self.row_passes = RowPasses()
         self.parts: list[Part] = []
         self.layers: Any = None
-        """Runs passes through the layers of this rank (`workers.training.layers`)."""
+        """Runs passes through the layers of this rank (`workers.training.passes`)."""
         self.words: Any = None
         """The words of this rank's head, if other ranks have other words."""
         self.is_compiled = False
@@ -158,7 +157,9 @@ class Model:
             for part in self.parts:
                 stack.enter_context(part.computing())
             if self.device.type == "cpu" and not self.is_compiled:
-                stack.enter_context(cpu_kernels(self.module))
+                from workers.cpu.linear import onednn_linears
+
+                stack.enter_context(onednn_linears(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module, self.kernel, self.is_compiled))
             yield

@@ -1,8 +1,12 @@
-"""The optimizer, its learning-rate schedule, and one guarded optimizer step."""
+"""The optimizer, its learning-rate schedule, and one guarded optimizer step.
+
+A step with a non-finite gradient is skipped, counted and reported.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,17 +14,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_like.config_key import arguments_for
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, WorkerError
 from verl_like.registry import Registry
 from verl_like.signatures import Call, check_call, signature_of
+from workers.models.state import local_shard
+from workers.parallel.groups import Groups
+from workers.training.microbatch import all_reduce
 from workers.training.schedules import lr_factor
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
     from workers.parallel.groups import Groups
+
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +175,6 @@ def guarded_step(
             norm = norm.full_tensor()
         clip = partial(nn.utils.clip_grads_with_norm_, parameters, grad_clip, norm)
     else:
-        from workers.training.grad_norm import norm_by_shares, scale_to
-
         copied = {id(weight) for weight in copies}
         counted = [p.grad for p in parameters if p.grad is not None and id(p) not in copied]
         norm = norm_by_shares(counted, groups)
@@ -178,3 +185,83 @@ def guarded_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm)
+
+
+def norm_by_shares(gradients: Sequence[Tensor], groups: Groups) -> Tensor:
+    """Return the norm of gradients on several meshes or on none, with one all-reduce.
+
+    torch's norm does not support such a mixture. A gradient that n ranks hold identically counts as
+    an n-th on each. A weight belongs to one pipeline stage only.
+    """
+    num_holders = groups.dims.world // groups.dims.pp
+    shares = [_num_shards(gradient) / num_holders for gradient in gradients]
+    norms = torch.stack(torch._foreach_norm(_local_parts(gradients), dtype=torch.float32))
+    total = (norms.square() * norms.new_tensor(shares)).sum()
+    return all_reduce(total, groups.world).sqrt()
+
+
+def _num_shards(tensor: Tensor) -> int:
+    """Return the number of shards of a tensor; further ranks hold copies."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    count = 1
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if not isinstance(placement, Replicate):
+                count *= tensor.device_mesh.size(axis)
+    return count
+
+
+def scale_to(gradients: Sequence[Tensor], longest: float, norm: Tensor) -> None:
+    """Scale gradients of norm `norm` down to `longest`, unless they are shorter."""
+    torch._foreach_mul_(_local_parts(gradients), (longest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [local_shard(tensor) for tensor in tensors]
+
+
+MOST_IN_A_ROW = 5
+"""Consecutive steps that are skipped; one more ends the run."""
+
+
+class NonfiniteGuard:
+    """Counts skipped steps, names their samples, and ends the run if too many come in a row.
+
+    Both counts are stored in checkpoints.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.total = 0
+        self.in_a_row = 0
+
+    def note(self, grad_norm: float, names: list[str]) -> None:
+        """Record the norm of a step over the samples `names` of this rank.
+
+        Every rank calls it with the same norm.
+        """
+        if math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return
+
+        self.total += 1
+        self.in_a_row += 1
+        names_by_rank = [names]
+        if (group := self.groups.data) is not None:
+            names_by_rank = [[] for _ in range(group.size())]
+            dist.all_gather_object(names_by_rank, names, group=group)
+        samples = ", ".join(sorted(name for names_here in names_by_rank for name in names_here))
+
+        fact = (
+            f"the gradient's norm is {grad_norm}: step skipped. Samples of the mini-batch: "
+            f"{samples}."
+        )
+        if self.in_a_row > MOST_IN_A_ROW:
+            raise WorkerError(
+                f"{self.in_a_row} steps in a row had a non-finite gradient; the last: {fact} Look "
+                "at those samples' rewards and log-probs, lower optim.lr, or continue from an "
+                "earlier checkpoint."
+            )
+        if self.groups.is_first:
+            logger.warning("%s %d in a row, %d in all.", fact, self.in_a_row, self.total)

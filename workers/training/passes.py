@@ -7,8 +7,9 @@ shares = passes.train(mini_batch, budget, loss)     # gradients add up
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ from workers.training.packing import Feed
 from workers.training.readings import TOKENS, Reading
 
 if TYPE_CHECKING:
+    from workers.training.loss import Loss
     from workers.training.model import Model
+
 
 Cuts = list[list[int]]
 """The rows of every micro-batch."""
@@ -148,3 +151,118 @@ class Passes:
         if values.is_floating_point():
             values = values.masked_fill(values.isinf(), torch.nan)
         return values
+
+
+MicroBatches = Sequence[tuple[RowColumns, int]]
+Named = Iterator[tuple[str, Tensor]]
+
+
+class AllLayers:
+    """Runs passes one after the other, on a rank that has all layers.
+
+    `PipelineLayers` has the same methods for a rank that has some of the layers.
+
+    layers.train(passes, micro_batches, compute, loss)     # gradients add up
+    metrics = layers.from_last(metrics)                     # from the rank with the last layer
+    """
+
+    has_last = True
+    """True if this rank has the last layer and therefore the model's outputs."""
+    copies: frozenset[str] = frozenset()
+    """Names of weights on this rank that belong to another rank."""
+
+    def forward(
+        self,
+        passes: Passes,
+        micro_batches: MicroBatches,
+        compute: Callable[[RowColumns, int], object],
+        after: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run forward passes; `compute` gets each micro-batch and its number of real rows.
+
+        `after` gets that number after each pass, on ranks without the last layer, too.
+        """
+        for columns, num_real in micro_batches:
+            compute(columns, num_real)
+            if after is not None:
+                after(num_real)
+
+    def train(
+        self,
+        passes: Passes,
+        micro_batches: MicroBatches,
+        compute: Callable[[RowColumns, int], Tensor],
+        loss: Loss,
+    ) -> None:
+        """Run a forward and a backward pass for each micro-batch; `compute` returns its loss."""
+        num_left = len(micro_batches)
+        for columns, num_real in micro_batches:
+            total = compute(columns, num_real)
+            num_left -= 1
+            passes.begin_backward(is_last=num_left == 0)
+            backward(total)
+
+    def from_last(self, result: Any) -> Any:
+        """Return the result of the rank with the last layer, on all ranks."""
+        return result
+
+    def sum_tied_gradients(self) -> None:
+        """Sum the gradient of a weight that the first and the last rank share: none here."""
+
+    def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
+        """Yield the tensors of all stages; here, of this rank."""
+        return tensors
+
+
+def backward(total: Tensor) -> None:
+    """Add the gradients of a loss.
+
+    A non-finite loss has a gradient of NaN, even if its formula clamps.
+    """
+    total.backward(1 + (total - total).detach())  # type: ignore[no-untyped-call]
+
+
+logger = logging.getLogger(__name__)
+
+
+class SmallerPasses:
+    """Repeats a mini-batch in smaller passes if the GPU runs out of memory.
+
+    It remembers the budgets that did not fit, and the smaller ones that did. Only a rank that
+    trains alone uses it: other ranks would wait in the collectives of its passes.
+    """
+
+    def __init__(self) -> None:
+        self._fitting: dict[Budget, Budget] = {}
+
+    def run(
+        self,
+        train: Callable[[Budget], dict[str, Tensor]],
+        budget: Budget,
+        clear: Callable[[], None],
+    ) -> dict[str, Tensor]:
+        """Return the result of `train` with this budget, or with a smaller one that fits.
+
+        `clear` drops the gradients of the passes that ran before the error. The gradients of the
+        repeated mini-batch are the same sums over more passes.
+        """
+        while True:
+            fitting = self._fitting.get(budget, budget)
+            try:
+                return train(fitting)
+            except torch.OutOfMemoryError as error:
+                smaller = fitting.halved()
+                if smaller is None:
+                    raise
+                message = str(error).partition(". ")[0]
+            # the error is gone, and with it the frames that hold the activations
+            clear()
+            torch.cuda.empty_cache()
+            logger.warning(
+                "%s: the mini-batch is repeated in passes of %s instead of %s. Set this size, or "
+                "enable_gradient_checkpointing=true, to save the failed pass.",
+                message,
+                smaller,
+                fitting,
+            )
+            self._fitting[budget] = smaller

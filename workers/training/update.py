@@ -6,16 +6,21 @@ metrics = update(engine, data, loss, mini_batch_size=64, budget=Budget(rows=8), 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from verl_like.errors import BatchError
 from workers.training.loss import Loss
-from workers.training.microbatch import Budget, count_mini_batches, mini_batch
+from workers.training.microbatch import Budget, Rows, count_mini_batches, mini_batch
 from workers.training.optim import StepSettings
-from workers.training.shuffle import SAMPLE_NUMBER, epoch_rows
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from workers.training.engine import TrainEngine
+
 
 Metrics = dict[str, float]
 
@@ -65,3 +70,32 @@ def update(
 
 def _means(steps: Sequence[Metrics]) -> Metrics:
     return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+
+SAMPLE_NUMBER = "sample_number"
+
+
+def epoch_rows(rows: Rows, epochs: int, seed: int | None, update_call: int) -> list[Rows]:
+    """Return the rows of each epoch of an update; without a seed all epochs are the same.
+
+    Mini-batch k of K contains the samples whose position is k mod K. The position of a sample in
+    the batch depends on the number of ranks, since ranks are balanced by tokens. So the driver
+    numbers the samples before balancing (`sample_number`), and an order is a permutation of these
+    numbers: the mini-batches contain the same samples at every number of ranks. The order follows
+    from the seed, the update call and the epoch, so no state has to be saved.
+    """
+    if seed is None:
+        return [rows] * epochs
+
+    numbers = rows.columns[SAMPLE_NUMBER]
+    if len(numbers) and int(numbers.max()) >= rows.total:
+        raise BatchError(
+            f"{SAMPLE_NUMBER} {int(numbers.max())} in a batch of {rows.total} samples: some were "
+            "taken out after the driver numbered them. Number them again, from 0."
+        )
+    orders = []
+    for epoch in range(epochs):
+        generator = np.random.default_rng([seed, update_call, epoch])
+        places = torch.from_numpy(generator.permutation(rows.total))
+        orders.append(replace(rows, places=places[numbers]))
+    return orders

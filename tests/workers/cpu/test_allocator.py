@@ -12,7 +12,7 @@ from tests.forked import run_program
 from verl_like.process.environment import OWN_PROCESS
 from workers.cpu import allocator
 from workers.cpu.allocator import keep_freed_memory
-from workers.training.on_cpu import prepare_cpu_process
+from workers.training.build import prepare_cpu_process
 from workers.weights.channel import allocate_buffer
 
 BUFFER, SYNCS = 2**24, 30

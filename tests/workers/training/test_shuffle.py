@@ -16,7 +16,7 @@ from verl_like.errors import BatchError, MissingColumnError
 from workers.columns import write_columns
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Rows, mini_batch
-from workers.training.shuffle import SAMPLE_NUMBER, epoch_rows
+from workers.training.update import SAMPLE_NUMBER, epoch_rows
 
 NAMES = ("responses", "response_mask", "attention_mask", SAMPLE_NUMBER)
 ROWS = 12

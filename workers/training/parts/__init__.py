@@ -1,15 +1,33 @@
-"""Options of a model; each part is a file, and installs itself.
+"""Options of a model: each is a part that installs itself.
 
 for part in parts: part.check(model)        # before there is a module
 for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
 ...                                         # the module is sharded and gets its weights
 for part in parts: part.finish(model)
 with part.computing(): part.fed(feed)       # around passes, and before each
+
+Parts of one call are here, the others are in files of this folder. What a part needs is imported
+only where the part is chosen.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from verl_like.errors import ConfigError
+from workers.models.lora import add_adapter
+from workers.models.quantize import quantize_linears
+from workers.models.routing import Routers
+from workers.models.support.proof import Support
 from workers.training.model import Model, Part
+from workers.training.row_proof import NOT_ASKED, check_split
+
+if TYPE_CHECKING:
+    from workers.config.model import ModelConfig
+    from workers.parallel.dims import ParallelDims
+    from workers.parallel.tensor import Cut
+    from workers.training.packing import Feed
 
 
 def parts_of(model: Model) -> list[Part]:
@@ -17,28 +35,18 @@ def parts_of(model: Model) -> list[Part]:
     config, dims, settings = model.model_config, model.dims, model.settings
     parts: list[Part] = []
     if settings.quantization:
-        from workers.training.parts.int8 import Int8
-
         parts.append(Int8())
     if settings.trains and config.lora_rank > 0:
-        from workers.training.parts.lora import Lora
-
         parts.append(Lora())
     if dims.pp > 1:
-        from workers.training.parts.pipeline import StagePlan
+        from workers.training.parts.pipeline import StagePlan, StageSelection
 
         parts.append(StagePlan())  # from whole weights
     if dims.tp > 1:
-        from workers.training.parts.tensor import MatrixSplit
-
         parts.append(MatrixSplit())
     if dims.ep > 1:
-        from workers.training.parts.experts import ExpertSpread
-
         parts.append(ExpertSpread())
     if settings.replays_routing:
-        from workers.training.parts.router_replay import RouterReplay
-
         parts.append(RouterReplay())  # rows name experts of all stages
     if config.fp8_linear and not settings.quantization:
         from workers.training.parts.float8 import Float8
@@ -49,11 +57,103 @@ def parts_of(model: Model) -> list[Part]:
 
         parts.append(Compile())
     if dims.pp > 1:
-        from workers.training.parts.pipeline import StageSelection
-
         parts.append(StageSelection())
     if settings.router_aux_loss_coef:
         from workers.training.parts.load_balancing import LoadBalancing
 
         parts.append(LoadBalancing(settings.router_aux_loss_coef))
     return parts
+
+
+class Int8(Part):
+    """Linear weights in int8 (`quantization=int8`), which no rank ever stores in float32."""
+
+    def change(self, model: Model) -> None:
+        """Allocate int8 weights; each weight is quantized as it is loaded."""
+        quantize_linears(model.module, model.device)
+
+
+class Lora(Part):
+    """LoRA adapters (`model.lora_rank`): only the adapters and a scalar head are trained."""
+
+    def change(self, model: Model) -> None:
+        """Add adapters to linear layers and freeze the other weights."""
+        add_adapter(model.module, model.model_config)
+
+
+class ExpertSpread(Part):
+    """Expert parallelism (`parallel.ep`): each rank has some experts, and tokens are sent to
+    them.
+    """
+
+    def change(self, model: Model) -> None:
+        """Keep only this rank's experts of every layer."""
+        from workers.parallel.experts import spread_experts
+
+        spread_experts(model.module, model.groups.ep_mesh)
+
+
+class RouterReplay(Part):
+    """Router replay (`router_replay.mode=R3`): tokens go to the experts that the rollout chose."""
+
+    routers: Routers
+
+    def change(self, model: Model) -> None:
+        """Find the routers of all layers."""
+        self.routers = Routers(model.module)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context in which routers choose the experts of the last feed."""
+        return self.routers.replaying()
+
+    def fed(self, feed: Feed) -> None:
+        """Use the experts of this feed from now on."""
+        self.routers.replay(feed.routed)
+
+
+class MatrixSplit(Part):
+    """Tensor parallelism (`parallel.tp`): matrices are split over the ranks of an axis."""
+
+    cut: Cut
+
+    def change(self, model: Model) -> None:
+        """Split the matrices."""
+        from workers.parallel import tensor
+
+        tensor.check(model.module, model.dims.tp, "parallel.tp")
+        self.cut = tensor.apply(model.module, model.groups.mesh["tp"])
+        model.words = self.cut.words
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of weights that saw only some of the heads; once per step."""
+        self.cut.add_up_gradients()
+
+
+def check_axes(
+    module: Any, config: ModelConfig, dims: ParallelDims, section: str, pp_schedule: str = "1f1b"
+) -> None:
+    """Reject axes that a model on the meta device does not support, before a device is taken.
+
+    `section` is the key of its `parallel` section, for messages.
+    """
+    attention = config.attn_implementation
+    support = Support.of(module.config, "" if attention == "auto" else attention)
+    if config.compile == "on":
+        from workers.training.parts.compile import blocking_axis
+
+        if reason := blocking_axis(dims):
+            raise ConfigError(f"model.compile=on: {section}.{reason}; set model.compile=auto.")
+    if dims.sp > 1:
+        check_split(support, dims.sp, "" if config.use_remove_padding else NOT_ASKED, section)
+    if dims.pp > 1:
+        from workers.training.parts.pipeline import check_stages
+
+        check_stages(module, support, dims.pp, pp_schedule, dims.ep, section)
+    if dims.tp > 1:
+        from workers.parallel import tensor
+
+        tensor.check(module, dims.tp, f"{section}.tp")
+    if dims.ep > 1:
+        from workers.parallel.experts import check_experts
+
+        check_experts(module, dims.ep, dims.efsdp, f"{section}.ep")

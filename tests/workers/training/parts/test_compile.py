@@ -20,8 +20,8 @@ from verl_like.errors import ConfigError
 from workers.models import attention
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training.axes import check_axes
 from workers.training.microbatch import Budget
+from workers.training.parts import check_axes
 from workers.training.parts import compile as compile_part
 from workers.training.parts.compile import Compile, blocking_axis
 
