@@ -187,7 +187,7 @@ def row_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
     from workers.config.preference import PreferenceWorkerConfig
     from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
     from workers.roles.preference import PreferenceWorker
-    from workers.roles.sft import SFTWorker
+    from workers.roles.rows import SFTWorker
 
     is_pair = case.role == "dpo"
     data = RowDataConfig(

@@ -20,7 +20,7 @@ from trainer import load_config
 from trainer.cli import make_tiny
 from workers.models.support.proof import Support
 from workers.rollout.build import build_engine
-from workers.rollout.hf_proof import why_no_cache
+from workers.rollout.hf import why_no_cache
 from workers.training.row_proof import prove_rows
 
 LONGEST = 64

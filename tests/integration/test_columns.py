@@ -23,8 +23,7 @@ from verl_like.batch.protocol import DataProto
 from workers.agents import End, Environment
 from workers.columns import COLUMNS
 from workers.roles.actor import ActorWorker
-from workers.roles.critic import CriticWorker
-from workers.roles.critic_copy import CriticCopyWorker
+from workers.roles.critic import CriticCopyWorker, CriticWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker

@@ -10,8 +10,7 @@ from verl_like.calls.dispatch import registered_methods
 from verl_like.errors import MissingColumnError
 from workers.columns import COLUMNS, columns_of, reads_of, require, select_reads
 from workers.roles.actor import ActorWorker
-from workers.roles.critic import CriticWorker
-from workers.roles.critic_copy import CriticCopyWorker
+from workers.roles.critic import CriticCopyWorker, CriticWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker

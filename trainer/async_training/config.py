@@ -21,7 +21,7 @@ GENERATOR_SETTINGS = "async_training.generator_settings"
 ROLLOUT = "actor_rollout_ref.rollout"
 ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
 REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
-CRITIC_COPY_WORKER = "workers.roles.critic_copy.CriticCopyWorker"
+CRITIC_COPY_WORKER = "workers.roles.critic.CriticCopyWorker"
 ASYNC_TRAINER = "trainer.async_training.step.AsyncTrainer"
 """The trainer of an asynchronous run, or what a user's is a subclass of."""
 BY_NUMBERS = when("topology", None, otherwise="async_training.topology gives the numbers")

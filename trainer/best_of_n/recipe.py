@@ -125,7 +125,7 @@ def check(config: BestOfNConfig) -> None:
     """Check the rules between fields, which depend on the rewards and the engines."""
     from trainer.ppo.checks import check_quantized_device
     from trainer.rollouts.reward_checks import check_rewards
-    from workers.rollout.sampling_settings import check_sampling
+    from workers.rollout.sampling import check_sampling
 
     check_rewards(config)
     check_quantized_device(config)

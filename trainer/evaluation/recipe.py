@@ -58,7 +58,7 @@ class EvaluationConfig(SamplingOnlyConfig):
 def check(config: EvaluationConfig) -> None:
     """Check the rules between fields, which depend on the rewards and the engines."""
     from trainer.rollouts.reward_checks import check_rewards
-    from workers.rollout.sampling_settings import check_sampling
+    from workers.rollout.sampling import check_sampling
 
     if not config.data.val_files:
         raise ConfigError(

@@ -39,7 +39,7 @@ from workers.losses.correction_bounds import SECTION
 from workers.losses.registry import facts_of, get_policy_loss
 from workers.models.quantize import check_device
 from workers.rollout.build import check_quantization
-from workers.rollout.sampling_settings import check_sampling
+from workers.rollout.sampling import check_sampling
 from workers.training.schedules import check_optim
 
 ACTOR = "actor_rollout_ref.actor"

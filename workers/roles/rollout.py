@@ -14,11 +14,12 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import (
@@ -37,6 +38,9 @@ from workers.agents.trajectory import Trajectory
 from workers.columns import NAMED, batch_columns, require
 from workers.config import plays, replays_routing
 from workers.models.folder import generation_eos
+from workers.models.load import load_model
+from workers.models.precision import name_of, precision_of, rollout_dtype
+from workers.models.state import named_state, set_buffer_dtype
 from workers.models.tokenizers import set_template_variables
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import REQUEST, NoiseOf, batch_of, samples_of
@@ -48,7 +52,7 @@ from workers.rollout.build import (
     tokenizer_of,
 )
 from workers.rollout.sample import Sample, noise_key
-from workers.rollout.sampling_settings import EXTRA_SAMPLING, STOPS, sampling_params
+from workers.rollout.sampling import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.rollout.vllm.lockstep import in_step
 from workers.weights.channel import SyncReport
 from workers.weights.host_copy import HostCopy
@@ -56,6 +60,7 @@ from workers.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from workers.config import WorkersConfig
+
 
 MESH = "rollout"
 """Ranks with the same data rank share an engine."""
@@ -284,3 +289,29 @@ class RolloutWorker(WeightReceiver, Worker):
     def wake_up(self) -> None:
         """Allocate the memory that `sleep` freed."""
         self.engine.wake_up()
+
+
+class SamplerWorker(RolloutWorker):
+    """Generates with the weights of the model's folder, in a run without training.
+
+    Its samples have version 0.
+    """
+
+    is_frozen = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine, with the folder's weights."""
+        super().init_model()
+        waits_for_weights = self.config.name == "vllm"
+        loaded = self.engine.named_weights()  # native and hf have read the folder already
+        self.engine.load_weights(self.folder_weights() if waits_for_weights else loaded)
+        self.engine.commit(0)
+
+    def folder_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the folder's weights in the engine's type, in host memory."""
+        dtype = rollout_dtype(self.policy, self.device.type)
+        model = replace(self.policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
+        module = load_model(model, "token", torch.device("cpu"))
+        set_buffer_dtype(module, precision_of(self.policy.model, self.device.type).weights)
+        return named_state(module)

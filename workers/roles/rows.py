@@ -1,6 +1,7 @@
-"""The model of a supervised recipe: one optimizer step on the rows of each call.
+"""The models of supervised recipes: one optimizer step on the rows of each call.
 
-The worker of a recipe defines its engine, the columns that its loss reads, and the loss.
+The worker of a recipe defines its reading, the columns that its loss reads, and the loss. SFT and
+reward models are here, preferences in `workers.roles.preference`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from verl_like.calls.result import Metrics
-from workers.config.rows import RowWorkerConfig
+from workers.config.rows import RewardTrainingConfig, RowWorkerConfig
+from workers.losses.lm import compute_lm_loss
+from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.memory import HeldModel
 from workers.models.causal_lm import Head
 from workers.models.memory import memory_in_use
@@ -24,7 +27,7 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
-from workers.training.readings import Reading
+from workers.training.readings import Pairs, Reading, RowScores
 from workers.training.update import update
 
 
@@ -90,3 +93,68 @@ class RowWorker(Checkpointed, ModelWorker):
             metrics = update(self.engine, data, loss, mini_batch_size=num_rows, budget=self.budget)
         named = {f"train/{name}": value for name, value in metrics.items()}
         return named | mfu | memory_in_use(self.engine.device)
+
+
+class SFTWorker(RowWorker):
+    """Learns the tokens that `loss_mask` marks by cross entropy, and returns their log-probs."""
+
+    loss_name = "lm"
+
+    @register(dispatch_mode=TRAIN, readonly=True)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Return `log_probs` of the tokens in the loss, zero elsewhere."""
+        columns = self.engine.forward_rows(data, self.budget)
+        return DataProto.from_dict(columns)
+
+    def loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = columns["response_mask"]
+        loss = compute_lm_loss(outputs["log_probs"], mask, **batch.denominators)
+        return loss, {"loss": loss}
+
+
+class RewardTrainingWorker(RowWorker):
+    """Learns to score a pair's chosen side above its rejected side, and scores pairs.
+
+    `workers.roles.reward_model` is the frozen one, which scores PPO's samples.
+    """
+
+    loss_name = "pairwise"
+    config: RewardTrainingConfig
+    head: ClassVar[Head] = "scalar"
+    loss_columns = ("margin",)
+
+    def __init__(self, config: RewardTrainingConfig) -> None:
+        super().__init__(config)
+        self.pairwise_loss = get_pairwise_loss(config.loss)
+
+    def reading(self) -> Reading:
+        """Return the scores of both sides of pairs."""
+        return Pairs(RowScores(self.config.score_at))
+
+    @register(dispatch_mode=TRAIN, readonly=True)
+    def compute_scores(self, data: DataProto) -> DataProto:
+        """Return the column `scores` [pairs, 2]: of the chosen side, then of the rejected side."""
+        scores = self.engine.forward_rows(data, self.budget)["scores"]
+        return DataProto.from_dict({"scores": scores})
+
+    def loss(
+        self, outputs: Columns, columns: Columns, batch: MiniBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        scores = outputs["scores"]
+        losses = compute_reward_loss(
+            self.pairwise_loss, scores, columns["margin"], self.config.center_coef
+        )
+        is_pair = columns["response_mask"].flatten(1).any(dim=1)
+        share = is_pair / (batch.num_rows / 2)  # each side of a pair counts as a row
+        chosen, rejected = scores.detach().unbind(dim=1)
+        means = {
+            "loss": losses,
+            "accuracy": rank_accuracy(scores.detach()),
+            "margin": chosen - rejected,
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        shares = {name: (values * share).sum() for name, values in means.items()}
+        return shares["loss"], shares

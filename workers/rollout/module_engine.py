@@ -13,7 +13,7 @@ from workers.models.quantize import Int8Weight
 from workers.models.routing import Routers
 from workers.models.state import named_state
 from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.rollout.int8_hashes import Int8Hashes
+from workers.weights.checksum import NamedTensors, byte_view, digest_of, float32_hash, hashes_of
 from workers.weights.module_writer import ModuleWriter
 
 
@@ -68,3 +68,38 @@ class ModuleEngine(RolloutEngine):
                 parameter.allocate()
             else:
                 parameter.data = parameter.data.new_empty(shape)
+
+
+class Int8Hashes:
+    """Hashes of one engine's weights before it quantizes them to int8, and of the results.
+
+    A sync is verified by comparing the engine's weights with the trainer's, and int8 numbers cannot
+    be compared with floats. The hash of the received tensor represents the weight in the engine's
+    checksum, as long as the hash of the result still matches.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, tuple[int, list[int]]] = {}
+
+    def note(self, name: str, sent: Tensor, stored: Tensor | None) -> None:
+        """Record that a received tensor was written into `stored`."""
+        if isinstance(stored, Int8Weight):
+            self._hashes[name] = int(float32_hash(sent)), _held_hashes(stored)
+
+    def checksum(self, weights: NamedTensors) -> str:
+        """Return `workers.weights.checksum.checksum_of` the weights, with int8 weights as received.
+
+        An int8 weight that has changed since quantization counts with its current numbers.
+        """
+        return digest_of((name, weight.shape, self._of(name, weight)) for name, weight in weights)
+
+    def _of(self, name: str, weight: Tensor) -> int:
+        if not isinstance(weight, Int8Weight):
+            return int(float32_hash(weight))
+        received, result = self._hashes.get(name, (0, []))
+        current = _held_hashes(weight)
+        return received if result == current else current[0]
+
+
+def _held_hashes(weight: Int8Weight) -> list[int]:
+    return hashes_of([byte_view(part.contiguous()) for part in (weight.numbers, weight.scales)])

@@ -89,7 +89,7 @@ class Checkpointed(BackgroundSaves):
         writer = self.copies or AT_ONCE
         tensors = weights(engine) | averages(self.average) if "model" in contents else {}
         tensors |= optimizer_state(engine) if "optimizer" in contents else {}
-        tensors = drop_copies(engine, tensors)
+        tensors = engine.without_copies(tensors)
         ranks.run_on_first(lambda: _make_empty(part))
         if tensors:
             shards, num_holders = part / "shards", engine.dims.per_stage
@@ -194,12 +194,6 @@ def stored_weights(module: nn.Module, has_adapter: bool) -> dict[str, Tensor]:
     if not has_adapter:
         tensors |= {f"model.{name}": buffer for name, buffer in persistent_buffers(module)}
     return tensors
-
-
-def drop_copies(engine: TrainEngine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes: all except copies that belong to another stage."""
-    copies = tuple(f".{name}" for name in engine.layers.copies)
-    return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
 
 
 def averages(average: WeightAverage | None) -> dict[str, Tensor]:

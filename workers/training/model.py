@@ -209,6 +209,11 @@ class Model:
         named = self.module.named_parameters()
         return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
 
+    def without_copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that this rank writes, without copies that belong to another stage."""
+        copies = tuple(f".{name}" for name in self.layers.copies)
+        return {name: tensor for name, tensor in tensors.items() if not f".{name}".endswith(copies)}
+
     def weights_checksum(self, dtype: torch.dtype | None = None) -> str:
         """Return a hash of the full weights in `dtype`; equal for every sharding; collective."""
         return checksum_of(self.named_full_tensors(dtype=dtype))

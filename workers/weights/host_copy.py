@@ -3,6 +3,10 @@
 With it, unchanged numbers need not be sent again (`rollout.sync=changed`). A LoRA layer is stored
 as base and factors, of which only the factors change. They are merged from the base at each
 version, so that no error accumulates.
+
+After an update with a small learning rate, most bfloat16 weights round to the number that they had.
+`encode_changes` sends only the others: how many there are in each block of 256 numbers (2 bytes),
+their positions in the block (1 byte each), and their new bits.
 """
 
 from __future__ import annotations
@@ -16,10 +20,9 @@ from torch import Tensor
 from verl_like.errors import WeightSyncError
 from workers.models.adapters import PARTS, merged_weight, shapes_differ
 from workers.weights.channel import HOST, Channel, dtype_of
-from workers.weights.checksum import byte_view, hash_of
+from workers.weights.checksum import byte_view, hash_of, words_of
 from workers.weights.connection import Manifest
 from workers.weights.module_writer import describe_problems, raise_problems
-from workers.weights.sparse import PREFIX, apply_changes
 
 
 class HostCopy:
@@ -101,3 +104,31 @@ class HostCopy:
         if missing or unfit:
             self.manifest = {}
         raise_problems("adapters", missing=missing, **{"of another shape": unfit})
+
+
+BLOCK = 256
+PREFIX = "changes:"
+"""Precedes the tensor's name if only its changes are sent."""
+
+
+def encode_changes(old: Tensor, new: Tensor) -> Tensor | None:
+    """Return the changed numbers as bytes; None if they are not shorter than `new`."""
+    words = words_of(new)
+    places = (words_of(old) != words).nonzero().squeeze(1)
+    num_blocks = -(-len(words) // BLOCK)
+    if 2 * num_blocks + len(places) * (1 + new.itemsize) >= new.nbytes:
+        return None
+    counts = torch.bincount(places // BLOCK, minlength=num_blocks).to(torch.int16)
+    offsets = (places % BLOCK).to(torch.uint8)
+    return torch.cat([byte_view(counts), offsets, byte_view(words[places])])
+
+
+def apply_changes(tensor: Tensor, changes: Tensor) -> None:
+    """Write the changes that `encode_changes` returned into the old tensor."""
+    words = words_of(tensor)
+    num_blocks = -(-len(words) // BLOCK)
+    counts = changes[: 2 * num_blocks].clone().view(torch.int16).long()
+    total = int(counts.sum())
+    offsets, values = changes[2 * num_blocks :].split([total, total * words.itemsize])
+    starts = torch.repeat_interleave(torch.arange(0, num_blocks * BLOCK, BLOCK), counts)
+    words[starts + offsets] = values.clone().view(words.dtype)

@@ -31,7 +31,7 @@ from workers.weights.channel import (
 )
 from workers.weights.checksum import NamedTensors, Stopwatch, byte_view, hash_of
 from workers.weights.connection import Address, Connections, Manifest
-from workers.weights.sparse import PREFIX, encode_changes
+from workers.weights.host_copy import PREFIX, encode_changes
 
 SentTensors = dict[str, tuple[list[Any], Tensor]]
 """Tensors of an earlier version, each with its entry in the manifest."""

@@ -16,8 +16,7 @@ from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.rollouts.rollouts import replaceable_roles
 from verl_like.registry import load_object
-from workers.roles.rollout import RolloutWorker
-from workers.roles.sampler import SamplerWorker
+from workers.roles.rollout import RolloutWorker, SamplerWorker
 
 
 class OwnRollout(RolloutWorker):

@@ -29,7 +29,7 @@ from workers.config import EnvironmentConfig
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.batches import batch_of as make_batch
-from workers.rollout.draws import check_draws
+from workers.rollout.batches import check_draws
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.training.engine import INPUTS

@@ -23,7 +23,7 @@ from workers.models.state import named_state, persistent_buffers
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.rollout import RolloutWorker
-from workers.rollout import hf_proof
+from workers.rollout import hf
 from workers.rollout.vllm.setup import expected_weights
 from workers.training.microbatch import Budget
 from workers.weights.checksum import checksum_of
@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def short_proof_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the proof of decoding: it takes most of the time, and nothing is decoded here."""
-    monkeypatch.setattr(hf_proof, "NUM_STEPS", NUM_STEPS)
+    monkeypatch.setattr(hf, "NUM_STEPS", NUM_STEPS)
 
 
 def save_model(folder: Path, family: str) -> Path:
@@ -173,7 +173,7 @@ def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if rank == 2 else {"WORLD_SIZE": "2"})
     config = tiny_config(folder, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.name = "hf"
-    hf_proof.NUM_STEPS = NUM_STEPS
+    hf.NUM_STEPS = NUM_STEPS
     if rank == 2:
         rollout = started(RolloutWorker, config)
         report = rollout.receive_weights(store.get("address").decode(), 0)

@@ -10,8 +10,7 @@ import torch
 from tests.workers.samples import make_batch, started, tiny_config
 from tests.workers.stand_ins import Group
 from verl_like.errors import WeightSyncError
-from workers.roles.critic import CriticWorker
-from workers.roles.critic_copy import CriticCopyWorker
+from workers.roles.critic import CriticCopyWorker, CriticWorker
 from workers.training import engine
 from workers.weights.sync import deliver_weights, publish_weights
 

@@ -20,7 +20,7 @@ from workers.memory import HeldModel
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.roles.reference import ReferenceWorker
-from workers.roles.sft import SFTWorker
+from workers.roles.rows import SFTWorker
 from workers.training.row_proof import RowPasses
 
 

@@ -20,7 +20,7 @@ from workers.models.load import load_model
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker
-from workers.roles.sft import SFTWorker
+from workers.roles.rows import SFTWorker
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
 SEED = 3

@@ -21,8 +21,7 @@ from workers.models.quantize import Int8Weight, is_quantized
 from workers.roles.actor import ActorWorker
 from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
-from workers.roles.rollout import RolloutWorker
-from workers.roles.sampler import SamplerWorker
+from workers.roles.rollout import RolloutWorker, SamplerWorker
 from workers.roles.teacher import TeacherWorker
 from workers.weights.checksum import checksum_of
 

@@ -21,7 +21,7 @@ from workers.config.rows import RewardTrainingConfig, RowDataConfig, TrainedMode
 from workers.losses.pairwise import PAIRWISE_LOSSES
 from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker
-from workers.roles.reward_training import RewardTrainingWorker
+from workers.roles.rows import RewardTrainingWorker
 from workers.training.engine import INPUTS
 
 PAIRS = 5

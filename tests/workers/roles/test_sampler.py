@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.samples import started, tiny_config
-from workers.roles.sampler import SamplerWorker
+from workers.roles.rollout import SamplerWorker
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

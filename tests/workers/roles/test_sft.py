@@ -13,7 +13,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, own_piece, started, text_rows
 from workers.config import OptimConfig
 from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
-from workers.roles.sft import SFTWorker
+from workers.roles.rows import SFTWorker
 
 ROWS = 7
 NONE: Mapping[str, Any] = {}

@@ -13,7 +13,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError
 from workers.columns import write_columns
-from workers.rollout.draws import check_draws, draw_hash
+from workers.rollout.batches import check_draws, draw_hash
 from workers.rollout.sample import Sample
 
 P, R = 4, 6

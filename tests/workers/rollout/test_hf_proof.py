@@ -11,8 +11,7 @@ import torch
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.hf import HFEngine
-from workers.rollout.hf_proof import why_no_cache
+from workers.rollout.hf import HFEngine, why_no_cache
 from workers.rollout.sample import Sample
 
 

@@ -19,7 +19,7 @@ from workers.models.folder import generation_eos
 from workers.models.load import load_model
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.sample import Sample
-from workers.rollout.sampling_settings import check_sampling, sampling_params
+from workers.rollout.sampling import check_sampling, sampling_params
 
 GREEDY = META | {"do_sample": False}
 

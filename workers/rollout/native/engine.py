@@ -27,11 +27,14 @@ from workers.models.state import named_state
 from workers.rollout.base import Budget, EngineLimits, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
-from workers.rollout.native.grouped_attention import grouped_decoding
 from workers.rollout.native.kv_cache import CacheMemory, KeptMemory, slot_width, slots_that_fit
 from workers.rollout.native.linear import goes_by_onednn, least_rows
-from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.native.proof import check_decoding, check_model
+from workers.rollout.native.module_forward import (
+    ModuleForward,
+    check_decoding,
+    check_model,
+    grouped_decoding,
+)
 from workers.rollout.native.scheduler import Scheduler
 from workers.rollout.sample import Sample
 

@@ -11,7 +11,6 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import started, tiny_config
 from verl_like.errors import RolloutError
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.native.grouped_attention import grouped_decoding
 from workers.rollout.native.kv_cache import (
     CacheMemory,
     SlotCache,
@@ -21,7 +20,7 @@ from workers.rollout.native.kv_cache import (
     slots_that_fit,
 )
 from workers.rollout.native.linear import MIN_ROWS_OF_MKL
-from workers.rollout.native.module_forward import ModuleForward
+from workers.rollout.native.module_forward import ModuleForward, grouped_decoding
 
 
 def test_a_cache_too_small_for_its_least_rows_says_how_much_it_needs(tiny_dir: Path) -> None:
