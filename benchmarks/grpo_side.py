@@ -74,7 +74,7 @@ def make(folder: Path) -> None:
 def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
     """`backend=local`: the command line's own way in."""
     from trainer import load_config, run
-    from verl_like.process.environment import OWN_PROCESS
+    from verl_like.process.facts import OWN_PROCESS
 
     os.environ.setdefault(OWN_PROCESS, "1")
     with tempfile.TemporaryDirectory() as run_folder:

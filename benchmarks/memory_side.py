@@ -184,8 +184,12 @@ def row_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
     """The model of a recipe on rows, its configuration, and its calls."""
     import workers.losses.preference  # noqa: F401
     from workers.config import ParallelConfig
-    from workers.config.preference import PreferenceWorkerConfig
-    from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
+    from workers.config.rows import (
+        PreferenceWorkerConfig,
+        RowDataConfig,
+        RowWorkerConfig,
+        TrainedModelConfig,
+    )
     from workers.roles.preference import PreferenceWorker
     from workers.roles.rows import SFTWorker
 
@@ -280,7 +284,7 @@ def compared(folder: str, case: Case) -> dict[str, Any]:
 
 def main(folder: str, case: str) -> None:
     """Print what this rank finds."""
-    from verl_like.process.environment import OWN_PROCESS
+    from verl_like.process.facts import OWN_PROCESS
 
     os.environ[OWN_PROCESS] = "1"
     print(json.dumps(compared(folder, CASES[case])))

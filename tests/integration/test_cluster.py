@@ -58,17 +58,17 @@ def test_a_node_lost_in_mid_step_is_named_within_15_seconds(two_nodes: dict[str,
 def test_a_run_folder_that_a_node_does_not_see_is_refused_by_the_nodes_name(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_like.backends.ray import cluster_nodes, shared_folder
+    from verl_like.backends.ray import cluster, cluster_nodes
 
     nodes = cluster_nodes()
-    shared_folder.require_shared_folder(tmp_path, nodes)
+    cluster.require_shared_folder(tmp_path, nodes)
     assert list(tmp_path.iterdir()) == []
-    assert len(shared_folder.nodes_without_path(tmp_path / "not there", nodes)) == 1
-    monkeypatch.setattr(shared_folder, "nodes_without_path", lambda path, nodes: ["10.0.0.7 (abc)"])
+    assert len(cluster.nodes_without_path(tmp_path / "not there", nodes)) == 1
+    monkeypatch.setattr(cluster, "nodes_without_path", lambda path, nodes: ["10.0.0.7 (abc)"])
     with pytest.raises(
         PlacementError, match=r"default_local_dir=.* is not seen on 10\.0\.0\.7 \(abc\)"
     ):
-        shared_folder.require_shared_folder(tmp_path, nodes)
+        cluster.require_shared_folder(tmp_path, nodes)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,8 +28,8 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.columns import PLAYERS
-from workers.models.chat_templates import check_template
 from workers.models.folder import model_folder
+from workers.models.tokenizers import check_template
 from workers.rewards.code import find_open_assert
 
 logger = logging.getLogger(__name__)

@@ -131,10 +131,10 @@ def require_shared_folder(config: RunConfig, placement: Placement) -> None:
     """Check that all nodes see the run folder, if there is more than one."""
     by_key = {node.key: node for plan in placement.pools.values() for node in plan.nodes}
     if len(by_key) > 1:
-        from verl_like.backends.ray import shared_folder
+        from verl_like.backends.ray import cluster
 
         folder = Path(config.trainer.default_local_dir)
-        shared_folder.require_shared_folder(folder, by_key.values())
+        cluster.require_shared_folder(folder, by_key.values())
 
 
 def devices_in_words(config: RunConfig) -> str:

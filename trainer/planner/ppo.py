@@ -18,8 +18,7 @@ from trainer.ppo.dataflow import step_nodes
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
-from workers.config import ActorRolloutRefConfig, model_rewards
-from workers.config.passes import tokens_per_pass
+from workers.config import ActorRolloutRefConfig, model_rewards, tokens_per_pass
 from workers.memory import HeldModel, RoleMemory, hf_config_of, rollout_memory
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -31,12 +31,11 @@ from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.agents.host import Kind
-from workers.config import critic_optim, is_actors_module
+from workers.config import critic_optim, is_actors_module, tokens_per_pass
 from workers.config.conditions import has_only_teacher, has_teacher
-from workers.config.passes import tokens_per_pass
 from workers.losses.correction import RolloutCorrection
-from workers.losses.correction_bounds import SECTION
 from workers.losses.registry import facts_of, get_policy_loss
+from workers.losses.rejection import SECTION
 from workers.models.quantize import check_device
 from workers.rollout.build import check_quantization
 from workers.rollout.sampling import check_sampling

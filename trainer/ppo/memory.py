@@ -17,8 +17,7 @@ from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.process.machine import memory_gb
-from workers.config import is_actors_module, model_rewards
-from workers.config.passes import fewest_tokens_per_pass, tokens_per_pass
+from workers.config import fewest_tokens_per_pass, is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import GIB, LargestPass, RoleMemory, rollout_memory, sync_bytes
 from workers.parallel.sharding import dims_of
 

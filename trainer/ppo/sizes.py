@@ -12,8 +12,7 @@ from itertools import product
 from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.config import model_rewards
-from workers.config.passes import tokens_per_pass
+from workers.config import model_rewards, tokens_per_pass
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 

@@ -22,8 +22,7 @@ from trainer.rows.config import RowConfig
 from verl_like.config_key import key
 from verl_like.errors import ConfigError
 from verl_like.registry import registry_of
-from workers.config.preference import PreferenceWorkerConfig, has_reference, loss_reads
-from workers.config.rows import RowDataConfig
+from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, has_reference, loss_reads
 
 
 @dataclass(kw_only=True)

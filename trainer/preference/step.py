@@ -33,7 +33,7 @@ from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
-from workers.config.preference import has_reference, loss_reads
+from workers.config.rows import has_reference, loss_reads
 from workers.losses.preference.measures import measures
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
 from workers.columns import PLAYERS, has_column, player_uid, read_columns, token_rows
-from workers.rewards.decoding import decode_rows
-from workers.rewards.manager import decode_responses
+from workers.rewards.manager import decode_responses, decode_rows
 
 EXTRA = "reward_extra/"
 """Prefix of the columns with numbers that a reward function returned besides its score."""

@@ -10,8 +10,8 @@ import numpy as np
 from verl_like.batch.protocol import DataProto
 from workers.agents.chat import Message, with_observation
 from workers.columns import read_columns, token_rows
-from workers.rewards.decoding import decode_rows
 from workers.rewards.environment import trajectory_metrics
+from workers.rewards.manager import decode_rows
 
 EPISODE = "episode"
 """Column with facts about each row's trajectory besides its tokens."""

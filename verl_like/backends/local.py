@@ -29,8 +29,7 @@ from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.child import start_child
-from verl_like.process.environment import ONE_THREAD, checked_worker_env
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.facts import ONE_THREAD, ProcessFacts, checked_worker_env
 from verl_like.process.host import Recipes, WorkerHost, pack_recipes
 from verl_like.process.worker import Worker
 

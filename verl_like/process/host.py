@@ -42,12 +42,12 @@ from verl_like.calls.result import split_result
 from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, chunk_of, unpack
 from verl_like.errors import WorkerError
 from verl_like.masking import add_secrets, mask_text
-from verl_like.process.environment import (
+from verl_like.process.facts import (
+    ProcessFacts,
     environment,
     loopback_environment,
     torchrun_environment,
 )
-from verl_like.process.facts import ProcessFacts
 from verl_like.process.random_state import get_random_state, set_random_state
 from verl_like.process.store import open_store
 from verl_like.process.worker import Worker, construction, device_of

@@ -22,7 +22,7 @@ from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Start, Trajectory
 from workers.columns import PLAYERS, require, split_player_uid
-from workers.rewards.decoding import decode_rows
+from workers.rewards.manager import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import NoiseOf
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_like.config_key import Section, key, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
-from workers.config.critic import CriticConfig, CriticModelConfig
 from workers.config.environment import PLAYS, EnvironmentConfig, plays
 from workers.config.model import (
     SAVE_CONTENTS,
@@ -31,6 +30,8 @@ from workers.config.policy import (
     LOSS_AGG_MODES,
     ActorConfig,
     ActorRolloutRefConfig,
+    CriticConfig,
+    CriticModelConfig,
     DistillationConfig,
     PolicyLossConfig,
     PTXConfig,
@@ -173,3 +174,20 @@ def model_rewards(config: ScoringSections) -> dict[str, RewardConfig]:
     models = [reward for reward in rewards_of(config) if reward.kind == "model"]
     roles = ["reward_model", *(f"reward_model_{reward.name}" for reward in models[1:])]
     return dict(zip(roles, models, strict=False))
+
+
+LARGEST_PASS = 16384
+"""Largest pass in tokens, unless a single row is longer."""
+
+
+def fewest_tokens_per_pass(config: WorkersConfig) -> int:
+    """Return the length of the longest row that a pass must fit: a sample, or a text of PTX."""
+    sample: int = config.data.max_prompt_length + config.data.max_response_length
+    text = config.ptx.max_length if config.ptx.train_files else None
+    return max(sample, text or 0)
+
+
+def tokens_per_pass(config: WorkersConfig) -> int:
+    """Return the actor's `ppo_max_token_len_per_gpu`, or the value that null means."""
+    limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    return limit or max(LARGEST_PASS, fewest_tokens_per_pass(config))

@@ -24,10 +24,9 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.losses.blocks import row_blocks
-from workers.losses.correction_bounds import SECTION, Bounds, weight_bounds
 from workers.losses.correction_gauge import CorrectionGauge, Part
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
-from workers.losses.rejection import Criterion, criteria_of, lengths
+from workers.losses.rejection import SECTION, Bounds, Criterion, criteria_of, lengths, weight_bounds
 
 if TYPE_CHECKING:
     from workers.config import RolloutCorrectionConfig

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.losses.correction_bounds import Bounds
-from workers.losses.gauge import Gauge
+from workers.losses.aggregate import Gauge
+from workers.losses.rejection import Bounds
 
 
 class Part:

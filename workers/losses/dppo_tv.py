@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from workers.config import ActorConfig
-from workers.losses.importance_ratio import CLIP_RANGE
+from workers.losses.importance_ratio import CLIP_RANGE, losses_in_trust_region
 from workers.losses.registry import POLICY_LOSSES
 from workers.losses.token_loss import token_loss
-from workers.losses.trust_region import losses_in_trust_region
 
 
 @POLICY_LOSSES.register("dppo_tv")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
+from workers.losses.aggregate import Gauge
 from workers.losses.blocks import row_blocks
-from workers.losses.gauge import Gauge
 
 SAMPLE_MEANS = (
     "training_ppl",

@@ -56,3 +56,18 @@ def _check_sizes(fields: dict[str, Any], file: Path) -> None:
             _check_sizes(value, file)
         elif name in SIZES and isinstance(value, int | float) and not 0 < value <= LARGEST:
             raise ConfigError(f"{file} describes no model: {name} is {value:,}.")
+
+
+def factor_border(config: Any) -> int | None:
+    """Return the length beyond which a longrope model's rotary factors change, or None.
+
+    Rotary factors depend on the length of a row in longrope (Phi-3 128k). That matters where rows
+    are split into passes, and where generation makes a row longer.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings")
+            return original or getattr(text, "original_max_position_embeddings", None)
+    return None

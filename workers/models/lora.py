@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.errors import ConfigError, nearest
-from workers.models.adapters import PARTS, merged_weight
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
+
 
 NAME = "default"
 """peft's name of the only adapter."""
@@ -292,3 +292,19 @@ def _is_linear(child: Any) -> bool:
 
     others = ("Router", "GroupedLinear")
     return isinstance(child, nn.Linear | Conv1D) and not type(child).__name__.endswith(others)
+
+
+PARTS = ("weight", "lora_A", "lora_B")
+"""Names of the tensors of an adapted layer: the base weight and two factors, `layer.<part>`."""
+
+
+def merged_weight(base: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
+    """Return base + scaling * b @ a in float32; `transposed` if the base is [in, out]."""
+    delta = scaling * (b.float() @ a.float())
+    return base.float() + (delta.T if transposed else delta)
+
+
+def shapes_differ(base: Tensor, a: Tensor, b: Tensor, transposed: bool) -> bool:
+    """True if the shapes of base and factors do not fit together."""
+    out_by_in = base.shape[::-1] if transposed else base.shape
+    return (b.shape[0], a.shape[1]) != tuple(out_by_in) or b.shape[1] != a.shape[0]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workers.config.passes import LARGEST_PASS
+from workers.config import LARGEST_PASS
 from workers.parallel.experts import experts_of
 
 LARGEST_LOGITS = 256 * 2**20

@@ -11,6 +11,7 @@ several rewards.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +24,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
 from workers.columns import count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
-from workers.rewards.decoding import decode_rows
 from workers.rewards.failures import group_by_kind
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
 from workers.rewards.remote import RemoteScorer
@@ -185,3 +185,19 @@ def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
     texts = decode_rows(tokenizer, responses)
     batch.non_tensor_batch[RESPONSE_TEXT] = object_rows(texts)
     return texts
+
+
+def decode_rows(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
+    """Return the text of every row of ids, without special tokens.
+
+    The tokenizer's `batch_decode` inspects every id in Python, which takes twice as long as the
+    decoding. The library of fast tokenizers decodes all rows in one call.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and (
+        type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+    )
+    if not is_plain or tokenizer.clean_up_tokenization_spaces:
+        return list(tokenizer.batch_decode(rows, skip_special_tokens=True))
+    return list(tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=True))

@@ -14,7 +14,6 @@ from workers.config.conditions import policy_loss_of
 from workers.losses.correction import RolloutCorrection
 from workers.losses.registry import get_policy_loss
 from workers.memory import HeldModel
-from workers.models.memory import memory_in_use
 from workers.models.precision import rollout_dtype
 from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
@@ -24,7 +23,7 @@ from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import Wanted
 from workers.training.loss import lm_loss
-from workers.training.mfu import utilization
+from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
 from workers.training.update import update
 from workers.weights.sender import WeightSender

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
-from workers.config.preference import PreferenceWorkerConfig, has_reference, loss_reads
+from workers.config.rows import PreferenceWorkerConfig, has_reference, loss_reads
 from workers.losses.preference.measures import LABELLED_COLUMNS, measures
 from workers.memory import HeldModel
 from workers.models.lora import adapter_off

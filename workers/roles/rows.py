@@ -20,12 +20,11 @@ from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.memory import HeldModel
 from workers.models.causal_lm import Head
-from workers.models.memory import memory_in_use
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
-from workers.training.mfu import utilization
+from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Budget, Columns, MiniBatch
 from workers.training.readings import Pairs, Reading, RowScores
 from workers.training.update import update

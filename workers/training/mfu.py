@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU) of an engine: verl's `perf/mfu/…`.
+"""Model FLOPs utilization (MFU) of an engine, verl's `perf/mfu/…`, and the memory in use.
 
     with utilization("actor", engine, data, passes=epochs) as mfu:
         metrics = update(engine, data, ...)
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from verl_like.process.machine import memory_gb
 from workers.models.causal_lm import body_of
 from workers.training.microbatch import Rows, all_reduce
 from workers.training.packing import needed_lengths, split_segments
@@ -29,6 +30,7 @@ from workers.training.packing import needed_lengths, split_segments
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from workers.training.engine import TrainEngine
+
 
 PEAKS = {
     "GB200": 2500e12,
@@ -135,3 +137,22 @@ def attention_width(config: Any) -> int:
     heads: int = config.num_attention_heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads * size
+
+
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """Return memory in GiB under verl's names, of this process's GPU and of the whole machine.
+
+    For a GPU, these are the peaks since the process started: memory of tensors, and memory reserved
+    by the allocator. For the machine, it is the memory in use now (Linux only).
+    """
+    metrics = {}
+    if device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        metrics["perf/max_memory_allocated_gb"] = allocated / 2**30
+        metrics["perf/max_memory_reserved_gb"] = reserved / 2**30
+
+    total, available = memory_gb("MemTotal:"), memory_gb("MemAvailable:")
+    if total is not None and available is not None:
+        metrics["perf/cpu_memory_used_gb"] = total - available
+    return metrics

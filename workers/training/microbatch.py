@@ -25,7 +25,7 @@ from torch import Tensor
 from verl_like.batch.ragged import Column, Ragged, join_ragged, rectangle_of
 from verl_like.errors import BatchError, ConfigError
 from workers.columns import require
-from workers.config.passes import LARGEST_PASS, tokens_per_pass
+from workers.config import LARGEST_PASS, tokens_per_pass
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
-from workers.models.adapters import PARTS, merged_weight, shapes_differ
+from workers.models.lora import PARTS, merged_weight, shapes_differ
 from workers.weights.channel import HOST, Channel, dtype_of
 from workers.weights.checksum import byte_view, hash_of, words_of
 from workers.weights.connection import Manifest

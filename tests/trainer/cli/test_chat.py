@@ -53,7 +53,7 @@ def test_a_strangers_template_is_refused_in_words(
     template: str, words: str, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if template == ENDLESS:
-        monkeypatch.setattr("workers.models.chat_templates.SECONDS", 1.0)
+        monkeypatch.setattr("workers.models.tokenizers.SECONDS", 1.0)
     folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(VerlLikeError, match=words):

@@ -24,7 +24,7 @@ from trainer.ppo.recipe import load_config
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
-from workers.config.passes import LARGEST_PASS, tokens_per_pass
+from workers.config import LARGEST_PASS, tokens_per_pass
 from workers.memory import GIB, HeldModel, LargestPass, RoleMemory, pool_bytes, usable_bytes
 
 SCRIPT = Path(__file__).parents[3] / "examples/split_placement/run_deepseek7b_llm.sh"

@@ -11,8 +11,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from verl_like.errors import ConfigError
-from workers.models import chat_templates
-from workers.models.chat_templates import check_template
+from workers.models import tokenizers
+from workers.models.tokenizers import check_template
 
 LOOP = "{% for i in range(100000) %}"
 
@@ -47,7 +47,7 @@ def test_a_bomb_is_rejected_and_takes_no_memory_here(template: str) -> None:
 
 
 def test_a_template_without_an_end_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
+    monkeypatch.setattr(tokenizers, "SECONDS", 0.5)
     template = LOOP + LOOP + "{% endfor %}{% endfor %}a"
     with pytest.raises(ConfigError, match=r"not written a chat in 0\.5 s, .*of one letter"):
         check_template(tokenizer_with(template))

@@ -13,8 +13,7 @@ from trainer.rollouts.rollouts import with_responses
 from trainer.rollouts.samples import write_samples
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
-from workers.rewards.decoding import decode_rows
-from workers.rewards.manager import decode_responses, samples_of
+from workers.rewards.manager import decode_responses, decode_rows, samples_of
 
 
 @pytest.fixture

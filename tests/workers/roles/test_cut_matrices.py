@@ -12,7 +12,7 @@ import torch
 from tests.workers.kept_ranks import run_kept
 from tests.workers.roles import test_preference, test_reward_training
 from tests.workers.samples import learned, make_batch, started, text_rows, tiny_config, weights_of
-from tests.workers.training import test_refresh
+from tests.workers.training import test_moving_average_engine
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.rows import RowWorkerConfig, TrainedModelConfig
@@ -99,10 +99,10 @@ def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.
 
     Another reference takes over between the two.
     """
-    config = test_refresh.config_of(folder)
+    config = test_moving_average_engine.config_of(folder)
     config.parallel = cut_over_all(axis)
     actor = started(ActorWorker, config, 10)
-    reference = test_refresh.beside(actor, config)
+    reference = test_moving_average_engine.beside(actor, config)
     found = [weights_of(actor)]
     for seed in range(2):
         actor.update_actor(make_batch(4, seed))
@@ -110,7 +110,7 @@ def followed(folder: Path, axis: str, checkpoint: Path) -> list[dict[str, torch.
         found.append(weights_of(actor))
         if seed == 0:
             reference.save_checkpoint(str(checkpoint))
-            reference = test_refresh.beside(actor, config)
+            reference = test_moving_average_engine.beside(actor, config)
             reference.load_checkpoint(str(checkpoint))
     return [*found, weights_of(reference)]
 
@@ -120,7 +120,7 @@ def test_a_reference_that_follows_moves_its_part_of_every_weight(
     tiny_dir: Path, axis: str, tmp_path: Path
 ) -> None:
     for found in run_kept(2, followed, tiny_dir, axis, tmp_path):
-        test_refresh.assert_average(found, test_refresh.DECAY)
+        test_moving_average_engine.assert_average(found, test_moving_average_engine.DECAY)
 
 
 def log_probs(folder: Path, axis: str, model: dict[str, Any]) -> list[torch.Tensor]:

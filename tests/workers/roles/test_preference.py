@@ -17,12 +17,13 @@ from trainer.preference.step import PreferenceTrainer, labelled_columns
 from verl_like.batch.protocol import DataProto
 from workers.columns import write_columns
 from workers.config import OptimConfig
-from workers.config.preference import (
+from workers.config.rows import (
     PreferenceWorkerConfig,
     ReferenceConfig,
     ReferenceModelConfig,
+    RowDataConfig,
+    TrainedModelConfig,
 )
-from workers.config.rows import RowDataConfig, TrainedModelConfig
 from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
 from workers.training.microbatch import MiniBatch
 

@@ -15,11 +15,13 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
@@ -27,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_like.calls.diagnose import Deadlines
-from verl_like.errors import WaitTimeoutError
+from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
 from verl_like.placement.pools import Node
-from verl_like.process.environment import ONE_THREAD, environment
-from verl_like.process.private_folder import private_folder
+from verl_like.process.facts import ONE_THREAD, environment
 
 logger = logging.getLogger(__name__)
 RELEASE_S = 5.0
@@ -358,3 +361,67 @@ def _own_processes() -> list[tuple[str, Any]]:
     """Return the processes of a cluster that this process has started, by kind."""
     node = ray._private.worker._global_node
     return list(node.all_processes.items()) if node is not None and node.is_head() else []
+
+
+def private_folder(place: str | None = None) -> Path:
+    """Return the user's own folder (mode 700) in `place`, by default in the temporary folder.
+
+    Raise if others could enter it.
+    """
+    folder = Path(place or tempfile.gettempdir()) / f"verl-like-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not is_private or status.st_uid != os.getuid():
+        raise WorkerError(
+            f"{folder} is not private to this user (mode 700), so others could reach what "
+            "this run keeps there: sockets, logs, data. Remove it, or set TMPDIR to a folder of "
+            "your own."
+        )
+    return folder
+
+
+ANSWER_S = 60.0
+"""Time that a node has to answer whether it sees a file."""
+
+
+def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
+    """Raise if some node does not see this folder, because its workers' files would be lost."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        blind = nodes_without_path(probe, nodes)
+    finally:
+        probe.unlink()
+    if blind:
+        raise PlacementError(
+            f"trainer.default_local_dir={folder}: a file written there by the driver is not seen "
+            f"on {', '.join(blind)}. Logs and checkpoints of the workers there would be lost; "
+            "give a folder on a file system that all nodes share, or keep the pools on nodes "
+            "that see it."
+        )
+
+
+def nodes_without_path(path: Path, nodes: Iterable[Node]) -> list[str]:
+    """Return the names of the nodes that have no such path, or do not answer within a minute."""
+    node_of_answer = {}
+    for key, node in {node.key: node for node in nodes}.items():
+        on_the_node = NodeAffinitySchedulingStrategy(key, soft=False)
+        node_of_answer[_exists.options(scheduling_strategy=on_the_node).remote(str(path))] = node
+
+    missing, until = [], time.monotonic() + ANSWER_S
+    for answer, node in node_of_answer.items():
+        try:
+            sees = ray.get(answer, timeout=max(until - time.monotonic(), 0.0))
+        except RayError:  # it cannot answer, or not in time
+            sees = False
+        if not sees:
+            missing.append(f"{node.name} ({node.key[:8]})")
+    return missing
+
+
+@ray.remote(num_cpus=0)
+def _exists(path: str) -> bool:
+    return os.path.exists(path)

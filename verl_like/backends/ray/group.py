@@ -21,8 +21,7 @@ from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup
 from verl_like.errors import ConfigError, PlacementError
-from verl_like.process.environment import checked_worker_env
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.facts import ProcessFacts, checked_worker_env
 from verl_like.process.host import pack_recipes
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from verl_like.process.environment import environment
+from verl_like.process.facts import environment
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker

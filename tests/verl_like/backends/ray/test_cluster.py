@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from verl_like.backends.ray import cluster
+from verl_like.backends.ray.cluster import private_folder
 from verl_like.errors import WorkerError
-from verl_like.process.private_folder import private_folder
 
 DEATHS_S = 5.0
 """A death may take this long to be known."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.models import memory as device_memory
-from workers.models.memory import memory_in_use
+from workers.training import mfu as device_memory
+from workers.training.mfu import memory_in_use
 
 
 def test_memory_is_that_of_the_device_and_of_the_machine_in_gibibytes(
