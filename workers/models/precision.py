@@ -35,8 +35,8 @@ class Precision:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch type of that name."""
-    dtype: torch.dtype = getattr(torch, name)
+    """Return the torch type of that name, such as float32 or torch.float32."""
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl_like.errors import ConfigError
-from workers.models.support.proof import Proof, Support, relative_error
+from workers.models.support.proof import Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 
 LARGEST = 127
@@ -214,7 +214,6 @@ def _make_room(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(room, requires_grad=False)
 
 
-@Proof
 def int8_rounding(model: Any) -> str:
     """Return what is wrong with int8 rounding on this model."""
     ids = 3 + torch.arange(NUM_TOKENS)[None] * 7 % (VOCABULARY - 3)

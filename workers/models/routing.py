@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import body_of
 from workers.models.forward import replaced_forward
-from workers.models.support.proof import Proof, Support, relative_error
+from workers.models.support.proof import Support, relative_error
 from workers.parallel.experts import experts_of
 
 COLUMN = "routed_experts"
@@ -182,7 +182,6 @@ def check_routers(module: Any) -> None:
         )
 
 
-@Proof
 def replayed_routing(model: Any) -> str:
     """Return what is wrong with replaying choices: original, reordered and different ones."""
     routers = Routers(model)

@@ -53,7 +53,7 @@ AT_ONCE = FileWriter()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor in file order, on its device."""
+    """Return the bytes of a tensor, on its device; without a copy if it is contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 

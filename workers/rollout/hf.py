@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.models.hf_config import factor_border
 from workers.models.state import named_state
-from workers.models.support.proof import Proof, Support, relative_error
+from workers.models.support.proof import Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 from workers.rollout.base import Budget, EngineLimits, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
@@ -226,7 +226,6 @@ def why_no_cache(config: Any, longest: int) -> str:
     return support.why_not(generation_with_cache, longest)
 
 
-@Proof
 def generation_with_cache(model: Any) -> str:
     """Return what is wrong with cached decoding on this model."""
     # row after row from the cache, as in a run; a pass without cache would clear left-over state

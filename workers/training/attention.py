@@ -404,17 +404,13 @@ def packed_rows(
     return override_attention(module, PACKED, _attention_by(kernel, compiled), _local_mask)
 
 
-def exclude_from_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function marked so that no compiled graph includes it."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
-
-
 @cache
 def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., Any]:
     """Return one function per kernel: another function object would recompile compiled layers."""
-    attention = partial(packed_attention, kernel=kernel)
-    return exclude_from_graphs(attention) if compiled else attention
+    attention: Callable[..., Any] = partial(packed_attention, kernel=kernel)
+    if compiled:  # no graph includes it
+        attention = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    return attention
 
 
 def describe(module: Any, packs: bool, kernel: VarlenKernel | None, why_not: str) -> str:

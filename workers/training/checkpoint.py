@@ -36,6 +36,7 @@ from workers.parallel.collectives import Ranks
 from workers.training.file_copies import BackgroundSaves
 from workers.training.hf_export import export_huggingface
 from workers.training.manifest import loaded_files, read_manifest, reject_damaged, write_manifest
+from workers.training.model import whole_tensors
 from workers.training.shards import read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
 
@@ -97,11 +98,12 @@ class Checkpointed(BackgroundSaves):
         if "extra" in contents:
             ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
         if engine.model_config.lora_rank > 0:
-            adapter, folder = _adapter_tensors(engine), part / "lora_adapter"
+            trained = ((n, w) for n, w in engine.module.named_parameters() if w.requires_grad)
+            with engine.running():  # collective
+                adapter = [(name, whole.cpu()) for name, whole in whole_tensors(engine, trained)]
+            folder, module = part / "lora_adapter", engine.whole_module
             ranks.run_on_first(
-                lambda: save_adapter(
-                    folder, engine.whole_module, engine.model_config, adapter, writer
-                )
+                lambda: save_adapter(folder, module, engine.model_config, adapter, writer)
             )
         if "hf_model" in contents:
             exported, is_first = part / "huggingface", ranks.mine == 0
@@ -151,7 +153,11 @@ class Checkpointed(BackgroundSaves):
             averaged = {name: shard for name, shard in averages(average).items() if name in saved}
             tensors = weights(engine) | state | averaged
             ranks.run_on_all(lambda: read_shards(tensors, shards))
-            put_optimizer_state(engine, state)
+            parameters = dict(engine.module.named_parameters())
+            engine.optimizer.state.clear()
+            for full_name, value in state.items():
+                _, key, name = full_name.split(".", 2)
+                engine.optimizer.state[parameters[name]][key] = value
             if average is not None and not averaged:
                 logger.warning("%s holds no moving average: it starts from the weights.", folder)
                 average.restart()
@@ -168,12 +174,6 @@ class Checkpointed(BackgroundSaves):
                 ranks.run_on_all(
                     lambda: load_random_state(folder / "random" / f"{ranks.mine}.json")
                 )
-
-
-def _adapter_tensors(engine: TrainEngine) -> list[tuple[str, Tensor]]:
-    """Return the whole weights of the adapter, and of a scalar head if there is one; collective."""
-    with engine.running():
-        return [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:
@@ -254,14 +254,6 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
             device = parameter.device if beside_weights else "cpu"
             state[name] = torch.zeros((), dtype=dtype, device=device)
     return state
-
-
-def put_optimizer_state(engine: TrainEngine, state: dict[str, Tensor]) -> None:
-    parameters = dict(engine.module.named_parameters())
-    engine.optimizer.state.clear()
-    for full_name, value in state.items():
-        _, key, name = full_name.split(".", 2)
-        engine.optimizer.state[parameters[name]][key] = value
 
 
 def reject_other_model(

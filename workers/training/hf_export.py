@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
+from workers.models.precision import dtype_of
 from workers.models.state import persistent_buffers
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
 
@@ -82,15 +82,9 @@ def write_model_folder(
         config = _as_classifier(config) | dict(settings)
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
-    dtype = _stored_dtype(config, model_config)
+    dtype = dtype_of(config.get("dtype") or config.get("torch_dtype") or model_config.dtype)
     typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
     _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes, writer)
-
-
-def _stored_dtype(config: Mapping[str, Any], model_config: ModelConfig) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or model_config.dtype
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _copy_files(source: Path, folder: Path) -> dict[str, Any]:

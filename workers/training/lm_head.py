@@ -32,7 +32,7 @@ from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of
 from workers.models.forward import replaced_forward
 from workers.models.state import local_shard
-from workers.models.support.proof import Proof, Support
+from workers.models.support.proof import Support
 from workers.models.support.stand_in import VOCABULARY
 from workers.parallel.vocabulary import Words, stats_of_words
 from workers.training.microbatch import Columns
@@ -225,7 +225,8 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         states, labels, *weights = ctx.saved_tensors
-        sums = [torch.zeros_like(weight, dtype=_sum_dtype(weight)) for weight in weights]
+        wide = [torch.promote_types(weight.dtype, torch.float32) for weight in weights]
+        sums = [torch.zeros_like(w, dtype=dtype) for w, dtype in zip(weights, wide, strict=True)]
         names = ctx.head.linear_names
         others, other_sums = weights[len(names) :], sums[len(names) :]
         grad_states = torch.empty_like(states)
@@ -290,10 +291,6 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
         some += grad_rows.t() @ states
 
 
-def _sum_dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
 @contextmanager
 def _accumulate_into(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
     """Context in which the gradients of this layer's weights are added to `sums`, if any."""
@@ -323,7 +320,6 @@ def chunking_blocker(config: Any) -> str:
     return reason
 
 
-@Proof
 def head_in_chunks(model: Any) -> str:
     """Return what is wrong with the chunked head on this model."""
     error = _error_of_chunks(model)

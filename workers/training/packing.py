@@ -160,7 +160,8 @@ def packed_feed(
 
     num_real = sum(rows)
     padding = ranks.padded(num_real) - num_real
-    tokens = {name: _lengthened(values, padding) for name, values in tokens.items()}
+    for name, values in tokens.items():
+        tokens[name] = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
     split = ranks.split(tokens["reads"])
     mine = {name: values[split.places] for name, values in tokens.items()}
     inputs = _given(mine, device)
@@ -176,10 +177,6 @@ def packed_feed(
 
 def _given(tokens: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
     return {name: to_device(tokens[name][None], device) for name in ("input_ids", "position_ids")}
-
-
-def _lengthened(values: Tensor, padding: int) -> Tensor:
-    return torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
 
 
 def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.hf_config import factor_border
-from workers.models.support.proof import NO_MODEL, Proof, Support, relative_error
+from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import AttendRows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
@@ -186,13 +186,11 @@ def check_split(
         )
 
 
-@Proof
 def rows_packed(model: Any) -> str:
     """Return what is wrong with packed rows on this model."""
     return _find_fault("packed", model)
 
 
-@Proof
 def rows_padded(model: Any) -> str:
     """Return what is wrong with padded rows on this model."""
     return _find_fault("padded", model)
@@ -235,7 +233,6 @@ class _RecordedRank:
         self.part, self.num_calls = part, 0
 
 
-@Proof
 def find_split_fault(model: Any) -> str:
     """Return the fault of computing a packed row in parts, or ""; attention is recorded."""
     columns, reads = probe_rows()

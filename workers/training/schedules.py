@@ -73,20 +73,15 @@ def warmup_stable_decay(progress: float, min_lr_ratio: float, wsd_decay_ratio: f
     return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
 
 
-def num_warmup_steps(config: OptimConfig, total_steps: int) -> int:
-    """Return the number of warm-up calls: `lr_warmup_steps`, or a fraction of all if it is -1."""
-    if config.lr_warmup_steps >= 0:
-        return config.lr_warmup_steps
-    return int(config.lr_warmup_steps_ratio * total_steps)
-
-
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Return the factor of the peak rate in update call `step` (from 0): warm-up, then the
     schedule.
 
     The warm-up is above 0 from the first call on.
     """
-    warmup = num_warmup_steps(config, total_steps)
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
 

@@ -61,15 +61,12 @@ def update(
             steps.append(metrics | engine.optim_step(StepSettings(ends_update=False)))
 
     taken = [step for step in steps if not step["skipped_steps"]]
-    result = _means(taken or steps)
+    counted = taken or steps
+    result = {name: sum(step[name] for step in counted) / len(counted) for name in counted[0]}
     result["lr"] = engine.scheduler.lr
     result["skipped_steps"] = float(len(steps) - len(taken))
     engine.scheduler.step()
     return result
-
-
-def _means(steps: Sequence[Metrics]) -> Metrics:
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
 
 
 SAMPLE_NUMBER = "sample_number"

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.process.store import SIGNATURE_BYTES, SignedStore
+from workers.models.precision import dtype_of
+from workers.models.tensor_files import bytes_of
 from workers.weights.checksum import (
     NamedTensors,
     Stopwatch,
-    byte_view,
     copy_hashed,
     hash_of,
     hashes_of,
@@ -104,12 +105,6 @@ def aligned(place: int) -> int:
     return -(-place // ALIGNMENT) * ALIGNMENT
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch type of this name, as a header writes it."""
-    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return dtype
-
-
 def pack(
     tensors: NamedTensors, limit: int, room: Rooms, watch: Stopwatch, lends: bool = True
 ) -> Iterator[Bucket]:
@@ -133,7 +128,7 @@ def pack(
         return bucket
 
     for name, tensor in tensors:
-        content = byte_view(tensor.detach().contiguous())
+        content = bytes_of(tensor)
         fact = [name, str(tensor.dtype), list(tensor.shape), 0]
         start = aligned(filled)
         if facts and start + len(content) > limit:

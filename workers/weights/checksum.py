@@ -16,6 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from workers.models.tensor_files import bytes_of
+
 NamedTensors = Iterable[tuple[str, Tensor]]
 NumberedTensor = tuple[torch.Size, Tensor]
 """The shape of a tensor, and its hash as a tensor of one number."""
@@ -23,11 +25,6 @@ CHUNK = 2**18
 """Bytes that are copied and then hashed, so that the hash finds them in the L2 cache."""
 DEVICE_CHUNK = 2**20
 """32-bit words that are hashed at a time on a device."""
-
-
-def byte_view(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -123,7 +120,7 @@ def checksum_of(tensors: NamedTensors) -> str:
 
 def float32_hash(tensor: Tensor) -> Tensor:
     """Return `hash_on_device` of a tensor's numbers as float32."""
-    return hash_on_device(byte_view(tensor.detach().float().contiguous()))
+    return hash_on_device(bytes_of(tensor.float()))
 
 
 def checksum_of_hashes(hashes: Mapping[str, NumberedTensor]) -> str:

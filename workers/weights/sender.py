@@ -20,6 +20,7 @@ from torch import Tensor
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from workers.models.lora import adapter_facts
+from workers.models.tensor_files import bytes_of
 from workers.weights.channel import (
     HOST,
     Bucket,
@@ -29,7 +30,7 @@ from workers.weights.channel import (
     pack,
     sending,
 )
-from workers.weights.checksum import NamedTensors, Stopwatch, byte_view, hash_of
+from workers.weights.checksum import NamedTensors, Stopwatch, hash_of
 from workers.weights.connection import Address, Connections, Manifest
 from workers.weights.host_copy import PREFIX, encode_changes
 
@@ -249,7 +250,7 @@ def send_changes(
         for name, weight in tensors:
             tensor = weight.detach().to(channel.device).contiguous()
             with channel.watch.running():
-                value = hash_of(byte_view(tensor))
+                value = hash_of(bytes_of(tensor))
             whole[name] = [str(tensor.dtype), list(tensor.shape), value]
             if received.get(name) == whole[name]:
                 continue

@@ -17,7 +17,6 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.models.support import proof
-from workers.models.support.proof import Proof
 from workers.roles.actor import ActorWorker
 from workers.training import lm_head
 from workers.training.lm_head import Wanted, chunking_blocker, positions_per_chunk, rows_per_chunk
@@ -238,7 +237,7 @@ def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
         model.lm_head.forward = lambda states: layer(states - states.mean(dim=1, keepdim=True))
         return judge(model)
 
-    monkeypatch.setattr(lm_head, "head_in_chunks", Proof(judged_with_neighbours))
+    monkeypatch.setattr(lm_head, "head_in_chunks", judged_with_neighbours)
     with caplog.at_level(logging.WARNING):
         assert logits_of_an_update() > ROWS_OF_A_CHUNK
     assert "does not compute its head in chunks (in a small model of its class" in caplog.text

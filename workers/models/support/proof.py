@@ -3,8 +3,7 @@
     support = Support.of(module.config)
     reason = support.why_not(rows_packed)       # "" means that it is correct
 
-    @Proof
-    def rows_packed(model) -> str: ...          # say what is wrong on a small model of the class
+    def rows_packed(model) -> str: ...          # a proof: what is wrong on a small model
 
 Model classes differ in masks, caches and heads, so a faster way is first tested on a small model of
 the class. The rows of the small model are longer than its windows, chunks and original length, and
@@ -29,12 +28,8 @@ NO_MODEL = "there is no small model of its class to prove it on"
 """Beginning of a reason if no test was possible."""
 
 
-@dataclass(frozen=True)
-class Proof:
-    """A way to compute something, with its test."""
-
-    judge: Callable[[Any], str]
-    """Return what is wrong with it on a small model; "" if nothing is."""
+Proof = Callable[[Any], str]
+"""Test a way to compute something on a small model; return what is wrong with it, or ""."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ def _found_proof(proof: Proof, config: ConfigByContent, attention: str, longest:
     except MODEL_ERRORS as error:
         return f"{NO_MODEL} ({_first_line(error)})"
     try:
-        return proof.judge(model)
+        return proof(model)
     except MODEL_ERRORS as error:
         failure = f"{type(error).__name__}: {_first_line(error)}"
         return f"a small model of its class fails ({failure})"

@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 
 from verl_like.errors import ConfigError
 from workers.models.attention import override_attention
-from workers.models.support.proof import LONGEST, Proof, Support, relative_error
+from workers.models.support.proof import LONGEST, Support, relative_error
 from workers.models.support.stand_in import LIMIT, VOCABULARY
 from workers.rollout.native.kv_cache import (
     SlotCache,
@@ -169,7 +169,6 @@ def why_not_native(config: Any, longest: int) -> str:
     return Support.of(config).why_not(slot_cache_decoding, longest)
 
 
-@Proof
 def slot_cache_decoding(model: Any) -> str:
     """Return what is wrong with slot cache decoding on this model."""
     decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]

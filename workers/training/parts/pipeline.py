@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import recomputes
 from workers.models.memory_shapes import meta_model
-from workers.models.support.proof import Proof, Support, relative_error
+from workers.models.support.proof import Support, relative_error
 from workers.parallel.fsdp import note_all_units
 from workers.parallel.pipeline import (
     Action,
@@ -200,7 +200,6 @@ class PipelineLayers:
         return gather_stage_tensors(line, facts, tensors, on_all_ranks, is_first, self.model.device)
 
 
-@Proof
 def stages_of_a_layer(model: Any) -> str:
     """Return what is wrong with the model when each layer is a separate stage."""
     try:
