@@ -94,7 +94,7 @@ def terminal_width() -> int | None:
 
 def printable(text: str) -> str:
     """Return the text with control characters escaped, since a file's name may contain any."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def fit(text: str, width: int | None, indent: str = "    ") -> str:

@@ -36,7 +36,11 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
         return True
     same = functools.partial(same_value, inside=inside | {pair})
     if isinstance(left, Ragged) or isinstance(right, Ragged):
-        left, right = _comparable(left, right)
+        both = isinstance(left, Ragged) and isinstance(right, Ragged)
+        if both and left.has_same_spans(right):
+            left, right = left.values, right.values
+        else:
+            left, right = rectangle_of(left), rectangle_of(right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return _same_layout(left, right) and not bool(_unequal(left, right).any())
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
@@ -53,16 +57,6 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
         return bool(left == right)
     except (TypeError, ValueError, RuntimeError):
         return False  # an `==` without a yes or no, such as a list against a tensor
-
-
-def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
-    """Return the values of two ragged columns with the same spans; otherwise both with their
-    padding.
-    """
-    both = isinstance(left, Ragged) and isinstance(right, Ragged)
-    if both and left.has_same_spans(right):
-        return left.values, right.values
-    return rectangle_of(left), rectangle_of(right)
 
 
 def _same_layout(left: AnyColumn, right: AnyColumn) -> bool:

@@ -145,7 +145,7 @@ class DataProto:
         self._dense, self._ragged = self._parts(tensors, rows)
         return self
 
-    def _made(
+    def _derived(
         self,
         tensors: Mapping[str, Column],
         rows: int,
@@ -337,7 +337,7 @@ class DataProto:
         """
         tensors = {name: on_tensor(column) for name, column in self.columns.items()}
         arrays = {name: on_array(array) for name, array in self.non_tensor_batch.items()}
-        return self._made(tensors, rows, arrays, self.meta_info)
+        return self._derived(tensors, rows, arrays, self.meta_info)
 
     def views(self, size: int) -> list[Self]:
         """Return parts of `size` rows that share the batch's storage; the last may be shorter."""
@@ -347,7 +347,7 @@ class DataProto:
             rows = slice(start, min(start + size, len(self)))
             of_part = {name: columns[number] for name, columns in tensors.items()}
             arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
-            parts.append(self._made(of_part, rows.stop - start, arrays, self.meta_info))
+            parts.append(self._derived(of_part, rows.stop - start, arrays, self.meta_info))
         return parts
 
     def to(self, device: torch.device | str) -> Self:
@@ -370,7 +370,7 @@ class DataProto:
 
         None selects all of a kind.
         """
-        picked = self._made(
+        picked = self._derived(
             _picked(self.columns, batch_keys, "tensor column"),
             len(self),
             _picked(self.non_tensor_batch, non_tensor_batch_keys, "non-tensor column"),
@@ -465,7 +465,7 @@ class DataProto:
         joined = merge.concat_columns(all_tensors)
         arrays = merge.concat_columns(all_arrays)
         model = next((part for part in parts if part._dense is not None), parts[0])
-        return model._made(joined, sum(map(len, parts)), arrays, meta)
+        return model._derived(joined, sum(map(len, parts)), arrays, meta)
 
     # rows
 
@@ -602,7 +602,7 @@ class DataProto:
                 tensors[name] = columns.cut_dim_1(name, self.padded(name), n_split)
             else:
                 arrays[name] = columns.cut_dim_1(name, self.non_tensor_batch[name], n_split)
-        return self._made(tensors, len(repeated), arrays, self.meta_info)
+        return self._derived(tensors, len(repeated), arrays, self.meta_info)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> Self:
         """Append copies of the last row, or of the "first" one, in place."""

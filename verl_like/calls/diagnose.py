@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR1
 LATE_AT = 10.0
 """A call is late at this multiple of the median of its method's calls."""
-TIMES_KEPT = 25
+MOST_TIMES = 25
 """The median is over this many last calls of a method."""
 LOOK_EVERY_S = 5.0
 """Time between two looks at the stacks of a pool that is waited for."""
@@ -138,7 +138,7 @@ class CallTimes:
 
     def __init__(self) -> None:
         self._calls: dict[str, deque[tuple[float, int]]] = defaultdict(
-            lambda: deque(maxlen=TIMES_KEPT)
+            lambda: deque(maxlen=MOST_TIMES)
         )
 
     def add(self, name: str, seconds: float, rows: int) -> None:

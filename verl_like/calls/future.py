@@ -44,7 +44,7 @@ AFTER_DEATH_S = 1.0
 
 The death explains their failures.
 """
-NOTED = 8
+MOST_NOTES = 8
 """The notes of a raised failure name this many others."""
 Outcome = tuple[Any, Exception | None]
 """The value of a future, or its error."""
@@ -416,9 +416,9 @@ def _with_others(failures: Sequence[BaseException]) -> BaseException:
 
 
 def _note_some(error: BaseException, notes: Sequence[str]) -> None:
-    for note in notes[:NOTED]:
+    for note in notes[:MOST_NOTES]:
         error.add_note(note)
-    if rest := notes[NOTED:]:
+    if rest := notes[MOST_NOTES:]:
         error.add_note(f"and {len(rest)} more failures")
 
 

@@ -136,21 +136,18 @@ class BoundMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> WorkerFuture:
         """Run the method and return a future at once."""
-        return self._launch(0 if self.first_rank_only else None, args, kwargs)
-
-    def remote_on(self, rank: int, *args: Any, **kwargs: Any) -> WorkerFuture:
-        """Run the method on one rank, which gets all rows, and return a future of its result."""
-        return self._launch(rank, args, kwargs)
+        return self.remote_on(0 if self.first_rank_only else None, *args, **kwargs)
 
     def collecting_ranks(self) -> list[int]:
         """Return the ranks whose results count: one for each chunk of a batch."""
         target = CallTarget(self.group, self.role, self.name, self.function)
         return self.mode.collecting_ranks(target)
 
-    def _launch(
-        self, rank: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> WorkerFuture:
-        """Split the arguments, submit a call to all ranks or to one, and return a future."""
+    def remote_on(self, rank: int | None, /, *args: Any, **kwargs: Any) -> WorkerFuture:
+        """Run the method on one rank, which gets all rows, or on all; return a future.
+
+        The arguments are split, and a call is submitted to every rank.
+        """
         if self.group.state.ended.is_set():
             raise WorkerDiedError(
                 f"{self.name}: the group {self.group.name} was shut down, and its processes are "

@@ -22,7 +22,7 @@ from verl_like.process.facts import ProcessFacts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FINISHED_KEPT = 100_000
+MOST_FINISHED = 100_000
 """Maximum number of finished calls whose headers wait to be taken."""
 
 
@@ -44,7 +44,7 @@ class Transport(ABC):
         self.process_key = id(self)
         """Equal for groups whose workers share processes."""
         self.started = []
-        self.finished: deque[Header] = deque(maxlen=FINISHED_KEPT)
+        self.finished: deque[Header] = deque(maxlen=MOST_FINISHED)
         """Headers of the last finished calls, oldest first, for `take_finished`."""
         self.abandoned: deque[tuple[str, list[Any]]] = deque()
         """Name and header references of each call whose future was dropped before it was read."""
@@ -53,7 +53,7 @@ class Transport(ABC):
         """The transports of other pools without which a run cannot go on."""
         self.is_replaceable = False
         """True if other pools may finish the work when a rank of this one is lost."""
-        self._is_said_lost = False
+        self._has_warned_of_loss = False
 
     @abstractmethod
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
@@ -133,9 +133,9 @@ class Transport(ABC):
             words = f"{self.describe(rank)}, idle during {wait_name}: {why}"
             if not self.is_replaceable:
                 raise WorkerDiedError(words)
-            if not self._is_said_lost:
+            if not self._has_warned_of_loss:
                 logger.warning("%s It is replaced when it is needed next.", words)
-            self._is_said_lost = True
+            self._has_warned_of_loss = True
 
     def take_finished(self) -> list[Header]:
         """Return the headers of the calls finished since the last time, for a timeline."""

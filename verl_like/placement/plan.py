@@ -138,8 +138,8 @@ class Placement:
         """
         rows = [("pool", "node", "devices", "roles", "processes", "CPUs")]
         for plan in self.pools.values():
-            noted = {role: f"{role} ({note})" for role, note in (notes or {}).items()}
-            roles = ", ".join(noted.get(role, role) for role in plan.roles)
+            labels = {role: f"{role} ({note})" for role, note in (notes or {}).items()}
+            roles = ", ".join(labels.get(role, role) for role in plan.roles)
             for first, last, alike in _runs(plan, folds):
                 count, node = plan.process_on_nodes[first], plan.nodes[first].name
                 if alike > 1:

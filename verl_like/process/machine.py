@@ -89,11 +89,8 @@ def words_of(path: str) -> list[bytes]:
 
 def memory_gb(field: str) -> float | None:
     """Return a line of /proc/meminfo ("MemTotal:", "MemAvailable:") in GiB, or None."""
-    table = Path("/proc/meminfo")
-    if not table.is_file():
-        return None
-    lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
-    return next((int(words[1]) / 2**20 for words in lines if words[0] == field), None)
+    kilobytes = _number_in(Path("/proc/meminfo"), field)
+    return None if kilobytes is None else kilobytes / 2**20
 
 
 def free_memory_gb(container: Path = CONTAINER) -> float | None:
@@ -108,12 +105,13 @@ def free_memory_gb(container: Path = CONTAINER) -> float | None:
     most, taken = (path.read_text(encoding="ascii").strip() for path in limits)
     if most == "max":
         return free
-    return min(free, (int(most) - int(taken) + _cached_bytes(container)) / 2**30)
+    cached = _number_in(container / "memory.stat", "inactive_file") or 0
+    return min(free, (int(most) - int(taken) + cached) / 2**30)
 
 
-def _cached_bytes(container: Path) -> int:
-    table = container / "memory.stat"
+def _number_in(table: Path, name: str) -> int | None:
+    """Return the number in the line of this name, or None without such a file or line."""
     if not table.is_file():
-        return 0
+        return None
     lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
-    return next((int(words[1]) for words in lines if words[0] == "inactive_file"), 0)
+    return next((int(words[1]) for words in lines if words[0] == name), None)

@@ -45,7 +45,7 @@ def save_random_state(path: Path) -> None:
     text = {
         "python": state["python"],
         "numpy": [kind, keys.tolist(), *rest],
-        **{name: _as_text(state[name]) for name in OF_TORCH if name in state},
+        **{n: state[n].numpy().tobytes().hex() for n in OF_TORCH if n in state},
     }
     write_whole(path, json.dumps(text), to_disk=False)
 
@@ -72,7 +72,3 @@ def _read(path: Path) -> dict[str, Any]:
         if name in text and (name != "cuda" or torch.cuda.is_available()):
             state[name] = torch.frombuffer(bytearray.fromhex(text[name]), dtype=torch.uint8)
     return state
-
-
-def _as_text(state: torch.Tensor) -> str:
-    return state.numpy().tobytes().hex()

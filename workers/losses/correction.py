@@ -87,13 +87,13 @@ class RolloutCorrection:
     def of(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
         """Build the correction that the section describes; raise on impossible settings."""
         bounds = weight_bounds(str(settings.rollout_is_threshold))
-        veto, least, is_what = settings.rollout_token_veto_threshold, 1.0, "that of equal policies"
+        veto, least, meaning = settings.rollout_token_veto_threshold, 1.0, "that of equal policies"
         if settings.rollout_is is not None and bounds.lower is not None:
-            least, is_what = bounds.lower, "the lower rollout_is_threshold"
+            least, meaning = bounds.lower, "the lower rollout_is_threshold"
         if veto is not None and not 0 < veto < least:
             raise ConfigError(
                 f"{SECTION}.rollout_token_veto_threshold={veto:g}: it is a ratio between 0 and "
-                f"{least:g}, {is_what}; such as 1e-4."
+                f"{least:g}, {meaning}; such as 1e-4."
             )
         thresholds = settings.rollout_rs_threshold
         criteria = criteria_of(settings.rollout_rs, None if thresholds is None else str(thresholds))
@@ -133,7 +133,7 @@ class RolloutCorrection:
             log_ratio = zero_outside(log_probs[rows] - behaviour_log_probs[rows], part.inside)
             if weights is not None:
                 weights[rows] = self._weights(log_ratio, part, gauge)
-            accepted[rows] = self._kept(log_ratio, part, gauge)
+            accepted[rows] = self._accepted(log_ratio, part, gauge)
         return weights, accepted
 
     def _weights(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
@@ -145,7 +145,7 @@ class RolloutCorrection:
             gauge.add_fraction("rollout_is_oob_ratio", num_zero, part.num_tokens)
         return weights
 
-    def _kept(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
+    def _accepted(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
         """Return the mask of the tokens that every criterion and the veto accept."""
         accepted = part.inside
         for criterion in self.criteria:

@@ -31,7 +31,7 @@ TokenChooser = Callable[..., Tensor]
 Positive = Annotated[float, KeyRules(above=0)]
 NotNegative = Annotated[float, KeyRules(at_least=0)]
 Share = Annotated[float, KeyRules(above=0, at_most=1)]
-GIVEN = (
+LOSS_INPUTS = (
     *("old_log_prob", "log_prob", "advantages", "response_mask"),
     *("loss_agg_mode", "config", "rollout_is_weights"),
     *Denominators.__annotations__,
@@ -96,7 +96,7 @@ def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyL
 def _check(policy_loss: Any, subject: str) -> None:
     """Reject a loss that does not accept the arguments that the actor passes."""
     chosen = ("chosen_tokens",) if facts_of(policy_loss).choose_tokens else ()
-    check_call(policy_loss, subject, Call(by_name=(*GIVEN, *chosen)))
+    check_call(policy_loss, subject, Call(by_name=(*LOSS_INPUTS, *chosen)))
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)

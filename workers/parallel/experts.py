@@ -133,12 +133,12 @@ class _Spread:
     """The forward pass of experts that are spread over ranks."""
 
     def __init__(self, experts: nn.Module, group: dist.ProcessGroup) -> None:
-        self.own = _LocalExperts(experts)
+        self.local = _LocalExperts(experts)
         self.group = group
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts; `hidden` is [tokens, width], the others are [tokens, choices]."""
-        num_here, num_ranks = self.own.experts.num_experts, self.group.size()
+        num_here, num_ranks = self.local.experts.num_experts, self.group.size()
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=num_here * num_ranks)
         arriving = torch.empty_like(counts)
@@ -150,10 +150,10 @@ class _Spread:
         rows = Exchange.apply(self.group, sent, received, hidden[order // chosen.shape[-1]])
         numbers = torch.arange(num_here, device=chosen.device).repeat(num_ranks)
         numbers = numbers.repeat_interleave(arriving)[:, None]
-        weights_here = {name: local_part(weight) for name, weight in self.own.named_parameters()}
+        weights_here = {name: local_part(weight) for name, weight in self.local.named_parameters()}
         # weighted at the origin, in the precision of the weights, as in one process
         once = torch.ones_like(numbers, dtype=weights.dtype)
-        done = functional_call(self.own, weights_here, (rows, numbers, once))
+        done = functional_call(self.local, weights_here, (rows, numbers, once))
         if not len(rows):  # otherwise the backward pass of this rank would skip the exchange
             done = done + _nothing_of((rows, *weights_here.values()))
         back = Exchange.apply(self.group, received, sent, done)

@@ -125,7 +125,7 @@ class Split:
     counts: list[int]
     """Number of positions that each rank reads."""
 
-    def own(self, column: Tensor) -> Tensor:
+    def of_rank(self, column: Tensor) -> Tensor:
         """Select this rank's numbers from a column with one number per position read."""
         rank = self.group.rank()
         return column[self.numbers.split(self.counts)[rank].to(column.device)]

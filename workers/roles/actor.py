@@ -143,7 +143,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
                 budget=self.budget,
                 epochs=epochs,
                 shuffle_seed=shuffle_seed(self.config),
-                beside=[] if ptx is None else [(ptx, self.ptx_loss)],
+                extra_batches=[] if ptx is None else [(ptx, self.ptx_loss)],
             )
         if self.average is not None:
             self.average.update()

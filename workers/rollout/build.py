@@ -37,7 +37,13 @@ def engine_for(rollout: RolloutConfig, device_type: str) -> str:
     """Return the engine's name, chosen by device for "auto"."""
     if rollout.name != AUTO:
         return rollout.name
-    return "vllm" if device_type == "cuda" and _has_vllm() else "native"
+    if device_type != "cuda":
+        return "native"
+    try:
+        check_version("cuda")
+    except ConfigError:
+        return "native"
+    return "vllm"
 
 
 def notices_of_engine(name: str, device_type: str) -> list[str]:
@@ -49,14 +55,6 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
         "cache: it is the engine for CPUs. rollout.name=vllm is the one for GPUs (pip install -e "
         '".[vllm]")'
     ]
-
-
-def _has_vllm() -> bool:
-    try:
-        check_version("cuda")
-    except ConfigError:
-        return False
-    return True
 
 
 def check_engine(config: WorkersConfig, world_size: int) -> None:

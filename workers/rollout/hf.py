@@ -192,15 +192,12 @@ class _Decoding:
         self.versions.append(self.engine.version or 0)
 
     def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """Return True to end transformers' loop."""
+        """Return True to end transformers' loop, with the reason in `finish_reason`."""
         if self.position == len(self.tokens):
-            self.finish_reason = self._reason()
+            reason = self.engine.finish_reason(self.sample, self.tokens, self.sampling)
+            goes_on = reason == UNFINISHED and len(self.tokens) < self.longest
+            self.finish_reason = "" if goes_on else reason
         return torch.tensor([bool(self.finish_reason)], device=ids.device)
-
-    def _reason(self) -> str:
-        """Return why the run ends with the newest token; "" if it does not."""
-        reason = self.engine.finish_reason(self.sample, self.tokens, self.sampling)
-        return "" if reason == UNFINISHED and len(self.tokens) < self.longest else reason
 
 
 PROMPTS, NUM_STEPS = (24, 3, 1), 24

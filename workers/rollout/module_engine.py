@@ -85,7 +85,7 @@ class Int8Hashes:
     def note(self, name: str, sent: Tensor, stored: Tensor | None) -> None:
         """Record that a received tensor was written into `stored`."""
         if isinstance(stored, Int8Weight):
-            self._hashes[name] = int(float32_hash(sent)), _held_hashes(stored)
+            self._hashes[name] = int(float32_hash(sent)), _current_hashes(stored)
 
     def checksum(self, weights: NamedTensors) -> str:
         """Return `workers.weights.checksum.checksum_of` the weights, with int8 weights as received.
@@ -98,9 +98,9 @@ class Int8Hashes:
         if not isinstance(weight, Int8Weight):
             return int(float32_hash(weight))
         received, result = self._hashes.get(name, (0, []))
-        current = _held_hashes(weight)
+        current = _current_hashes(weight)
         return received if result == current else current[0]
 
 
-def _held_hashes(weight: Int8Weight) -> list[int]:
+def _current_hashes(weight: Int8Weight) -> list[int]:
     return hashes_of([bytes_of(part) for part in (weight.numbers, weight.scales)])

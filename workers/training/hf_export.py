@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 10**9
 """Larger weights are split into several safetensors files."""
-KEPT = (".json", ".jinja", ".txt", ".model", ".py")
+COPIED = (".json", ".jinja", ".txt", ".model", ".py")
 """Suffixes of the files that are copied: configuration, tokenizer, templates, code."""
 
 
@@ -90,7 +90,7 @@ def write_model_folder(
 def _copy_files(source: Path, folder: Path) -> dict[str, Any]:
     """Copy everything except weights; return the model's configuration."""
     for path in source.iterdir():
-        if path.is_file() and path.suffix in KEPT and not path.name.endswith(".index.json"):
+        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config

@@ -122,9 +122,9 @@ class Feed:
     None, and -1 for padding, mean that the routers choose.
     """
 
-    def own(self, column: Tensor) -> Tensor:
+    def of_rank(self, column: Tensor) -> Tensor:
         """Return this rank's part of a column with one number per position that all ranks read."""
-        return column if self.split is None else self.split.own(column)
+        return column if self.split is None else self.split.of_rank(column)
 
     def gathered(self, columns: Columns) -> Columns:
         """Gather columns of this feed's reads into columns of the reads of all ranks of the row."""
@@ -150,7 +150,7 @@ def packed_feed(
     tokens, lengths = _needed(columns, reads, whole)
     rows = [length for length in lengths.tolist() if length]
     if ranks is None:
-        inputs = _given(tokens, device)
+        inputs = _token_inputs(tokens, device)
         layout = RowLayout(rows, device)
         return Feed(
             {**inputs, "row_layout": layout},
@@ -164,7 +164,7 @@ def packed_feed(
         tokens[name] = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
     split = ranks.split(tokens["reads"])
     mine = {name: values[split.places] for name, values in tokens.items()}
-    inputs = _given(mine, device)
+    inputs = _token_inputs(mine, device)
     layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
     return Feed(
         {**inputs, "row_layout": layout},
@@ -175,7 +175,7 @@ def packed_feed(
     )
 
 
-def _given(tokens: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
+def _token_inputs(tokens: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
     return {name: to_device(tokens[name][None], device) for name in ("input_ids", "position_ids")}
 
 

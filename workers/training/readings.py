@@ -63,7 +63,7 @@ class Reading:
             numbers = token_columns(
                 model.module,
                 feed,
-                to_device(feed.own(columns["responses"].values[inside]), device),
+                to_device(feed.of_rank(columns["responses"].values[inside]), device),
                 wanted,
                 may_chunk=model.model_config.use_fused_kernels,
                 words=model.words,

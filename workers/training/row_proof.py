@@ -56,7 +56,7 @@ SPLITS = (
 )
 LARGEST_SQUARE = 2048
 """Largest pass, in tokens, if attention grows with their square; a longer single row is allowed."""
-NOT_ASKED = "model.use_remove_padding=False"
+PADDED_BY_USER = "model.use_remove_padding=False"
 """Reason for padded rows when the user chose them."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
 """Lengths of the test rows: together more than the positions of a stand-in model."""
@@ -120,7 +120,7 @@ def prove_rows(
     if group is not None:
         check_split(support, group.size(), reason)
         ranks = SequenceRanks(group, support.config.num_attention_heads)
-    if reason not in ("", NOT_ASKED):
+    if reason not in ("", PADDED_BY_USER):
         logger.warning(
             "model type %s is not %s right from packed rows (%s); it runs on padded rows, which "
             "takes longer. model.use_remove_padding=False asks for no packed rows.",
@@ -137,7 +137,7 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
 
     Raise a ConfigError if no layout is correct.
     """
-    reason = support.why_not(rows_packed) if may_pack else NOT_ASKED
+    reason = support.why_not(rows_packed) if may_pack else PADDED_BY_USER
     if not reason:
         return "packed", ""
     if reason.startswith(NO_MODEL):

@@ -34,17 +34,17 @@ def update(
     budget: Budget,
     epochs: int = 1,
     shuffle_seed: int | None = None,
-    beside: Sequence[tuple[DataProto, Loss]] = (),
+    extra_batches: Sequence[tuple[DataProto, Loss]] = (),
 ) -> Metrics:
     """Take one optimizer step per mini-batch and epoch, then advance the learning-rate schedule.
 
     With a seed the samples are reshuffled for every epoch. Each step also adds the gradient of its
-    share of the batches `beside`, each with its own loss. The metrics are means over the steps that
+    share of the `extra_batches`, each with its own loss. The metrics are means over the steps that
     were not skipped.
     """
     columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
     rows = engine.take(data, columns)
-    others = [(engine.take(extra, of.columns), of) for extra, of in beside]
+    others = [(engine.take(extra, of.columns), of) for extra, of in extra_batches]
 
     count = count_mini_batches(rows.total, mini_batch_size)
     orders = epoch_rows(rows, epochs, shuffle_seed, engine.scheduler.num_steps)

@@ -36,7 +36,7 @@ class Library:
 
     package: str
     module: str
-    cards: tuple[tuple[int, int], tuple[int, int]]
+    capabilities: tuple[tuple[int, int], tuple[int, int]]
     """Compute capabilities: the first that it supports, and the first that it does not."""
     install: str
     unbounded: int | None = -1
@@ -124,7 +124,7 @@ def find_kernel(
 
     reasons, capability = [], torch.cuda.get_device_capability(device)
     for name, library in LIBRARIES.items():
-        suits = library.cards[0] <= capability < library.cards[1]
+        suits = library.capabilities[0] <= capability < library.capabilities[1]
         if wanted == name and not suits:
             at = ".".join(map(str, capability))
             reasons.append(f"{library.package} has no kernel for compute capability {at}")

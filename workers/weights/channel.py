@@ -198,11 +198,11 @@ class Channel:
             if number == 0 and drops_first:
                 continue
             header = {"number": number, "tensors": bucket.facts}
-            begun = self._start_header(bucket.payload.numel(), header)
-            begun.append(self._start_payload(bucket.payload))
+            started = self._start_header(bucket.payload.numel(), header)
+            started.append(self._start_payload(bucket.payload))
             self.num_bytes += bucket.num_bytes
             _finish(before)
-            before = begun
+            before = started
         _finish([*before, *self._start_header(END, {"number": num_buckets, **summary()})])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
@@ -340,8 +340,8 @@ def allocate_buffer(num_bytes: int, device: torch.device = HOST) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _finish(begun: Iterable[Finish]) -> None:
-    for finish in begun:
+def _finish(started: Iterable[Finish]) -> None:
+    for finish in started:
         finish()
 
 

@@ -182,7 +182,7 @@ class Connections:
         has_own_gpus = all(gpus) and len(set(gpus)) == len(gpus)
         store.set("complete", json.dumps({"is_formed": existing is not None, "gpus": has_own_gpus}))
         form = partial(form_groups, address, store, 0, num_receivers + 1, has_own_gpus)
-        with self._lent(receivers, existing or form()) as connection:
+        with self._borrowed(receivers, existing or form()) as connection:
             yield connection
 
     @contextmanager
@@ -206,11 +206,11 @@ class Connections:
             existing.close()
             existing = None
         form = partial(form_groups, address, store, rank, num_receivers + 1, reply["gpus"])
-        with self._lent(name, existing or form()) as connection:
+        with self._borrowed(name, existing or form()) as connection:
             yield connection
 
     @contextmanager
-    def _lent(self, name: str, connection: Connection) -> Iterator[Connection]:
+    def _borrowed(self, name: str, connection: Connection) -> Iterator[Connection]:
         try:
             yield connection
         except BaseException:

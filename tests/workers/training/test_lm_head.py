@@ -218,9 +218,9 @@ def test_gradients_in_bfloat16_are_those_of_float32_but_for_rounding(
 @pytest.fixture
 def forgotten_proofs() -> Iterator[None]:
     """Forget earlier proofs, and those of this test."""
-    proof._found_proof.cache_clear()
+    proof._answer_of.cache_clear()
     yield
-    proof._found_proof.cache_clear()
+    proof._answer_of.cache_clear()
 
 
 def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(

@@ -279,10 +279,10 @@ def test_without_a_small_model_to_prove_it_on_rows_are_padded(
         raise ValueError("a width that does not shrink")
 
     monkeypatch.setattr(proof, "stand_in", none_built)
-    proof._found_proof.cache_clear()
+    proof._answer_of.cache_clear()
     with caplog.at_level(logging.WARNING):
         engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    proof._found_proof.cache_clear()
+    proof._answer_of.cache_clear()
     assert engine.row_passes.kind == "padded"
     assert "not proven right from packed rows (there is no small model" in caplog.text
     assert "a width that does not shrink" in caplog.text

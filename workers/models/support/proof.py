@@ -57,13 +57,13 @@ class Support:
         exceed the same limits.
         """
         within = None if longest is None else reach(self.config, longest)
-        reason = _found_proof(proof, ConfigByContent.of(self.config), self.attention, within)
+        reason = _answer_of(proof, ConfigByContent.of(self.config), self.attention, within)
         return reason.replace(LONGEST, str(longest))
 
 
 @functools.lru_cache(maxsize=256)
 @torch.no_grad()
-def _found_proof(proof: Proof, config: ConfigByContent, attention: str, longest: int | None) -> str:
+def _answer_of(proof: Proof, config: ConfigByContent, attention: str, longest: int | None) -> str:
     try:
         model = stand_in(config.config, attention, longest)
     except MODEL_ERRORS as error:

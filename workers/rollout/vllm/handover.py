@@ -46,8 +46,8 @@ def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, 
 
 def _layer_of(name: str) -> str | None:
     """Return the name of the layer whose number comes first, such as `model.layers.7`."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return None if found is None else found[1]
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return None if match is None else match[1]
 
 
 class Handover:

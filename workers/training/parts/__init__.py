@@ -21,7 +21,7 @@ from workers.models.quantize import quantize_linears
 from workers.models.routing import Routers
 from workers.models.support.proof import Support
 from workers.training.model import Model, Part
-from workers.training.row_proof import NOT_ASKED, check_split
+from workers.training.row_proof import PADDED_BY_USER, check_split
 
 if TYPE_CHECKING:
     from workers.config.model import ModelConfig
@@ -144,7 +144,7 @@ def check_axes(
         if reason := blocking_axis(dims):
             raise ConfigError(f"model.compile=on: {section}.{reason}; set model.compile=auto.")
     if dims.sp > 1:
-        check_split(support, dims.sp, "" if config.use_remove_padding else NOT_ASKED, section)
+        check_split(support, dims.sp, "" if config.use_remove_padding else PADDED_BY_USER, section)
     if dims.pp > 1:
         from workers.training.parts.pipeline import check_stages
 

@@ -82,7 +82,7 @@ def test_what_is_found_out_holds_for_all_rows_that_pass_the_same_limits(
         return stand_in(*arguments)
 
     monkeypatch.setattr(model_proof, "stand_in", noted)
-    model_proof._found_proof.cache_clear()
+    model_proof._answer_of.cache_clear()
     config = build_tiny(tiny_model_config("mistral")).config
     for longest in (17, 30, 90):
         assert f"up to {longest} tokens" in module_forward.why_not_native(config, longest)
