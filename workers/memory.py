@@ -24,8 +24,7 @@ import torch
 from verl_like.tensor_ops.logprobs import slice_bytes
 from workers.config.model import FrozenFSDPConfig, ModelConfig, ParallelConfig
 from workers.models.causal_lm import Head, recomputes
-from workers.models.folder import model_folder
-from workers.models.hf_config import shared_hf_config
+from workers.models.folder import model_folder, shared_hf_config
 from workers.models.memory_shapes import (
     Moments,
     StageOf,

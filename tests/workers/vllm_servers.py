@@ -21,7 +21,7 @@ from urllib.request import urlopen
 
 import torch
 
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import read_hf_config
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.server import serve_command

@@ -36,7 +36,7 @@ class Chat:
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
-        from workers.models.hf_config import read_hf_config
+        from workers.models.folder import read_hf_config
 
         architectures = read_hf_config(folder).architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):

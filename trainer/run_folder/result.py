@@ -85,7 +85,7 @@ class RunResult:
         """The trained model, loaded on first access."""
         import transformers
 
-        from workers.models.hf_config import read_hf_config
+        from workers.models.folder import read_hf_config
 
         architecture = read_hf_config(self._model_left()).architectures[0]
         return getattr(transformers, architecture).from_pretrained(

@@ -29,8 +29,7 @@ from trainer.serve.promises import Promise
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
 from trainer.serve.verbs import Verbs
-from workers.models.folder import model_folder
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import model_folder, read_hf_config
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.05

@@ -25,8 +25,8 @@ from verl_like.batch.columns import object_rows, tensors_of
 from verl_like.batch.merge import check_same_keys, union_meta
 from verl_like.batch.protocol import DataProto, DataProtoItem
 from verl_like.batch.ragged import Column, Ragged, rectangle_of
+from verl_like.batch.split import TensorDictRows
 from verl_like.batch.tensordict_import import TensorDict
-from verl_like.batch.tensordict_rows import TensorDictRows
 from verl_like.batch.tensordicts import nested_of_ragged, ragged_of_nested
 from verl_like.errors import BatchError, MissingColumnError
 from verl_like.tensor_ops.balance import get_reverse_idx, get_seqlen_balanced_partitions

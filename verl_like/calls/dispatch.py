@@ -21,8 +21,7 @@ from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import join_chunks, split_rows
-from verl_like.batch.tensordict_rows import rows_of
+from verl_like.batch.split import join_chunks, rows_of, split_rows
 from verl_like.calls.future import WorkerFuture
 from verl_like.calls.result import declared_form
 from verl_like.calls.transport import Transport

@@ -22,8 +22,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import view_rows
-from verl_like.batch.tensordict_rows import value_of
+from verl_like.batch.split import value_of, view_rows
 from verl_like.calls.dispatch import (
     CallTarget,
     Execute,

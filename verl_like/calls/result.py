@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
+from verl_like.batch.split import rows_of
 from verl_like.batch.tensordict_import import TensorDict
-from verl_like.batch.tensordict_rows import rows_of
 from verl_like.calls.wire import BATCH, BOTH, METRICS, Header
 from verl_like.errors import DispatchError
 

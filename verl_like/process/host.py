@@ -34,8 +34,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import count_real_rows
-from verl_like.batch.tensordict_rows import rows_of, value_of
+from verl_like.batch.split import count_real_rows, rows_of, value_of
 from verl_like.calls.diagnose import SIGNAL, stacks_of_calls
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.result import split_result

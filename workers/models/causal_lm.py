@@ -7,7 +7,7 @@ would differ between two passes, and PPO's ratio would be noise before the first
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +18,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from verl_like.errors import ConfigError
 from workers.models.attention import resolve_attention
-from workers.models.folder import model_folder
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import precision_of
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
+
 
 Head = Literal["token", "scalar", "score"]
 """The head of a model.
@@ -178,3 +178,18 @@ def _parameters_on_meta() -> Iterator[None]:
             yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which the module computes by `forward`, inside its hooks."""
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before

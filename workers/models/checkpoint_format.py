@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import read_hf_config
 from workers.models.state import named_state
 
 Named = Iterable[tuple[str, Tensor]]

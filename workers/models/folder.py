@@ -1,13 +1,17 @@
-"""Locate a model's files: in a folder, or in this machine's cache of the Hugging Face hub.
+"""A model's files, in a folder or in this machine's cache of the hub, and its configuration.
 
 `model_folder` resolves a `model.path`. Every node downloads once, so no folder has to be shared.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import re
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
@@ -16,7 +20,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 """Configuration, tokenizer, templates, code."""
 PARSED = ("config.json", "generation_config.json", "tokenizer_config.json")
-LARGEST = 64 * 2**20
+LARGEST_FILE = 64 * 2**20
 """Largest size of a small file in bytes; the largest tokenizers have 30 MB."""
 
 
@@ -56,9 +60,9 @@ def check_small_files(folder: Path) -> None:
     for file in (file for pattern in SMALL_FILES for file in folder.glob(pattern)):
         if not file.is_file():
             raise ConfigError(f"{file} is not a regular file. Replace or remove it.")
-        if file.stat().st_size > LARGEST:
+        if file.stat().st_size > LARGEST_FILE:
             raise ConfigError(
-                f"{file} has {file.stat().st_size:,} bytes; at most {LARGEST:,} are read."
+                f"{file} has {file.stat().st_size:,} bytes; at most {LARGEST_FILE:,} are read."
             )
         try:
             if file.name in PARSED:
@@ -78,3 +82,66 @@ def generation_eos(path: str) -> tuple[int, ...]:
         return ()
     ids = read_json_object(file).get("eos_token_id")
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+LARGEST_SIZE = 10**8
+"""Upper limit of a size in a model."""
+
+
+def read_hf_config(folder: str | Path) -> Any:
+    """Return the transformers configuration, as a copy that the caller may change.
+
+    Code in the folder is never run. The file is parsed once, which takes transformers longer than
+    building a small model: the roles of a process, the memory plan and the checks before it usually
+    need the same configuration.
+    """
+    return copy.deepcopy(shared_hf_config(folder))
+
+
+def shared_hf_config(folder: str | Path) -> Any:
+    """Return the configuration without a copy; callers must not change it."""
+    file = Path(folder, "config.json")
+    return _parsed(str(folder), file.read_bytes() if file.is_file() else None)
+
+
+@lru_cache(maxsize=16)
+def _parsed(folder: str, _text: bytes | None) -> Any:
+    # the text is a parameter so that a changed file is parsed again
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    check_small_files(Path(folder))
+    if _text is not None:
+        _check_sizes(json.loads(_text), Path(folder, "config.json"))
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (StrictDataclassError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{folder}/config.json describes no model: {error}") from error
+
+
+def _check_sizes(fields: dict[str, Any], file: Path) -> None:
+    """Reject sizes that no model has, also in the configuration of a sub-model."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_sizes(value, file)
+        elif name in SIZES and isinstance(value, int | float) and not 0 < value <= LARGEST_SIZE:
+            raise ConfigError(f"{file} describes no model: {name} is {value:,}.")
+
+
+def factor_border(config: Any) -> int | None:
+    """Return the length beyond which a longrope model's rotary factors change, or None.
+
+    Rotary factors depend on the length of a row in longrope (Phi-3 128k). That matters where rows
+    are split into passes, and where generation makes a row longer.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings")
+            return original or getattr(text, "original_max_position_embeddings", None)
+    return None

@@ -28,14 +28,14 @@ from verl_like.files import read_json_object
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.checkpoint_format import Group, checkpoint_format
-from workers.models.folder import model_folder
+from workers.models.folder import model_folder, read_hf_config
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
-from workers.models.random_init import random_weights
 from workers.models.state import local_rows, local_shard, named_state
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
+
 
 COMPUTED = (
     r"rotary_emb\.inv_freq$",
@@ -383,3 +383,31 @@ def _copy(weight: Tensor, stored: Any) -> None:
     local = local_shard(weight)
     if local.numel():
         local.copy_(local_rows(weight, stored))
+
+
+def check_weights(key: str, path: str, seed: int | None) -> None:
+    """Reject a folder without weights, unless a seed asks for random ones."""
+    if seed is None and is_bare_config(path):
+        raise ConfigError(
+            f"{key}={path} has a config.json and no weights. To begin with random ones, say so: "
+            "model.random_init_seed=<number>, of the same section; or use a folder of "
+            "save_pretrained."
+        )
+
+
+def random_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """Return random weights for a folder that has only a config.json, as transformers draws them.
+
+    All weights of the causal LM by name, equal on every rank; float32 in host memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_weights("model.path", config.path, config.random_init_seed)
+    assert config.random_init_seed is not None, "a folder without weights and seed was let through"
+    logger.info("model.path=%s: random weights, seed %d", config.path, config.random_init_seed)
+    hf_config = read_hf_config(model_folder(config.path))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.random_init_seed)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights

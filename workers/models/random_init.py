@@ -13,8 +13,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.config.conditions import is_bare_config
-from workers.models.folder import model_folder
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import model_folder, read_hf_config
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig

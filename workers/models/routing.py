@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_like.errors import BatchError, ConfigError
-from workers.models.causal_lm import body_of
-from workers.models.forward import replaced_forward
+from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.support.proof import Support, relative_error
 from workers.parallel.experts import experts_of
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from workers.parallel.page_lock import lock_pages
 from workers.parallel.placements import local_part
 from workers.parallel.sharding import Sharding
 
@@ -126,3 +127,29 @@ def _states(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
 def _is_moved(value: object) -> bool:
     """True for tensors with several elements; step counts stay where AdamW needs them."""
     return isinstance(value, Tensor) and math.prod(value.shape) > 1
+
+
+logger = logging.getLogger(__name__)
+
+
+def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:
+    """Lock the pages of these bytes until the result is called or their owner is deleted.
+
+    Returns None, with a warning, if CUDA fails. torch's `pin_memory` would round up to a power of
+    two.
+    """
+    cudart, address = torch.cuda.cudart(), block.data_ptr()
+    if error := int(cudart.cudaHostRegister(address, len(block), 0)):
+        size = len(block) / 2**30
+        logger.warning("%.2f GiB were not page-locked: CUDA error %d", size, error)
+        return None
+    unlock = weakref.finalize(owner, cudart.cudaHostUnregister, address)
+    unlock.atexit = False  # CUDA may be gone at exit
+    return unlock
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small new tensor to the device, without waiting for a GPU."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

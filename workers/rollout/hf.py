@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.hf_config import factor_border
+from workers.models.folder import factor_border
 from workers.models.state import named_state
 from workers.models.support.proof import Support, relative_error
 from workers.models.support.stand_in import VOCABULARY

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from workers.models.attention import has_sinks, override_attention, soft_cap
-from workers.parallel.page_lock import to_device
+from workers.parallel.offload import to_device
 from workers.parallel.sequence import SequenceRanks
 
 PACKED = "row_layout_sdpa"

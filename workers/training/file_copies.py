@@ -37,7 +37,7 @@ from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
 from verl_like.process.worker import Worker
 from workers.models.tensor_files import FileWriter, bytes_of
-from workers.parallel.page_lock import lock_pages
+from workers.parallel.offload import lock_pages
 from workers.training import write_copy
 
 LEAST_BYTES = 16 * 2**20

@@ -29,8 +29,7 @@ from verl_like.tensor_ops import (
     sum_pi_squared_from_logits,
 )
 from workers.models.attention import warn_once
-from workers.models.causal_lm import body_of
-from workers.models.forward import replaced_forward
+from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.state import local_shard
 from workers.models.support.proof import Support
 from workers.models.support.stand_in import VOCABULARY

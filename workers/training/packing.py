@@ -25,7 +25,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, ConfigError
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.models.routing import COLUMN as ROUTED
-from workers.parallel.page_lock import to_device
+from workers.parallel.offload import to_device
 from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns, RowColumns

@@ -18,7 +18,7 @@ from verl_like.batch.ragged import Column, rectangle_of
 from workers.models.precision import computing_in
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import begin_pass
-from workers.parallel.page_lock import to_device
+from workers.parallel.offload import to_device
 from workers.training.lm_head import DEFAULT, Wanted
 from workers.training.loss import Loss
 from workers.training.microbatch import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_like.batch.ragged import Column, Ragged, join_ragged
 from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
-from workers.parallel.page_lock import to_device
+from workers.parallel.offload import to_device
 from workers.training.lm_head import Wanted, token_columns
 from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import Feed, last_token_reads, read, response_reads

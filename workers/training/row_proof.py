@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
-from workers.models.hf_config import factor_border
+from workers.models.folder import factor_border
 from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import AttendRows, SequenceRanks

@@ -8,8 +8,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from verl_like.batch.split import join_chunks, split_rows
-from verl_like.batch.tensordict_rows import TensorDictRows
+from verl_like.batch.split import TensorDictRows, join_chunks, split_rows
 from verl_like.errors import BatchError
 
 LENGTHS = [3, 1, 4, 2, 5]

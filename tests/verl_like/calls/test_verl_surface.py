@@ -21,7 +21,7 @@ from verl_like import (
     Worker,
     create_colocated_worker_raw_cls,
 )
-from verl_like.batch.tensordict_rows import TensorDictRows
+from verl_like.batch.split import TensorDictRows
 from verl_like.calls.dispatch import collect_dataproto
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.verl_surface import scatter_lists

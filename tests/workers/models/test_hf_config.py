@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from verl_like.errors import ConfigError
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import read_hf_config
 
 
 @pytest.fixture

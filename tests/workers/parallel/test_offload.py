@@ -16,8 +16,7 @@ from tests.workers.kept_ranks import run_kept
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor, shard
 from workers.parallel.groups import Groups
-from workers.parallel.offload import HostBlocks, resident
-from workers.parallel.page_lock import to_device
+from workers.parallel.offload import HostBlocks, resident, to_device
 from workers.parallel.placements import local_part
 from workers.parallel.sharding import Sharding
 

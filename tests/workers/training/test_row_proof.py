@@ -15,7 +15,7 @@ from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import set_training_mode
-from workers.models.hf_config import factor_border
+from workers.models.folder import factor_border
 from workers.models.support import proof
 from workers.models.support.proof import Support
 from workers.models.support.stand_in import stand_in

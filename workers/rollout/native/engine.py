@@ -26,9 +26,14 @@ from workers.models.lora import merged_tensors
 from workers.models.state import named_state
 from workers.rollout.base import Budget, EngineLimits, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
-from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
+from workers.rollout.native.direct_forward import (
+    DirectForward,
+    agrees,
+    goes_by_onednn,
+    is_llama_shaped,
+    least_rows,
+)
 from workers.rollout.native.kv_cache import CacheMemory, KeptMemory, slot_width, slots_that_fit
-from workers.rollout.native.linear import goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import (
     ModuleForward,
     check_decoding,

@@ -29,6 +29,7 @@ from verl_like.errors import ConfigError
 from workers.models.attention import override_attention
 from workers.models.support.proof import LONGEST, Support, relative_error
 from workers.models.support.stand_in import LIMIT, VOCABULARY
+from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.kv_cache import (
     SlotCache,
     Slots,
@@ -36,7 +37,6 @@ from workers.rollout.native.kv_cache import (
     prefill_width,
     slot_width,
 )
-from workers.rollout.native.linear import MIN_ROWS_OF_MKL
 
 
 class ModuleForward:

@@ -19,7 +19,12 @@ from torch import Tensor
 from workers.models.routing import RecordedChoices
 from workers.rollout.base import Budget, SamplingParams
 from workers.rollout.module_engine import ModuleEngine
-from workers.rollout.native.direct_forward import DirectForward
+from workers.rollout.native.direct_forward import (
+    MIN_ROWS,
+    DirectForward,
+    goes_by_onednn,
+    least_rows,
+)
 from workers.rollout.native.kv_cache import (
     CacheMemory,
     KeptMemory,
@@ -31,7 +36,6 @@ from workers.rollout.native.kv_cache import (
     slot_width,
     whole_blocks,
 )
-from workers.rollout.native.linear import MIN_ROWS, goes_by_onednn, least_rows
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.slot_table import SlotTable
 from workers.rollout.sample import KeptStates, Sample, States, num_read_at_once

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import RolloutError, WeightSyncError
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import read_hf_config
 from workers.rollout.base import Budget, EngineLimits
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.setup import (

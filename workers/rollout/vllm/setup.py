@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.checkpoint_format import CheckpointFormat
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import read_hf_config
 from workers.models.routing import Routers
 from workers.models.state import named_state
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from verl_like.errors import ConfigError
-from workers.parallel.page_lock import to_device
+from workers.parallel.offload import to_device
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms_of
 from workers.rollout.vllm.handover import Arrivals, by_layer

@@ -23,8 +23,7 @@ from torch import Tensor
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.models.attention import warn_once
-from workers.models.causal_lm import body_of
-from workers.models.forward import replaced_forward
+from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.precision import computing_in
 from workers.parallel.dims import ParallelDims
 from workers.training.microbatch import all_reduce

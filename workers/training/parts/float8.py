@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from verl_like.errors import ConfigError
-from workers.models.forward import replaced_forward
+from workers.models.causal_lm import replaced_forward
 from workers.models.quantize import quantizable
 from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import body_of
-from workers.models.folder import model_folder
-from workers.models.hf_config import read_hf_config
+from workers.models.folder import model_folder, read_hf_config
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce
 from workers.training.model import Model, Part

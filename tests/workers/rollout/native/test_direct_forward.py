@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from workers.rollout.base import EngineLimits, SamplingParams
+from workers.rollout.native import direct_forward, scheduler
 from workers.rollout.native import engine as native_rollout
-from workers.rollout.native import linear, scheduler
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.rollout.native.engine import NativeEngine
 from workers.rollout.native.module_forward import ModuleForward
@@ -118,7 +118,7 @@ def hooked(model: Any) -> Any:
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
 def both_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run with oneDNN's linear layers, if torch has them, and with torch's own."""
-    monkeypatch.setattr(linear, "NARROW", 0 if request.param else 2**30)
+    monkeypatch.setattr(direct_forward, "NARROW", 0 if request.param else 2**30)
 
 
 @pytest.mark.usefixtures("both_kernels")
@@ -182,7 +182,7 @@ def test_the_bits_of_a_sample_do_not_depend_on_how_long_its_neighbours_are(
 def test_steps_follow_the_tokens_generated(
     qwen2: Any, prompts: list[list[int]], passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "NARROW", 0)
+    monkeypatch.setattr(direct_forward, "NARROW", 0)
     monkeypatch.setattr(scheduler, "rows_of_pass", lambda count, least: max(least, count))
     outputs = generate(qwen2, prompts * 3, range(3 * len(prompts)), max_num_seqs=8)
     needed = sum(len(output.tokens) - 1 for output in outputs.values())

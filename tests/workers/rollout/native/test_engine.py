@@ -18,8 +18,8 @@ from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.batches import batch_of
+from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.engine import NativeEngine
-from workers.rollout.native.linear import MIN_ROWS_OF_MKL
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 

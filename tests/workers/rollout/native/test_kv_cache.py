@@ -11,6 +11,7 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import started, tiny_config
 from verl_like.errors import RolloutError
 from workers.roles.rollout import RolloutWorker
+from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.kv_cache import (
     CacheMemory,
     SlotCache,
@@ -19,7 +20,6 @@ from workers.rollout.native.kv_cache import (
     slot_width,
     slots_that_fit,
 )
-from workers.rollout.native.linear import MIN_ROWS_OF_MKL
 from workers.rollout.native.module_forward import ModuleForward, grouped_decoding
 
 
