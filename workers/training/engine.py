@@ -42,7 +42,7 @@ from workers.training.optim import (
     guarded_step,
 )
 from workers.training.packing import check_rows
-from workers.training.parts import RouterReplay
+from workers.training.parts.layers import RouterReplay
 from workers.training.parts.load_balancing import LoadBalancing
 from workers.training.passes import Passes, Pieces, SmallerPasses
 from workers.training.readings import INPUTS, Reading

@@ -19,6 +19,7 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.config import ModelConfig, ParallelConfig
+from workers.cpu import linear as cpu_linear
 from workers.cpu.allocator import keep_freed_memory
 from workers.memory import HeldModel, LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
@@ -26,7 +27,6 @@ from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model,
 from workers.models.state import local_shard
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
-from workers.training import model as model_module
 from workers.training.engine import INPUTS
 from workers.training.microbatch import RowColumns, Rows
 
@@ -66,7 +66,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def worker(small: Path, monkeypatch: pytest.MonkeyPatch) -> ActorWorker:
     """An actor that computes as on a GPU, without oneDNN's linear layers."""
-    monkeypatch.setattr(model_module, "cpu_kernels", nullcontext)
+    monkeypatch.setattr(cpu_linear, "onednn_linears", nullcontext)
     actor = ActorWorker(tiny_config(small))
     actor.init_model(1)
     return actor
@@ -177,7 +177,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
 
 def held_by_a_rank(small: Path) -> tuple[int, int]:
     """Return bytes of the weights and of a pass's activations, over two tensor-parallel ranks."""
-    model_module.cpu_kernels = lambda _: nullcontext()
+    cpu_linear.onednn_linears = lambda _: nullcontext()
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
     own: Any = [local_shard(weight) for weight in actor.engine.parameters()]

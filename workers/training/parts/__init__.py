@@ -6,8 +6,8 @@ for part in parts: part.change(model)       # the empty module, in the order of 
 for part in parts: part.finish(model)
 with part.computing(): part.fed(feed)       # around passes, and before each
 
-Parts of one call are here, the others are in files of this folder. What a part needs is imported
-only where the part is chosen.
+`layers` has the parts of one call. The others have a file each, which is imported only where the
+part is chosen.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from workers.models.quantize import quantize_linears
 from workers.models.routing import Routers
 from workers.models.support.proof import Support
 from workers.training.model import Model, Part
+from workers.training.parts.layers import ExpertSpread, Int8, Lora, MatrixSplit, RouterReplay
 from workers.training.row_proof import PADDED_BY_USER, check_split
 
 if TYPE_CHECKING:
@@ -63,70 +64,6 @@ def parts_of(model: Model) -> list[Part]:
 
         parts.append(LoadBalancing(settings.router_aux_loss_coef))
     return parts
-
-
-class Int8(Part):
-    """Linear weights in int8 (`quantization=int8`), which no rank ever stores in float32."""
-
-    def change(self, model: Model) -> None:
-        """Allocate int8 weights; each weight is quantized as it is loaded."""
-        quantize_linears(model.module, model.device)
-
-
-class Lora(Part):
-    """LoRA adapters (`model.lora_rank`): only the adapters and a scalar head are trained."""
-
-    def change(self, model: Model) -> None:
-        """Add adapters to linear layers and freeze the other weights."""
-        add_adapter(model.module, model.model_config)
-
-
-class ExpertSpread(Part):
-    """Expert parallelism (`parallel.ep`): each rank has some experts, and tokens are sent to
-    them.
-    """
-
-    def change(self, model: Model) -> None:
-        """Keep only this rank's experts of every layer."""
-        from workers.parallel.experts import spread_experts
-
-        spread_experts(model.module, model.groups.ep_mesh)
-
-
-class RouterReplay(Part):
-    """Router replay (`router_replay.mode=R3`): tokens go to the experts that the rollout chose."""
-
-    routers: Routers
-
-    def change(self, model: Model) -> None:
-        """Find the routers of all layers."""
-        self.routers = Routers(model.module)
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Context in which routers choose the experts of the last feed."""
-        return self.routers.replaying()
-
-    def fed(self, feed: Feed) -> None:
-        """Use the experts of this feed from now on."""
-        self.routers.replay(feed.routed)
-
-
-class MatrixSplit(Part):
-    """Tensor parallelism (`parallel.tp`): matrices are split over the ranks of an axis."""
-
-    cut: Cut
-
-    def change(self, model: Model) -> None:
-        """Split the matrices."""
-        from workers.parallel import tensor
-
-        tensor.check(model.module, model.dims.tp, "parallel.tp")
-        self.cut = tensor.apply(model.module, model.groups.mesh["tp"])
-        model.words = self.cut.words
-
-    def sum_gradients(self) -> None:
-        """Sum the gradients of weights that saw only some of the heads; once per step."""
-        self.cut.add_up_gradients()
 
 
 def check_axes(

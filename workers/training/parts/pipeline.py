@@ -36,7 +36,7 @@ from workers.training.loss import Loss
 from workers.training.microbatch import RowColumns
 from workers.training.model import Model, Part
 from workers.training.packing import model_inputs, padded_feed, read
-from workers.training.parts import MatrixSplit
+from workers.training.parts.layers import MatrixSplit
 from workers.training.passes import MicroBatches, Named
 from workers.training.row_proof import LARGEST_ERROR, probe_rows
 

@@ -22,7 +22,7 @@ from workers.config import OptimConfig
 from workers.models.routing import Routers
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
-from workers.training.parts import RouterReplay
+from workers.training.parts.layers import RouterReplay
 
 NUM_ROWS = 7
 FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")

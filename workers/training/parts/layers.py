@@ -1,0 +1,82 @@
+"""Parts that change the layers of a model by one call: int8, LoRA, experts, routers, matrices.
+
+What expert and tensor parallelism need is imported only where the part is chosen.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from workers.models.lora import add_adapter
+from workers.models.quantize import quantize_linears
+from workers.models.routing import Routers
+from workers.training.model import Model, Part
+
+if TYPE_CHECKING:
+    from workers.parallel.tensor import Cut
+    from workers.training.packing import Feed
+
+
+class Int8(Part):
+    """Linear weights in int8 (`quantization=int8`), which no rank ever stores in float32."""
+
+    def change(self, model: Model) -> None:
+        """Allocate int8 weights; each weight is quantized as it is loaded."""
+        quantize_linears(model.module, model.device)
+
+
+class Lora(Part):
+    """LoRA adapters (`model.lora_rank`): only the adapters and a scalar head are trained."""
+
+    def change(self, model: Model) -> None:
+        """Add adapters to linear layers and freeze the other weights."""
+        add_adapter(model.module, model.model_config)
+
+
+class ExpertSpread(Part):
+    """Expert parallelism (`parallel.ep`): each rank has some experts, and tokens are sent to
+    them.
+    """
+
+    def change(self, model: Model) -> None:
+        """Keep only this rank's experts of every layer."""
+        from workers.parallel.experts import spread_experts
+
+        spread_experts(model.module, model.groups.ep_mesh)
+
+
+class RouterReplay(Part):
+    """Router replay (`router_replay.mode=R3`): tokens go to the experts that the rollout chose."""
+
+    routers: Routers
+
+    def change(self, model: Model) -> None:
+        """Find the routers of all layers."""
+        self.routers = Routers(model.module)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context in which routers choose the experts of the last feed."""
+        return self.routers.replaying()
+
+    def fed(self, feed: Feed) -> None:
+        """Use the experts of this feed from now on."""
+        self.routers.replay(feed.routed)
+
+
+class MatrixSplit(Part):
+    """Tensor parallelism (`parallel.tp`): matrices are split over the ranks of an axis."""
+
+    cut: Cut
+
+    def change(self, model: Model) -> None:
+        """Split the matrices."""
+        from workers.parallel import tensor
+
+        tensor.check(model.module, model.dims.tp, "parallel.tp")
+        self.cut = tensor.apply(model.module, model.groups.mesh["tp"])
+        model.words = self.cut.words
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of weights that saw only some of the heads; once per step."""
+        self.cut.add_up_gradients()
