@@ -177,7 +177,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
 
 def held_by_a_rank(small: Path) -> tuple[int, int]:
     """Return bytes of the weights and of a pass's activations, over two tensor-parallel ranks."""
-    cpu_linear.onednn_linears = lambda _: nullcontext()
+    cpu_linear.onednn_linears = nullcontext
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
     own: Any = [local_shard(weight) for weight in actor.engine.parameters()]

@@ -12,13 +12,9 @@ part is chosen.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError
-from workers.models.lora import add_adapter
-from workers.models.quantize import quantize_linears
-from workers.models.routing import Routers
 from workers.models.support.proof import Support
 from workers.training.model import Model, Part
 from workers.training.parts.layers import ExpertSpread, Int8, Lora, MatrixSplit, RouterReplay
@@ -27,8 +23,6 @@ from workers.training.row_proof import PADDED_BY_USER, check_split
 if TYPE_CHECKING:
     from workers.config.model import ModelConfig
     from workers.parallel.dims import ParallelDims
-    from workers.parallel.tensor import Cut
-    from workers.training.packing import Feed
 
 
 def parts_of(model: Model) -> list[Part]:
