@@ -42,7 +42,7 @@ class FileWriter:
         with path.open("wb") as file:
             file.write(header)
             for tensor in tensors:
-                file.write(memoryview(bytes_of(tensor).cpu().numpy()))
+                file.write(memoryview(byte_view(tensor).cpu().numpy()))
 
     def rename(self, path: Path, name: Path) -> None:
         """Rename a file that was added."""
@@ -52,7 +52,7 @@ class FileWriter:
 AT_ONCE = FileWriter()
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def byte_view(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, on its device; without a copy if it is contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.models.quantize import Int8Weight
 from workers.models.routing import Routers
 from workers.models.state import named_state
-from workers.models.tensor_files import bytes_of
+from workers.models.tensor_files import byte_view
 from workers.rollout.base import EngineLimits, RolloutEngine
 from workers.weights.checksum import NamedTensors, digest_of, float32_hash, hashes_of
 from workers.weights.module_writer import ModuleWriter
@@ -103,4 +103,4 @@ class Int8Hashes:
 
 
 def _current_hashes(weight: Int8Weight) -> list[int]:
-    return hashes_of([bytes_of(part) for part in (weight.numbers, weight.scales)])
+    return hashes_of([byte_view(part) for part in (weight.numbers, weight.scales)])

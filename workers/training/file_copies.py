@@ -36,7 +36,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gb
 from verl_like.process.worker import Worker
-from workers.models.tensor_files import FileWriter, bytes_of
+from workers.models.tensor_files import FileWriter, byte_view
 from workers.parallel.offload import lock_pages
 from workers.training import write_copy
 
@@ -249,7 +249,7 @@ class _FileCopy:
 
         start = 0
         for part in (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors):
-            data = bytes_of(part)
+            data = byte_view(part)
             self.bytes[start : start + len(data)].copy_(data, non_blocking=True)
             start += len(data)
         if on_gpu is not None:

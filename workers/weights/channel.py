@@ -28,7 +28,7 @@ from torch import Tensor
 
 from verl_like.process.store import SIGNATURE_BYTES, SignedStore
 from workers.models.precision import dtype_of
-from workers.models.tensor_files import bytes_of
+from workers.models.tensor_files import byte_view
 from workers.weights.checksum import (
     NamedTensors,
     Stopwatch,
@@ -128,7 +128,7 @@ def pack(
         return bucket
 
     for name, tensor in tensors:
-        content = bytes_of(tensor)
+        content = byte_view(tensor)
         fact = [name, str(tensor.dtype), list(tensor.shape), 0]
         start = aligned(filled)
         if facts and start + len(content) > limit:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from workers.models.tensor_files import bytes_of
+from workers.models.tensor_files import byte_view
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 NumberedTensor = tuple[torch.Size, Tensor]
@@ -120,7 +120,7 @@ def checksum_of(tensors: NamedTensors) -> str:
 
 def float32_hash(tensor: Tensor) -> Tensor:
     """Return `hash_on_device` of a tensor's numbers as float32."""
-    return hash_on_device(bytes_of(tensor.float()))
+    return hash_on_device(byte_view(tensor.float()))
 
 
 def checksum_of_hashes(hashes: Mapping[str, NumberedTensor]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_like.errors import WeightSyncError
 from workers.models.lora import PARTS, merged_weight, shapes_differ
 from workers.models.precision import dtype_of
-from workers.models.tensor_files import bytes_of
+from workers.models.tensor_files import byte_view
 from workers.weights.channel import HOST, Channel
 from workers.weights.checksum import hash_of, words_of
 from workers.weights.connection import Manifest
@@ -81,7 +81,7 @@ class HostCopy:
         self.manifest |= channel.manifest
         for name in updated:
             tensor = self.tensors[name]
-            value = hash_of(bytes_of(tensor.to(channel.device)))
+            value = hash_of(byte_view(tensor.to(channel.device)))
             self.manifest[name] = [str(tensor.dtype), list(tensor.shape), value]
         whole: Manifest = channel.summary["manifest"]
         unsent = [name for name, fact in whole.items() if self.manifest.get(name) != fact]
@@ -122,7 +122,7 @@ def encode_changes(old: Tensor, new: Tensor) -> Tensor | None:
         return None
     counts = torch.bincount(places // BLOCK, minlength=num_blocks).to(torch.int16)
     offsets = (places % BLOCK).to(torch.uint8)
-    return torch.cat([bytes_of(counts), offsets, bytes_of(words[places])])
+    return torch.cat([byte_view(counts), offsets, byte_view(words[places])])
 
 
 def apply_changes(tensor: Tensor, changes: Tensor) -> None:

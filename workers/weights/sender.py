@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from workers.models.lora import adapter_facts
-from workers.models.tensor_files import bytes_of
+from workers.models.tensor_files import byte_view
 from workers.weights.channel import (
     HOST,
     Bucket,
@@ -250,7 +250,7 @@ def send_changes(
         for name, weight in tensors:
             tensor = weight.detach().to(channel.device).contiguous()
             with channel.watch.running():
-                value = hash_of(bytes_of(tensor))
+                value = hash_of(byte_view(tensor))
             whole[name] = [str(tensor.dtype), list(tensor.shape), value]
             if received.get(name) == whole[name]:
                 continue

@@ -230,7 +230,7 @@ def test_a_model_that_computes_otherwise_in_chunks_keeps_whole_logits(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    judge = lm_head.head_in_chunks.judge
+    judge = lm_head.head_in_chunks
 
     def judged_with_neighbours(model: Any) -> str:
         layer = model.lm_head.forward

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.workers.stand_ins import TiedModel
-from workers.models.tensor_files import bytes_of
+from workers.models.tensor_files import byte_view
 from workers.weights.checksum import (
     CHUNK,
     DEVICE_CHUNK,
@@ -26,7 +26,7 @@ def test_a_checksum_depends_on_names_shapes_and_bits_alone() -> None:
         (name.replace("small", "Small"), tensor) for name, tensor in tensors.items()
     )
     assert checksum != checksum_of((name, tensor.flatten()) for name, tensor in tensors.items())
-    bytes_of(tensors["layer.weight"])[3] ^= 1
+    byte_view(tensors["layer.weight"])[3] ^= 1
     assert checksum != checksum_of(tensors.items())
 
 
@@ -43,8 +43,8 @@ def test_a_flipped_bit_or_two_values_that_changed_places_change_the_hash() -> No
     source = torch.arange(5000, dtype=torch.float32)
     swapped, flipped = source.clone(), source.clone()
     swapped[[7, 4000]] = source[[4000, 7]]
-    bytes_of(flipped)[17_001] ^= 64
-    assert len({hash_of(bytes_of(tensor)) for tensor in (source, swapped, flipped)}) == 3
+    byte_view(flipped)[17_001] ^= 64
+    assert len({hash_of(byte_view(tensor)) for tensor in (source, swapped, flipped)}) == 3
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 4 * DEVICE_CHUNK + 1003])
