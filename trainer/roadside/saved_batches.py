@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.batch.protocol import DataProto
-from workers.rollout.draws import check_draws
+from workers.rollout.batches import check_draws
 
 BATCHES_FOLDER = "batches"
 STAGES = ("score", "estimate", "update")
