@@ -332,7 +332,7 @@ class Door:
         expiry(body.ttl_seconds)
 
         def work() -> Facts:
-            if not may_replace and self.checkpoints.exists(path):
+            if not may_replace and self.checkpoints.find(path):
                 raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
             return self.verbs.save(model, path, body.user_metadata, body.ttl_seconds)
 
@@ -451,7 +451,8 @@ class Door:
             again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
             return JSONResponse(again)
         self.promises.was_read(promise)
-        return Response(outcome.body, media_type=outcome.media_type)
+        body, media_type = outcome
+        return Response(body, media_type=media_type)
 
 
 def _answering(facts: Facts) -> Handler:

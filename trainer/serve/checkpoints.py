@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -111,19 +111,16 @@ class Checkpoints:
         (folder,) = self.place(path).glob("global_step_*/actor")
         return folder
 
-    def exists(self, path: SavedPath) -> bool:
-        """Return True if the checkpoint is there and has not expired."""
-        try:
-            self.facts(path)
-        except RequestError:
-            return False
-        return True
+    def find(self, path: SavedPath) -> Facts | None:
+        """Return `checkpoint.json`; None if there is no checkpoint, or it has expired."""
+        file = self.place(path) / "checkpoint.json"
+        facts: Facts = read_json_object(file) if file.is_file() else {}
+        return facts if facts and not _is_over(facts) else None
 
     def facts(self, path: SavedPath) -> Facts:
         """Return `checkpoint.json`; raise status 404 if there is no such checkpoint."""
-        file = self.place(path) / "checkpoint.json"
-        facts: Facts = read_json_object(file) if file.is_file() else {}
-        if not facts or _is_over(facts):
+        facts = self.find(path)
+        if facts is None:
             raise RequestError(f"there is no checkpoint {path}.", 404)
         return facts
 
@@ -164,8 +161,8 @@ class Checkpoints:
         for checkpoint in self.describe_all(run):
             last.setdefault(checkpoint["checkpoint_type"], checkpoint)
         return {
+            **facts,
             "training_run_id": run,
-            "base_model": facts["base_model"],
             "model_owner": "local",
             "is_lora": facts["rank"] > 0,
             "lora_rank": facts["rank"] or None,
@@ -173,34 +170,19 @@ class Checkpoints:
             "last_request_time": datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat(),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
-            "user_metadata": facts.get("user_metadata"),
         }
 
     def describe_all(self, run: str | None = None) -> list[Facts]:
-        """Return the checkpoints of a run, or of all, the newest first."""
-        checkpoints = [self.describe(path) for path in self._paths() if run in (None, path.run)]
+        """Return the checkpoints of a run, or of all, in the protocol's form, the newest first."""
+        checkpoints = []
+        for file in self.folder.glob(f"{run or '*'}/*/*/checkpoint.json"):
+            path = SavedPath(*file.parent.parts[-3:])
+            facts = self.find(path)
+            if path.kind in KINDS and not path.name.endswith(".part") and facts:
+                names = {"checkpoint_id": f"{path.kind}/{path.name}", "tinker_path": str(path)}
+                names["checkpoint_type"] = KINDS[path.kind]
+                checkpoints.append({"public": False, **facts, **names})
         return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"], reverse=True)
-
-    def describe(self, path: SavedPath) -> Facts:
-        """Return a checkpoint in the protocol's form."""
-        facts = self.facts(path)
-        return {
-            "checkpoint_id": f"{path.kind}/{path.name}",
-            "checkpoint_type": KINDS[path.kind],
-            "time": facts["time"],
-            "tinker_path": str(path),
-            "size_bytes": facts["size_bytes"],
-            "public": facts.get("public", False),
-            "user_metadata": facts.get("user_metadata"),
-            "expires_at": facts.get("expires_at"),
-        }
-
-    def _paths(self) -> Iterator[SavedPath]:
-        for file in self.folder.glob("*/*/*/checkpoint.json"):
-            run, kind, name = file.parent.parts[-3:]
-            path = SavedPath(run, kind, name)
-            if kind in KINDS and not name.endswith(".part") and self.exists(path):
-                yield path
 
 
 def expiry(ttl_seconds: int | None) -> str | None:

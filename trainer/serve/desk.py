@@ -50,12 +50,11 @@ class Desk:
         self.base_model = path
         self.names = {path, str(folder), folder.name}
         """The names by which clients may ask for the model."""
-        self.aliases, self.notice = aliases, ""
-        if aliases:
-            self.notice = "; ".join(
-                f"the loss {name} is computed as {other} by this server"
-                for name, other in aliases.items()
-            )
+        self.aliases = aliases
+        self.notice = "; ".join(
+            f"the loss {name} is computed as {other} by this server"
+            for name, other in aliases.items()
+        )
         self.trains_all = policy.model.lora_rank == 0
         self.most_snapshots = MODELS_IN_MEMORY if self.trains_all else ADAPTERS_IN_MEMORY
         self.limits = Limits(

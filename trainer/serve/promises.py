@@ -10,13 +10,11 @@ All of this lives in the event loop's thread. `resolve` and `fail` may be called
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from trainer.serve.bodies import Facts
 from trainer.serve.wire import PROTOBUF
@@ -37,14 +35,6 @@ class RequestError(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The body of a result, and its media type."""
-
-    body: bytes
-    media_type: str
-
-
 def category_of(error: BaseException) -> str:
     """Return the protocol's category of an error: `user` or `server`."""
     users = (ConfigError, BatchError, CheckpointError, RolloutError, RequestError)
@@ -53,41 +43,34 @@ def category_of(error: BaseException) -> str:
 
 
 class Promise:
-    """The result of a request that has not run yet."""
+    """The result of a request that has not run yet: a body, and its media type."""
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id, self._loop = request_id, loop
-        self.outcome: Outcome | None = None
-        self._done = asyncio.Event()
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._future: asyncio.Future[tuple[bytes, str]]
+        self._future = asyncio.get_running_loop().create_future()
 
     def resolve(self, result: bytes | Facts) -> None:
-        """Give the result: bytes are protobuf."""
-        if isinstance(result, bytes):
-            self._settle(Outcome(result, PROTOBUF))
-        else:
-            self._settle(Outcome(json.dumps(result).encode(), JSON))
+        """Give the result, where bytes are protobuf; only the first one counts."""
+        is_protobuf = isinstance(result, bytes)
+        body = result if isinstance(result, bytes) else json.dumps(result).encode()
+
+        def settle() -> None:
+            if not self._future.done():
+                self._future.set_result((body, PROTOBUF if is_protobuf else JSON))
+
+        loop = self._future.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle)
 
     def fail(self, error: BaseException) -> None:
         """Give an error, with whose fault it was."""
-        failure = {"error": f"{error}", "category": category_of(error)}
-        self._settle(Outcome(json.dumps(failure).encode(), JSON))
+        self.resolve({"error": f"{error}", "category": category_of(error)})
 
-    def _settle(self, outcome: Outcome) -> None:
-        def settle() -> None:
-            if self.outcome is None:
-                self.outcome = outcome
-                self._done.set()
-
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(settle)
-
-    async def wait(self, seconds: float) -> Outcome | None:
-        """Return the outcome; None if there is none yet after this time."""
-        if self.outcome is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._done.wait()
-        return self.outcome
+    async def wait(self, seconds: float) -> tuple[bytes, str] | None:
+        """Return body and media type; None if there is no result after this time."""
+        done, _ = await asyncio.wait([self._future], timeout=seconds)
+        return self._future.result() if done else None
 
 
 class Promises:
@@ -95,16 +78,14 @@ class Promises:
 
     def __init__(self) -> None:
         self._open: dict[str, Promise] = {}
-        self._of_session: dict[str, set[str]] = {}
         self._read: OrderedDict[str, Promise] = OrderedDict()
         self._last = 0
 
     def new(self, session: str) -> Promise:
         """Add a promise to a session."""
         self._last += 1
-        promise = Promise(f"{session}:request:{self._last}", asyncio.get_running_loop())
+        promise = Promise(f"{session}:request:{self._last}")
         self._open[promise.request_id] = promise
-        self._of_session.setdefault(session, set()).add(promise.request_id)
         return promise
 
     def find(self, request_id: str) -> Promise:
@@ -117,18 +98,15 @@ class Promises:
     def was_read(self, promise: Promise) -> None:
         """Mark a promise as read: it may be forgotten later."""
         if self._open.pop(promise.request_id, None) is not None:
-            session = promise.request_id.rpartition(":request:")[0]
-            self._of_session.get(session, set()).discard(promise.request_id)
             self._read[promise.request_id] = promise
         while len(self._read) > MOST_READ:
             self._read.popitem(last=False)
 
     def end_session(self, session: str) -> None:
         """Fail the open promises of a session, and forget its results."""
-        for request_id in self._of_session.pop(session, set()):
-            promise = self._open.pop(request_id, None)
-            if promise is not None:
-                promise.fail(RequestError(f"the session {session} has ended."))
+        for request_id in [name for name in self._open if name.startswith(f"{session}:")]:
+            error = RequestError(f"the session {session} has ended.")
+            self._open.pop(request_id).fail(error)
 
 
 class Repeats:

@@ -103,8 +103,7 @@ def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
                     f"{what}: the loss {loss} needs loss_fn_inputs[{name!r}]; there are "
                     f"{', '.join(fields) or 'none'}.{nearest(name, fields)}"
                 )
-        optional = [name for name in spec.optional_columns if name in fields]
-        names = [TARGETS, *spec.needed_columns, *optional]
+        names = [TARGETS, *spec.needed_columns, *fields.keys() & {*spec.optional_columns}]
         inputs = {name: tensor_of(fields[name], f"{what}, {name}") for name in names}
         shape = inputs[TARGETS].shape
         for name, values in inputs.items():

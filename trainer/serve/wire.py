@@ -101,20 +101,17 @@ def training_output(log_probs: Sequence[Array], metrics: Mapping[str, float]) ->
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     rows = [np.ascontiguousarray(row, "<f4") for row in log_probs]
     for trailing_shape, group in groupby(rows, lambda row: row.shape[1:]):
-        _add_record(message, list(group), trailing_shape)
+        datums = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
+        tensor = record.fields.add(key="logprobs").value
+        tensor.data = b"".join(row.tobytes() for row in datums)
+        tensor.offsets = np.cumsum([0, *(row.nbytes for row in datums)]).astype("<i8").tobytes()
+        tensor.dtype = FLOAT32
+        tensor.trailing_shape.extend(trailing_shape)
     for name, value in metrics.items():
         message.metrics.add(key=name, value=value)
     body: bytes = message.SerializeToString()
     return body
-
-
-def _add_record(message: Any, rows: Sequence[Array], trailing_shape: tuple[int, ...]) -> None:
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
-    tensor = record.fields.add(key="logprobs").value
-    tensor.data = b"".join(row.tobytes() for row in rows)
-    tensor.offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8").tobytes()
-    tensor.dtype = FLOAT32
-    tensor.trailing_shape.extend(trailing_shape)
 
 
 def sample_output(
