@@ -403,7 +403,10 @@ class Door:
         name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
 
         def answer() -> Facts:
-            if body.model_path is None:
+            role = body.base_model or ""
+            if role in self.verbs.scorers:
+                sampler = Sampler(name, f"role {role}", role=role)
+            elif body.model_path is None:
                 self._check_base(body.base_model)
                 sampler = Sampler(name, BASE)
             else:

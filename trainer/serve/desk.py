@@ -141,5 +141,7 @@ def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[D
         groups = at_end.enter_context(WorkerGroups(config, code))
         groups.note_placement()
         groups["actor"].init_model(0)
-        groups["rollout"].init_model()
+        for role in groups:
+            if role != "actor":
+                groups[role].init_model()
         yield Desk(config, groups, aliases or {})

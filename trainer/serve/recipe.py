@@ -44,8 +44,8 @@ class ServeConfig(RunConfig, WorkersConfig):
             *(f"{ROLLOUT}.{name}" for name in ("sampling_kwargs", "val_kwargs")),
         ),
         CLIENTS_LOOP: (
-            *("rewards", "custom_reward_function", "reward_model", "reward", "environment"),
-            *("critic", "ptx", "distillation", "trainer.cls", "trainer.stop_at", "trainer.logger"),
+            *("custom_reward_function", "reward", "environment"),
+            *("ptx", "distillation", "trainer.cls", "trainer.stop_at", "trainer.logger"),
             *("trainer.total_epochs", "trainer.total_training_steps", "trainer.test_freq"),
             *("trainer.val_before_train", "trainer.save_freq", "trainer.save_every_minutes"),
             *("trainer.save_final", "trainer.resume_mode", "trainer.resume_from_path"),

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from trainer.serve.bodies import Sample
 from trainer.serve.checkpoints import SavedPath
@@ -39,6 +40,8 @@ GATHER_S, LONGEST_GATHER_S = 0.01, 0.2
 SHORTEST = 16
 """Smallest limit of a batch; limits are powers of two, so that more requests run together."""
 
+NO_SAMPLE: tuple[ArrayLike, ArrayLike, str] = (), (), "length"
+
 
 @dataclass
 class Sampler:
@@ -49,6 +52,8 @@ class Sampler:
     path: SavedPath | None = None
     shown_path: str | None = None
     """The path in the client's request."""
+    role: str = "actor"
+    """The role that computes log-probs; others than the actor do not sample."""
     repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
 
@@ -66,7 +71,7 @@ class SampleRequest:
     promise: Promise = field(init=False)
     prompt_log_probs: Array | None = None
     target_log_probs: Array | None = None
-    sequences: dict[int, tuple[Array, Array, str]] = field(default_factory=dict)
+    sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
     """Number of a sample -> its tokens, log-probs, and the reason why it ended."""
     since: float = field(default_factory=time.monotonic)
 
@@ -76,7 +81,10 @@ class SampleRequest:
     ) -> SampleRequest:
         """Check a request against the server's limits; `eos` ends samples that name no stops."""
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt)
+        samples = sampler.role == "actor"
+        limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt if samples else None)
+        if not samples and not body.prompt_logprobs:
+            raise BatchError(f"the role {sampler.role} does not sample; use compute_logprobs.")
         params, last_n = body.sampling_params, body.prompt_logprobs_last_n
         most = params.max_tokens or limits.response
         if most > limits.response:
@@ -194,6 +202,9 @@ class SamplingLoop:
             time.sleep(GATHER_S / 4)
             return
         batch = self._next_batch()
+        if batch and batch[0].sampler.role != "actor":
+            self._score(batch)
+            return
         try:
             if batch:
                 self._start(batch)
@@ -216,6 +227,11 @@ class SamplingLoop:
         with self._lock:
             if not self._waiting:
                 return []
+            roles = [r.sampler.role for r in self._waiting if r.sampler.role != "actor"]
+            if roles:
+                batch = [r for r in self._waiting if r.sampler.role == roles[0]]
+                self._waiting = deque(r for r in self._waiting if r.sampler.role != roles[0])
+                return batch
             if not self._running:
                 self._kind = self._waiting[0].kind
             late = time.monotonic() - FAIR_S
@@ -231,19 +247,31 @@ class SamplingLoop:
         sampler = batch[0].sampler
         if sampler.path is not None:
             self._verbs.bring_back(sampler.state, sampler.path)
-        self._score_prompts(sampler.state, batch)
+        self._score_prompts(sampler, batch)
         if not self._running:
             self._verbs.send_to_rollout(sampler.state)
         self._running.append(Batch(batch, self._widths, self._pad))
         self._client.submit(self._running[-1])
 
-    def _score_prompts(self, state: str, batch: Sequence[SampleRequest]) -> None:
-        """Compute prompt log-probs on the actor, for the requests that want them."""
+    def _score(self, batch: Sequence[SampleRequest]) -> None:
+        """Give requests the scores of a role, which does not sample."""
+        try:
+            self._score_prompts(batch[0].sampler, batch)
+            for request in batch:
+                request.sequences = dict.fromkeys(range(request.body.num_samples), NO_SAMPLE)
+                request.finish()
+        except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
+            for request in batch:
+                request.promise.fail(error)
+
+    def _score_prompts(self, sampler: Sampler, batch: Sequence[SampleRequest]) -> None:
+        """Compute prompt log-probs on the sampler's role, for the requests that want them."""
+        state, role = sampler.state, sampler.role
         scoring = [request for request in batch if request.body.prompt_logprobs]
         for request in scoring:
             request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")
         scoring = [request for request in scoring if len(request.prompt) > 1]
-        scores = self._verbs.log_probs(state, [(r.prompt, r.prompt[1:]) for r in scoring])
+        scores = self._verbs.log_probs(state, [(r.prompt, r.prompt[1:]) for r in scoring], role)
         for request, row in zip(scoring, scores, strict=True):
             count = min(request.body.prompt_logprobs_last_n or len(row), len(row))
             assert request.prompt_log_probs is not None, "made above"
@@ -251,7 +279,7 @@ class SamplingLoop:
         for request in batch:
             if request.targets is not None:
                 columns = [column.tolist() for column in np.maximum(request.targets, 0).T]
-                rows = self._verbs.log_probs(state, [(request.prompt, c) for c in columns])
+                rows = self._verbs.log_probs(state, [(request.prompt, c) for c in columns], role)
                 missing = request.targets < 0
                 request.target_log_probs = np.where(missing, np.nan, np.stack(rows, axis=1))
 

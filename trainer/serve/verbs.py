@@ -9,10 +9,11 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.config.flat import flat_config
@@ -22,7 +23,7 @@ from trainer.serve.promises import Repeats, Turns
 from trainer.serve.rows import Datum, TrainingRows, pass_columns
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import rectangle_of
+from verl_like.batch.ragged import Ragged, rectangle_of
 from verl_like.errors import ConfigError
 from workers.losses.token_sums import TOKEN_SUMS
 from workers.roles.served import MASK, OURS
@@ -67,6 +68,8 @@ class Verbs:
     def __init__(self, config: Any, groups: Any, checkpoints: Checkpoints) -> None:
         self.config, self.checkpoints = config, checkpoints
         self.actor, self.rollout = groups["actor"], groups["rollout"]
+        self.scorers = {role: groups[role] for role in groups if role not in ("actor", "rollout")}
+        """The other roles that the configuration places: references, critics, reward models."""
         self.base_model: str = config.actor_rollout_ref.model.path
         self._lock = threading.RLock()
         self.states = {BASE}
@@ -242,16 +245,28 @@ class Verbs:
             self._synced = state
 
     def log_probs(
-        self, state: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
+        self, state: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], role: str = "actor"
     ) -> list[Array]:
         """Return log-probs at temperature 1 for rows (tokens, targets).
 
         Target i is scored as the token after token i, also if the row has another token there.
+        A critic returns values instead. A reward model returns a score per row, at its last token.
         """
         if not rows:
             return []
         ids, targets = ([torch.tensor(row[side]) for row in rows] for side in (0, 1))
         batch = DataProto.from_dict(pass_columns(ids, targets))
-        with self.using(state):
-            column = self.actor.forward(batch, ("log_probs",)).column("log_probs")
-        return [row.numpy() for row in column.rows()]
+        if role == "actor":
+            with self.using(state):
+                results = self.actor.forward(batch, ("log_probs",))
+        else:
+            group = self.scorers[role]
+            # in the actor's process, a reference uses the actor's weights
+            shares = group.shares_processes_with(self.actor)
+            with self.using(BASE) if shares else nullcontext():
+                results = group.forward(batch)
+        (column,) = (results.column(name) for name in results.columns)
+        if isinstance(column, Ragged):
+            return [row.numpy() for row in column.rows()]
+        pairs = zip(rows, column.tolist(), strict=True)
+        return [np.array([np.nan] * (len(targets) - 1) + [score]) for (_, targets), score in pairs]

@@ -1,0 +1,66 @@
+"""A reference and a reward model that the configuration places score rows under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+
+from tests.trainer.serve.clients import (
+    ADAM,
+    TEXT,
+    Client,
+    FailedError,
+    config_of,
+    datum,
+    prompt_log_probs,
+    served,
+)
+
+KEYS = [
+    "role_mapping.ref=ref_pool",
+    "resource_pool_spec.ref_pool=[1]",
+    "role_workers.ref=workers.roles.reference.ReferenceWorker",
+    "role_mapping.reward_model=reward_pool",
+    "resource_pool_spec.reward_pool=[1]",
+    "role_workers.reward_model=workers.roles.reward_model.RewardModelWorker",
+    "reward_model.enable=true",
+]
+
+
+def test_a_reference_and_a_reward_model_score_rows(
+    tiny_dir: Path, classifier: Path, tmp_path: Path
+) -> None:
+    keys = [*KEYS, f"reward_model.model.path={classifier}"]
+    config = config_of(tiny_dir / "model", tmp_path, "placement=split", *keys)
+    with served(config) as (desk, url), Client(url) as client:
+
+        def score(sampler: str, rows: Sequence[list[int]]) -> list[list[float]]:
+            promises = [
+                client.sample(sampler, number, row, prompt_logprobs=True)
+                for number, row in enumerate(rows)
+            ]
+            return [prompt_log_probs(client.result(promise)) for promise in promises]
+
+        rows = [TEXT, TEXT[:4]]
+        base = score(client.sampler(base_model=desk.base_model), rows)
+        model = client.model(desk.base_model)
+        client.result(model.backward([datum()]))
+        client.result(model.step(**ADAM))
+        reference = client.sampler(base_model="ref")
+        for scored, expected in zip(score(reference, rows), base, strict=True):
+            assert scored[1:] == pytest.approx(expected[1:], rel=1e-5)
+        with pytest.raises(FailedError, match="400: the role ref does not sample"):
+            client.sample(reference, 9, TEXT)
+
+        whole = TEXT * 6  # longer than a prompt of a sample
+        scores = score(client.sampler(base_model="reward_model"), [*rows, whole])
+        hf = LlamaForSequenceClassification.from_pretrained(classifier)
+        for scored, row in zip(scores, [*rows, whole], strict=True):
+            assert len(scored) == len(row)
+            assert np.isnan(scored[:-1]).all()
+            assert scored[-1] == pytest.approx(hf(torch.tensor([row])).logits.item(), abs=1e-4)
