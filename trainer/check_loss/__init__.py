@@ -19,7 +19,7 @@ import torch
 
 from trainer.check_loss import foreign
 from trainer.check_loss.batches import Batch, all_batches, has_token, smaller
-from trainer.check_loss.relations import NAMES, RELATIONS, TOLERANCES, Relation
+from trainer.check_loss.relations import NAMES, RELATIONS, TOLERANCES, Recorder, Relation
 from trainer.check_loss.subject import Subject, check_name, subject_of
 from verl_like.errors import ConfigError
 from workers.losses.aggregate import AGGREGATIONS
@@ -31,6 +31,10 @@ class BrokenRelation(AssertionError):
     def __init__(self, subject: Subject, relation: Relation, batch: Batch) -> None:
         self.relation, self.batch = relation.__name__, batch
         cause = " ".join(str(relation.__doc__).partition("Likely cause: ")[2].split())
+        with Recorder() as record, suppress(ConfigError):
+            subject.measure(batch)
+        for dtype in record.dtypes & {torch.float16, torch.bfloat16}:
+            cause = f"it rounds numbers to {dtype}; compute a loss in float32. Or: {cause}"
         columns = [f"\n  {key} = {batch[key].tolist()}" for key in batch if key in subject.reads]
         mode = f" with {subject.mode}" if subject.mode else ""
         words = f"{difference(subject, relation, batch)}. Likely cause: {cause}"
@@ -53,7 +57,7 @@ def check_loss(
         check_name(name, NAMES, "there is no relation")
     left_out = {*skip, *subject.exempt}
     chosen = [each for each in RELATIONS[subject.kind] if each.__name__ not in left_out]
-    batches = all_batches(subject.kind)
+    batches = all_batches()
     _try(subject, chosen, batches)
     for mode in AGGREGATIONS if "loss_agg_mode" in subject.reads else ():
         with suppress(ConfigError):  # it does not take every aggregation

@@ -7,14 +7,19 @@ observation, padding) and `1` a token of the response.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from workers.losses.preference.registry import COLUMNS
+
 Batch = dict[str, Any]
 """Columns: tensors [rows, ...], and `index`, an array [rows]."""
+PAIRED = (*COLUMNS, "gap")
+"""Columns that preference losses read; rows are pairs or labelled responses."""
 MASKS = (
     "..1",
     "..11 ..11",
@@ -31,13 +36,13 @@ ZERO_OUTSIDE = ("token_level_rewards", "token_level_scores", "step_ends", "chose
 """Columns that are zero outside the mask wherever they are made."""
 
 
-def all_batches(kind: str) -> list[Batch]:
-    """Return the batches of a kind, small masks first."""
-    return [make_batch(kind, mask, seed) for mask in MASKS for seed in range(len(MOVES))]
+def all_batches() -> list[Batch]:
+    """Return all batches, small masks first."""
+    return [make_batch(mask, seed) for mask in MASKS for seed in range(len(MOVES))]
 
 
-def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
-    """Return a batch in float64 with every column that a function of this kind may read."""
+def make_batch(mask_text: str, seed: int = 0) -> Batch:
+    """Return a batch in float64 with every column that a function may read."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.tensor([[letter == "1" for letter in row] for row in mask_text.split()]).long()
     rows, width = mask.shape
@@ -45,20 +50,9 @@ def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    if kind == "preference":
-        log_probs, gap = -3 * normal(rows, 2).abs() - 1, normal(rows)
-        return {
-            "log_probs": log_probs,
-            "ref_log_probs": log_probs + MOVES[seed] * normal(rows, 2),
-            "num_tokens": torch.stack([mask.sum(1), mask.flip(0).sum(1)], dim=1).double(),
-            "margin": normal(rows).abs(),
-            "gap": gap,
-            "desirable": torch.arange(rows) % 2,
-            "mismatched_kl": gap.mean().clamp(min=0).repeat(rows),
-        }
     old, values, scores = -normal(rows, width).abs() - 0.1, normal(rows, width), normal(rows, 1)
     step_ends = mask.flip(1).cumsum(1).flip(1).eq(1) & mask.bool()
-    return {
+    of_tokens = {
         "old_log_prob": old,
         "log_prob": (old + MOVES[seed] * normal(rows, width)).clamp(max=-0.05),
         "ref_log_prob": (old + 0.2 * normal(rows, width)).clamp(max=-0.05),
@@ -76,35 +70,41 @@ def make_batch(kind: str, mask_text: str, seed: int = 0) -> Batch:
         "sum_pi_squared": old.exp().square() + 0.1,
         "chosen_tokens": mask.bool() & (torch.arange(width) % 3 == 0),
     }
+    log_probs, gap = -3 * normal(rows, 2).abs() - 1, normal(rows)
+    return of_tokens | {
+        "log_probs": log_probs,
+        "ref_log_probs": log_probs + MOVES[seed] * normal(rows, 2),
+        "num_tokens": torch.stack([mask.sum(1), mask.flip(0).sum(1)], dim=1).double(),
+        "margin": normal(rows).abs(),
+        "gap": gap,
+        "desirable": torch.arange(rows) % 2,
+        "mismatched_kl": gap.mean().clamp(min=0).repeat(rows),
+    }
 
 
 def has_token(batch: Batch) -> bool:
-    """Return whether any token is inside the mask; pairs always have some."""
-    return "response_mask" not in batch or bool(batch["response_mask"].any())
+    """Return whether any token is inside the mask."""
+    return bool(batch["response_mask"].any())
 
 
-def take(batch: Batch, rows: Sequence[int]) -> Batch:
+def take(batch: Batch, rows: Tensor) -> Batch:
     """Return these rows."""
-    return {name: column[list(rows)] for name, column in batch.items()}
+    return {name: column[rows.numpy()] for name, column in batch.items()}
 
 
 def map_tokens(batch: Batch, change: Callable[[Tensor], Tensor], but: Sequence[str] = ()) -> Batch:
     """Return the batch with every column [rows, tokens] changed, apart from those named."""
-    shape, others = batch["response_mask"].shape, ("named_rewards", *but)
-    changed = {n: change(c) for n, c in batch.items() if c.shape == shape and n not in others}
-    return {**batch, **changed}
+    others, shape = {*PAIRED, "named_rewards", *but}, batch["response_mask"].shape
+    return {n: change(c) if c.shape == shape and n not in others else c for n, c in batch.items()}
 
 
 def smaller(batch: Batch) -> Iterator[Batch]:
     """Yield the batch without one row, without one position, and with rounded numbers."""
-    column = next(iter(batch.values()))
-    rows, places = (range(size) for size in batch.get("response_mask", column[:, None]).shape[:2])
-    for left in rows if len(rows) > 1 else ():
-        yield take(batch, [row for row in rows if row != left])
-    for left in reversed(places if len(places) > 1 else ()):
-        rest = [place for place in places if place != left]
-        yield map_tokens(batch, lambda column, rest=rest: column[:, rest])  # type: ignore[misc]
-    floats = {n: c for n, c in batch.items() if isinstance(c, Tensor) and c.is_floating_point()}
+    rows, places = (torch.arange(size) for size in batch["response_mask"].shape)
+    yield from (take(batch, rows[rows != row]) for row in rows)
+    for place in places.flip(0):
+        yield map_tokens(batch, partial(torch.index_select, dim=1, index=places[places != place]))
+    floats = {n: c for n, c in batch.items() if c.dtype == torch.float64}
     rounded = {name: column.round(decimals=1) for name, column in floats.items()}
     if any(not torch.equal(rounded[name], floats[name]) for name in floats):
-        yield {**batch, **rounded}
+        yield batch | rounded

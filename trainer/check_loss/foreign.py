@@ -58,36 +58,43 @@ def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject
     kind, (trainer_name, mode) = look_up(name, kind, TRAINERS, "trl has no loss")
     module = import_module(f"trl.trainer.{trainer_name.lower()}_trainer")
     config = {each.name: each.default for each in fields(getattr(module, f"{trainer_name}Config"))}
-    loss_type = {"dpo": "sigmoid", "sft": "nll"}.get(name, name)
-    config |= {"loss_type": loss_type, "max_completion_length": LOSS_SCALE_FACTOR}
+    config["loss_type"] = {"dpo": "sigmoid", "sft": "nll"}.get(name, name)
+    config["max_completion_length"] = LOSS_SCALE_FACTOR
     config |= {key: settings[key] for key in settings if key in config}
-    # Whatever else a trainer has, such as `aux_loss_enabled`, is None.
+    # One object stands for the trainer, its settings, model, state and accelerator. What they have
+    # besides, such as `aux_loss_enabled`, is None.
     without = {"__getattr__": lambda trainer, attribute: None, "__init__": lambda trainer: None}
-    trainer = type(trainer_name, (getattr(module, f"{trainer_name}Trainer"),), without)()
-    vars(trainer).update(config, args=trainer, model=SimpleNamespace(training=True), _tp_size=1)
-    trainer.state = SimpleNamespace(global_step=0)
-    gather = dict.fromkeys(("reduce", "gather", "gather_for_metrics"), lambda tensor, **_: tensor)
-    accelerator = trainer.accelerator = SimpleNamespace(**gather, device="cpu")
-    accelerator.parallelism_config = accelerator.is_main_process = None
-    trainer.epsilon_low = trainer.epsilon
-    trainer.epsilon_high = trainer.epsilon if trainer.epsilon_high is None else trainer.epsilon_high
-    trainer.loss_types, trainer.loss_weights = [trainer.loss_type], [1.0]
-    trainer.precompute_ref_logps, trainer.calculate_KL = True, trainer.loss_type == "kto"
-    trainer._metrics, trainer._total_train_tokens = {"train": defaultdict(list)}, 0
-    trainer._get_per_token_logps_and_entropies = lambda _, ids, *__, **___: (ids, 0 * ids, None)
+    trainer: Any = type(trainer_name, (getattr(module, f"{trainer_name}Trainer"),), without)()
+    vars(trainer).update(
+        config,
+        **dict.fromkeys(("args", "model", "state", "accelerator"), trainer),
+        **dict.fromkeys(("reduce", "gather", "gather_for_metrics"), lambda tensor, **_: tensor),
+        **dict.fromkeys(("training", "precompute_ref_logps", "_tp_size"), True),
+        **dict.fromkeys(("global_step", "_total_train_tokens"), 0),
+        device="cpu",
+        epsilon_low=config.get("epsilon"),
+        calculate_KL=config["loss_type"] == "kto",
+        loss_types=[config["loss_type"]],
+        loss_weights=[1.0],
+        _metrics={"train": defaultdict(list)},
+        _compute_kl_logps=lambda _, inputs: inputs["gap"],
+        _get_per_token_logps_and_entropies=lambda _, ids, *__, **___: (ids, 0 * ids, None),
+    )
+    if trainer.epsilon_high is None:
+        trainer.epsilon_high = trainer.epsilon_low
 
     def call(batch: Batch) -> Tensor:
-        cuts, accelerator.num_processes = batch["num_micro_batches"], batch["dp_size"]
+        cuts, trainer.num_processes = batch["num_micro_batches"], batch["dp_size"]
         trainer.current_gradient_accumulation_steps = trainer.steps_per_generation = cuts
         inputs = _tokens(batch) if mode else _pairs(batch, 1 if trainer_name == "KTO" else 2)
         num_tokens = inputs["num_items_in_batch"] = torch.tensor(batch["batch_num_tokens"])
         loss: Tensor = trainer.compute_loss(_model, inputs, num_items_in_batch=num_tokens)
         return loss if trainer_name in ("GRPO", "SFT") else loss / cuts  # which the Trainer divides
 
-    variable = "log_prob" if mode else "log_probs"
-    reads = {variable, "old_log_prob", "advantages", "response_mask", *counts_of()}
-    reads |= {"desirable"} if trainer_name == "KTO" else set()
-    return Subject(f"trl:{name}", kind, reads, call, variable, mode, config, equal_cuts=True)
+    columns = ["log_prob", "old_log_prob", "advantages", "response_mask"] if mode else ["log_probs"]
+    columns += ["desirable"] if trainer_name == "KTO" else []
+    reads = {*columns, *counts_of()}
+    return Subject(f"trl:{name}", kind, reads, call, columns[0], mode, config, equal_cuts=True)
 
 
 def _model(input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> SimpleNamespace:
@@ -118,12 +125,10 @@ def _pairs(batch: Batch, sides: int) -> dict[str, Any]:
     log_probs, lengths = (batch[k][:, :sides].T.reshape(-1, 1) for k in ("log_probs", "num_tokens"))
     places, ref = torch.arange(int(lengths.max()) + 2), batch["ref_log_probs"]
     mask = ((places > 0) & (places <= lengths.clamp(1))).long()
-    kl_ids = pad(batch["gap"][:, None], (1, 0))
-    inputs = {"input_ids": pad(log_probs, (1, len(places) - 2)), "completion_mask": mask}
-    inputs |= {"attention_mask": mask, "margin": batch["margin"], "label": batch["desirable"]}
+    inputs = {"input_ids": pad(log_probs, (1, len(places) - 2)), "label": batch["desirable"]}
     inputs |= {"ref_chosen_logps": ref[:, 0], "ref_rejected_logps": ref[:, 1]}
-    inputs |= {"KL_input_ids": kl_ids, "KL_attention_mask": kl_ids, "KL_completion_mask": kl_ids**0}
-    return {**inputs, "ref_logps": ref[:, 0], "ref_KL_logps": 0 * batch["gap"]}
+    inputs |= {"ref_logps": ref[:, 0], "ref_KL_logps": 0 * batch["gap"]}
+    return {**batch, **inputs, "completion_mask": mask, "attention_mask": mask}
 
 
 def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
@@ -144,13 +149,13 @@ def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subjec
     owners = [config]
     if kind == "policy":
         config = core.ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)
-        owners = [config, config.policy_loss]
+        owners = [config.policy_loss, config]
         settings = {"loss_agg_mode": config.loss_agg_mode, **settings}
-    keys = {each.name: owner for owner in reversed(owners) for each in fields(owner)}
-    for key in {*keys} & {*settings}:
-        object.__setattr__(keys[key], key, settings[key])
+    owner_of = {each.name: owner for owner in owners for each in fields(owner)}
+    for key in {*owner_of} & {*settings}:
+        object.__setattr__(owner_of[key], key, settings[key])
     subject = match(function, f"verl:{name}", kind, {**settings, "config": config})
-    subject = replace(subject, settings={*keys, *subject.settings})
+    subject = replace(subject, settings={*owner_of, *subject.settings})
     if kind != "policy":
         return replace(subject, exempt=["prompt_tokens"])  # they are masked in the loss
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from trainer.check_loss.batches import ZERO_OUTSIDE, Batch, has_token, make_batch, map_tokens, take
-from trainer.check_loss.subject import Outcome, Subject
+from trainer.check_loss.subject import Outcome, Subject, counts_of
 from verl_like.errors import ConfigError
 from workers.losses.aggregate import Denominators, agg_loss
 
@@ -33,10 +33,15 @@ def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: an operation in place (`x[...] =`, `x +=`, `x.mul_()`) on an argument; clone it.
     """
-    tensors = {name: column for name, column in batch.items() if isinstance(column, Tensor)}
-    arguments = {name: column.clone() for name, column in tensors.items()}
+    arguments = Batch()
+
+    def call(columns: Batch) -> Any:
+        arguments.update(columns)
+        return subject.call(columns)
+
     with suppress(ConfigError):  # autograd may not survive the change
-        subject.measure({**batch, **arguments})
+        replace(subject, call=call).measure(batch)
+    tensors = {name: column for name, column in batch.items() if isinstance(column, Tensor)}
     yield "after the call", tensors, arguments
 
 
@@ -50,14 +55,26 @@ def same_twice(subject: Subject, batch: Batch) -> Pairs:
         yield "in another call", first, subject.measure(batch)
 
 
+def finite_numbers(subject: Subject, batch: Batch) -> Pairs:
+    """The result is finite where there are rows to compare, with tokens, and nothing is extreme.
+
+    Likely cause: the logarithm or root of zero or of a negative number, a division by zero, or an
+    infinite constant.
+    """
+    mask = batch["response_mask"]
+    if len(mask) > 1 and bool((mask.sum(1) > 1).all()):
+        yield from _finite("on an ordinary batch", subject.measure(batch))
+
+
 def prompt_tokens(subject: Subject, batch: Batch) -> Pairs:
     """Gradients and advantages are zero outside the mask: of prompts, observations and padding.
 
     Likely cause: the mask is not applied, or after a sum, or it is inverted or shifted.
     """
     name = "advantages" if subject.kind == "estimator" else "gradient"
-    actual = {name: subject.measure(batch)[name]}
-    yield "outside the mask", {name: actual[name].where(batch["response_mask"] > 0, 0)}, actual
+    column = subject.measure(batch)[name]
+    is_inside = (batch["response_mask"] > 0) | column.isnan()  # other relations name NaN
+    yield "outside the mask", {name: column.where(is_inside, 0)}, {name: column}
 
 
 def numbers_outside(subject: Subject, batch: Batch) -> Pairs:
@@ -71,7 +88,8 @@ def numbers_outside(subject: Subject, batch: Batch) -> Pairs:
 def padding_width(subject: Subject, batch: Batch) -> Pairs:
     """More padding changes nothing.
 
-    Likely cause: a mean over all positions, or a division by the mask's width.
+    Likely cause: a mean over all positions, a division by the mask's width, or a shift that wraps
+    around (`roll`).
     """
     wide = map_tokens(batch, lambda column: pad(column, (0, 3)))
     yield from _same(subject, batch, wide, "with 3 more columns of padding")
@@ -82,8 +100,9 @@ def row_permutation(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: rows are taken by position, such as groups by a stride instead of their index.
     """
-    order = torch.randperm(num_rows(batch), generator=torch.Generator().manual_seed(1))
-    yield from _regrouped(subject, batch, [order.tolist()])
+    order = torch.randperm(len(batch["index"]), generator=torch.Generator().manual_seed(1))
+    expected = {n: c[order] if c.ndim else c for n, c in subject.measure(batch).items()}
+    yield f"with the rows {order.tolist()}", expected, subject.measure(take(batch, order))
 
 
 def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
@@ -92,8 +111,7 @@ def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
     Likely cause: each micro-batch is divided by its own count; divide its sum by
     batch_num_tokens or global_batch_size, the counts of the whole mini-batch.
     """
-    for groups in _groups(subject, batch):
-        yield from _regrouped(subject, batch, groups)
+    yield from _cut(subject, batch, is_parallel=False)
 
 
 def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
@@ -101,8 +119,7 @@ def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: each rank is divided by its own count, or scaled by dp_size the wrong way.
     """
-    for groups in _groups(subject, batch):
-        yield from _regrouped(subject, batch, groups, ranks=len(groups))
+    yield from _cut(subject, batch, is_parallel=True)
 
 
 def every_token(subject: Subject, batch: Batch) -> Pairs:
@@ -112,7 +129,7 @@ def every_token(subject: Subject, batch: Batch) -> Pairs:
     cut on the way.
     """
     mask = batch["response_mask"]
-    signs = subject.measure(_on_policy(subject, batch))["gradient"].sign() * mask
+    signs = subject.measure(_on_policy(subject, batch))["gradient"].sign().where(mask > 0, 0)
     yield "on-policy with an advantage of 1", {"gradient's sign": -mask}, {"gradient's sign": signs}
 
 
@@ -132,66 +149,62 @@ def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
     Likely cause: another aggregation is computed: one mean over all tokens, or means over rows.
     """
 
-    def aggregate(columns: Batch) -> Tensor:
-        counts: Any = {key: columns[key] for key in Denominators.__annotations__}
-        mode = subject.mode or ""
-        return agg_loss(columns[subject.variable], columns["response_mask"], mode, **counts)
+    def gradients(batch: Batch) -> tuple[Tensor, Tensor]:
+        counts: Any = {key: counts_of(batch)[key] for key in Denominators.__annotations__}
+        losses, mask = batch[subject.variable].clone().requires_grad_(), batch["response_mask"]
+        total = agg_loss(losses, mask, subject.mode or "", **counts)
+        gradient = subject.measure(_on_policy(subject, batch))["gradient"]
+        return gradient, torch.autograd.grad(total, losses)[0]
 
     if subject.mode is not None and bool(batch["response_mask"].any(1).all()):
-        unit, batch = (_on_policy(subject, b) for b in (make_batch(subject.kind, "1"), batch))
-        weights = replace(subject, call=aggregate)
-        slope = subject.measure(unit)["gradient"] / weights.measure(unit)["gradient"]
-        expected = {"gradient": slope * weights.measure(batch)["gradient"]}
-        yield f"as {subject.mode} weighs it", expected, subject.measure(batch)
+        (unit, unit_weight), (gradient, weights) = gradients(make_batch("1")), gradients(batch)
+        expected = {"gradient": unit / unit_weight * weights}
+        yield f"as {subject.mode} weighs it", expected, {"gradient": gradient}
 
 
-class Constants(TorchFunctionMode):
-    """Records the tensors of `detach` and `no_grad`, or returns the recorded ones in their place.
+class Recorder(TorchFunctionMode):
+    """Records dtypes, and the tensors of `detach` and `no_grad`, or returns recorded ones instead.
 
     The forward of an `autograd.Function` also runs without gradients, but is not constant.
     """
 
-    def __init__(self, recorded: Sequence[Tensor] = ()) -> None:
+    def __init__(self, constants: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.recorded, self.remaining, self.has_gradient = list[Tensor](), iter(recorded), True
+        self.constants, self.remaining, self.has_gradient = list[Tensor](), iter(constants), True
+        self.dtypes = set[torch.dtype]()
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **kwargs or {})
         if function is torch._C._set_grad_enabled:
             self.has_gradient = args[0]
-        if isinstance(result, Tensor) and (function is Tensor.detach or not self.has_gradient):
-            result = next(self.remaining, result).clone()
-            self.recorded.append(result.clone())
+        if isinstance(result, Tensor):
+            self.dtypes.add(result.dtype)
+            if function is Tensor.detach or not self.has_gradient:
+                result = next(self.remaining, result).clone()
+                self.constants.append(result.clone())
         return result
 
 
 def finite_differences(subject: Subject, batch: Batch) -> Pairs:
     """The gradient is the slope of the loss, where detached values may be constant or not.
 
-    Likely cause: a backward written by hand, or numbers that are computed from .data.
+    Likely cause: a backward written by hand, or numbers that are computed from .data or .item().
     """
     base = batch[subject.variable]
     direction = torch.randn(base.shape, generator=torch.Generator().manual_seed(2)).double()
-    direction *= batch.get("response_mask", torch.ones_like(base))
 
-    def loss_at(step: float, constants: Sequence[Tensor] = ()) -> Tensor:
-        with Constants(constants):
-            return subject.measure({**batch, subject.variable: base + step * direction})["loss"]
+    def slope(step: float, constants: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for moved in (base + step * direction, base - step * direction):
+            with Recorder(constants):
+                losses.append(subject.measure({**batch, subject.variable: moved})["loss"])
+        return (losses[0] - losses[1]) / (2 * step)
 
-    with Constants() as constants:
-        gradient = subject.measure(batch)["gradient"]
-    slopes = torch.stack(
-        [
-            (loss_at(step, known) - loss_at(-step, known)) / (2 * step)
-            for step in STEPS
-            for known in (list[Tensor](), constants.recorded)
-        ]
-    )
-    actual = (gradient * direction).sum()
-    slope = slopes[(slopes - actual).abs().argmin()]
-    yield "against the difference of losses", {"slope": slope}, {"slope": actual}
+    with Recorder() as record:
+        actual = (subject.measure(batch)["gradient"] * direction).sum()
+    slopes = [slope(step, known) for step in STEPS for known in (list[Tensor](), record.constants)]
+    closest = min(slopes, key=lambda each: float((each - actual).abs()))
+    yield "against the difference of losses", {"slope": closest}, {"slope": actual}
 
 
 def better_side(subject: Subject, batch: Batch) -> Pairs:
@@ -245,10 +258,11 @@ def group_size_one(subject: Subject, batch: Batch) -> Pairs:
 
     Likely cause: the standard deviation of one number is NaN, and that of equal ones is 0.
     """
-    alone = {"index": [f"prompt {row}" for row in range(num_rows(batch))]}
+    alone = {"index": [f"prompt {row}" for row in range(len(batch["index"]))]}
     equal = {name: 0 * batch[name] for name in ("named_rewards", "token_level_rewards")}
-    yield from _finite("with each row alone", subject.measure({**batch, **alone}))
-    yield from _finite("with each row like its group", subject.measure({**batch, **equal}))
+    if bool(batch["response_mask"].any(1).all()):
+        yield from _finite("with each row alone", subject.measure({**batch, **alone}))
+        yield from _finite("with each row like its group", subject.measure({**batch, **equal}))
 
 
 def reward_scale_and_shift(subject: Subject, batch: Batch) -> Pairs:
@@ -285,33 +299,25 @@ def _same(subject: Subject, batch: Batch, changed: Batch, change: str) -> Pairs:
 
 def inside(subject: Subject, batch: Batch) -> Outcome:
     """Return the outcome of the tokens inside the mask, row by row."""
-    mask = batch["response_mask"].bool() if "response_mask" in batch else ...
+    mask = batch["response_mask"].bool()
     outcome = subject.measure(batch).items()
-    return {name: column[mask] if column.ndim else column for name, column in outcome}
+    return {
+        name: column[mask] if column.shape == mask.shape else column for name, column in outcome
+    }
 
 
-def num_rows(batch: Batch) -> int:
-    """Return the number of rows."""
-    return len(next(iter(batch.values())))
-
-
-def _groups(subject: Subject, batch: Batch) -> Iterator[list[list[int]]]:
-    """Yield the rows in groups of one, of half of the rows, and of all rows but one."""
-    rows = torch.arange(num_rows(batch))
+def _cut(subject: Subject, batch: Batch, is_parallel: bool) -> Pairs:
+    """Compare the outcome at once with groups of one row, of half of the rows, and all but one."""
+    rows, expected = torch.arange(len(batch["index"])), subject.measure(batch)
     for size in {1, len(rows) // 2, len(rows) - 1} - {0, len(rows)}:
-        if len(rows) % size == 0 or not subject.equal_cuts:
-            yield [group.tolist() for group in rows.split(size)]
-
-
-def _regrouped(subject: Subject, batch: Batch, groups: list[list[int]], ranks: int = 1) -> Pairs:
-    """Compare the outcome at once with the outcome in these groups of rows."""
-    order = [row for rows in groups for row in rows]
-    expected = {n: c[order] if c.ndim else c for n, c in subject.measure(batch).items()}
-    parts = [take(batch, rows) for rows in groups]
-    actual = subject.measure(*parts, ranks=ranks)
-    is_nan = any(bool(column.isnan().any()) for column in actual.values())
-    if all(map(has_token, parts)) or not is_nan:  # `all_masked` names a division by no tokens
-        yield f"with the rows {groups}", expected, actual
+        if subject.equal_cuts and len(rows) % size:
+            continue
+        groups = rows.split(size)
+        parts = [take(batch, group) for group in groups]
+        actual = subject.measure(*parts, ranks=len(parts) if is_parallel else 1)
+        is_nan = any(bool(column.isnan().any()) for column in actual.values())
+        if all(map(has_token, parts)) or not is_nan:  # `all_masked` names a division by no tokens
+            yield f"with the rows {[group.tolist() for group in groups]}", expected, actual
 
 
 def _on_policy(subject: Subject, batch: Batch) -> Batch:
@@ -324,14 +330,14 @@ def _on_policy(subject: Subject, batch: Batch) -> Batch:
     return {**batch, **changed, "ref_log_prob": changed["log_prob"] + 0.5}
 
 
-FIRST = [no_side_effects, same_twice]
+FIRST = [no_side_effects, same_twice, finite_numbers]
 MASKED = [prompt_tokens, numbers_outside, padding_width]
 CUT = [row_permutation, micro_batch_cut, data_parallel_split]
-TOKENS = [every_token, holes_in_the_mask, declared_aggregation, finite_differences]
+TOKENS = [every_token, holes_in_the_mask, declared_aggregation, all_masked, finite_differences]
 GROUPED = [row_permutation, holes_in_the_mask, group_size_one, reward_scale_and_shift]
 RELATIONS: Mapping[str, Sequence[Relation]] = {
-    "policy": [*FIRST, *MASKED, *CUT, *TOKENS, extreme_ratios, nan_outside, all_masked],
-    "value": [*FIRST, *MASKED, *CUT, *TOKENS, nan_outside, all_masked],
+    "policy": [*FIRST, *MASKED, *CUT, *TOKENS, extreme_ratios, nan_outside],
+    "value": [*FIRST, *MASKED, *CUT, *TOKENS, nan_outside],
     "preference": [*FIRST, *CUT, better_side, finite_differences, extreme_ratios],
     "estimator": [*FIRST, *MASKED, *GROUPED, all_masked],
 }

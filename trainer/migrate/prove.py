@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss
 from workers.losses.preference.registry import PREFERENCE_LOSSES
 from workers.losses.registry import get_policy_loss
 
-Make = Callable[[Any], Subject]
-"""(section of our configuration) -> the function of the run."""
 ACTOR = "actor_rollout_ref.actor."
 NUMBERS = (0.0, 0.1, 0.2, 1.0, 1.05, 1.2, 3.0, 1e9)
 """Defaults of the frameworks, which a key may have had."""
@@ -57,21 +55,23 @@ def prove(system: str, done: Translation) -> str:
     given = {key: yaml.safe_load(text) for key, text in done.given.items()}
     fields = {k.removeprefix(ACTOR).removeprefix("policy_loss."): v for k, v in given.items()}
     fields.pop("max_completion_length", None)  # a constant factor, which has another value here
-    default, section, make = {
-        "sft": ("sft", config, lambda config: subject_of("lm", "policy")),
-        "reward-model": ("reward", config, _reward),
-        "dpo": ("kto" if getattr(config, "loss", "") == "kto" else "dpo", config, _preference),
-    }.get(done.program) or ("dapo", config.actor_rollout_ref.actor, _policy)
-    default = "vanilla" if system == "verl" and make is _policy else default
+    make, default = OURS.get(done.program, (_policy, "vanilla" if system == "verl" else "dapo"))
+    section = config.actor_rollout_ref.actor if make is _policy else config
+    default = "kto" if getattr(config, "loss", "") == "kto" else default
     name = fields.get("loss_mode", fields.get("loss_type", default))
     is_known = system == "verl" or any(name in names for names in foreign.TRAINERS.values())
-    name = name if is_known else default
-    lines = [f"loss {_compared(make, section, f'{system}:{name}', fields)}"]
+    name = f"{system}:{name if is_known else default}"
+    lines = ["Proof:", f"loss {name}: {_compared(make, section, name, fields)}"]
     if system == "verl" and make is _policy:
         fields = {key.removeprefix("algorithm."): value for key, value in given.items()}
         name = f"verl:{fields.pop('adv_estimator', 'gae')}"
-        lines.append(f"estimator {_compared(_estimator, config.algorithm, name, fields)}")
-    return "\n  ".join(["Proof:", *lines])
+        compared = _compared(_estimator, config.algorithm, name, fields)
+        lines.append(f"estimator {name}: {compared}")
+    return "\n  ".join(lines)
+
+
+def _sft(config: Any) -> Subject:
+    return subject_of("lm", "policy")
 
 
 def _policy(actor: ActorConfig) -> Subject:
@@ -102,28 +102,17 @@ def _reward(config: Any) -> Subject:
     return match(loss, "ours", "preference", {})
 
 
-@dataclass
-class Comparison:
-    """Two functions on the same batches."""
-
-    equal: int
-    """Batches on which loss and gradient are equal."""
-    differences: list[str]
-    reasons: list[str]
-    """The `REASONS` that hold for every batch with a difference."""
-
-    def __str__(self) -> str:
-        text = f"equal to 1e-6 on {self.equal} batches"
-        if self.differences:
-            text += f"; different on {len(self.differences)}: {self.differences[0]}"
-        return "".join([text, *(f" ({reason})" for reason in self.reasons)])
+OURS = {"sft": (_sft, "sft"), "reward-model": (_reward, "reward"), "dpo": (_preference, "dpo")}
+"""Our command, apart from those with a policy loss -> its function, and the name of TRL's."""
 
 
-def _compared(make: Make, section: Any, name: str, fields: Mapping[str, Any]) -> str:
+def _compared(
+    make: Callable[[Any], Subject], section: Any, name: str, fields: Mapping[str, Any]
+) -> str:
     """Return how two functions compare, and which change of one key would make them equal."""
-    first = best = _compare(make(section), name, fields)
-    if not first.differences or first.reasons:
-        return f"{name}: {first}"
+    most, first, is_explained = _compare(make(section), name, fields)
+    if is_explained:
+        return first
     closest, ours = "No change of one key brings them closer", vars(section)
     numbers = {number for number in fields.values() if isinstance(number, float)}
     for key, values in KEYS.items():
@@ -132,38 +121,39 @@ def _compared(make: Make, section: Any, name: str, fields: Mapping[str, Any]) ->
             if key == "use_bias_correction_kl" and "kl_loss_type" in ours:
                 change["kl_loss_type"] = section.kl_loss_type.removesuffix("+")
             changed = replace(section, **{k: change[k] for k in change if k in ours})
-            comparison = _compare(make(changed), name, {**fields, key: value})
-            if comparison.equal > best.equal:
-                best, closest = comparison, f"With {key}={value} they are {comparison}"
-    return f"{name}: {first}. {closest}"
+            equal, words, _ = _compare(make(changed), name, {**fields, key: value})
+            if equal > most:
+                most, closest = equal, f"With {key}={value} they are {words}"
+    return f"{first}. {closest}"
 
 
-def _compare(ours: Subject, name: str, fields: Mapping[str, Any]) -> Comparison:
-    """Compare two functions forward and backward."""
+def _compare(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, str, bool]:
+    """Return on how many batches two functions are equal, in words, and whether no key helps."""
     theirs = foreign.subject_of(name, ours.kind, **fields)
 
     def as_theirs(subject: Subject, batch: Batch) -> Pairs:
         yield "as theirs", inside(theirs, batch), inside(subject, batch)
 
-    equal, differences, rejection = 0, list[str](), ConfigError()
-    reasons = [*REASONS] if ours.kind == "policy" else []
-    for batch in all_batches(ours.kind):
-        mask = batch.get("response_mask", torch.ones(1, 1))
-        if theirs.equal_cuts and "advantages" in batch:  # TRL has one advantage per row
-            means = batch["advantages"].sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(1)
+    results, rejection = list[tuple[Batch, str]](), ConfigError()
+    for batch in all_batches():
+        if theirs.equal_cuts and ours.kind == "policy":
+            mask = batch["response_mask"]
+            if not bool(mask.any(1).all()):
+                continue  # TRL has no row without a token, and one advantage per row
+            means = batch["advantages"].sum(1, keepdim=True) / mask.sum(1, keepdim=True)
             batch = {**batch, "advantages": means * mask}
-        if theirs.equal_cuts and not bool(mask.any(1).all()):
-            continue  # TRL has no row without a token
         try:
-            theirs.measure(batch)
+            results.append((batch, difference(ours, as_theirs, batch)))
         except ConfigError as error:
-            rejection = error  # it cannot take such a batch
-            continue
-        if words := difference(ours, as_theirs, batch):
-            differences.append(words)
-            reasons = [reason for reason in reasons if REASONS[reason](batch)]
-        else:
-            equal += 1
-    if not equal and not differences:
+            rejection = error  # a function cannot take such a batch
+    if not results:
         raise rejection
-    return Comparison(equal, differences, reasons if differences else [])
+    different = [batch for batch, words in results if words]
+    equal = len(results) - len(different)
+    words = f"equal to 1e-6 on {equal} batches"
+    if not different:
+        return equal, words, True
+    reasons = [reason for reason in REASONS if all(map(REASONS[reason], different))]
+    reasons = reasons if ours.kind == "policy" else []
+    words += f"; different on {len(different)}: {next(words for _, words in results if words)}"
+    return equal, " ".join([words, *map("({})".format, reasons)]), bool(reasons)

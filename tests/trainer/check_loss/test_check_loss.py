@@ -23,8 +23,8 @@ from workers.losses.registry import POLICY_LOSSES
 OURS = [
     (name, kind)
     for kind, of_kind in KINDS.items()
-    for number, name in enumerate(of_kind.named)
-    if of_kind.named[name] not in list(of_kind.named.values())[:number]
+    for number, name in enumerate(of_kind)
+    if of_kind[name] not in list(of_kind.values())[:number]
 ]
 """Losses and estimators without their second names."""
 
@@ -211,7 +211,7 @@ def test_the_command_names_what_holds_and_what_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(["grpo", "--set", "norm_adv_by_std_in_grpo=false"], monkeypatch)
-    assert "grpo: 10 relations hold: no_side_effects, same_twice" in capsys.readouterr().out
+    assert "grpo: 11 relations hold: no_side_effects, same_twice" in capsys.readouterr().out
 
     file = tmp_path / "losses.py"
     file.write_text("def mine(log_prob, mask, scale):\n    return (-log_prob).mean() * scale\n")
@@ -241,7 +241,7 @@ TRUE_ALARMS: dict[str, set[str]] = {
     **{f"trl:{name}": NAN for name in ("dapo", "grpo", "sapo", "luspo", "dr_grpo", "rloo")},
     **{"trl:bnpo": CUTS | NAN, "trl:cispo": {"nan_outside"}, "trl:vespo": {"nan_outside"}},
     **{f"trl:{name}": CUTS for name in ("aot", "aot_unpaired", "kto")},
-    "trl:exo_pair": {"finite_differences", "extreme_ratios"},
+    "trl:exo_pair": {"finite_numbers", "finite_differences", "extreme_ratios"},
     "trl:discopop": {"better_side"},
     **{f"verl:{n}": {"nan_outside", "all_masked"} for n in ("vanilla", "dppo_tv", "dppo_kl")},
     **{f"verl:{n}": {"nan_outside", "all_masked"} for n in ("gpg", "cispo", "gspo", "value")},

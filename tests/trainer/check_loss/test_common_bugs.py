@@ -98,6 +98,43 @@ def clipped_rewards(token_level_rewards, response_mask, index):
     return (scores - means)[:, None] * response_mask
 
 
+def always_nan(log_prob, mask, batch_num_tokens):
+    return -log_prob.log().where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def root_of_masked_tokens(log_prob, mask, batch_num_tokens):
+    return (-log_prob * mask).sqrt().sum() / max(batch_num_tokens, 1)
+
+
+def divided_by_zero(token_level_rewards, response_mask):
+    return token_level_rewards.sum(1, keepdim=True) * response_mask / 0
+
+
+def mean_of_an_empty_row(log_prob, mask, global_batch_size):
+    rows = log_prob.where(mask > 0, 0).sum(1) / mask.sum(1)
+    return -rows.sum() / max(global_batch_size, 1)
+
+
+def shift_that_wraps_around(log_prob, mask, batch_num_tokens):
+    inside = mask * mask.roll(1, dims=1)
+    return -log_prob.where(inside > 0, 0).sum() / max(batch_num_tokens, 1)
+
+
+def std_of_one_times_mask(token_level_rewards, response_mask, index):
+    scores, uids = token_level_rewards.sum(1), list(index)
+    groups = [[i for i, uid in enumerate(uids) if uid == mine] for mine in uids]
+    mean = torch.stack([scores[rows].mean() for rows in groups])
+    std = torch.stack([scores[rows].std() for rows in groups])
+    return ((scores - mean) / (std + 1e-4))[:, None] * response_mask
+
+
+def number_in_the_middle(log_prob, mask, batch_num_tokens):
+    inside = log_prob.where(mask > 0, 0)
+    sizes = torch.tensor([1 + row.square().sum().item() for row in inside])
+    return -(inside.sum(1) * sizes).sum() / max(batch_num_tokens, 1)
+
+
+EXTREME = ("nan_outside", "extreme_ratios")
 BUGS: list[tuple[Callable[..., Any], str]] = [
     (subtracts_in_place, "no_side_effects"),
     (zeroes_in_place, "no_side_effects"),
@@ -115,14 +152,46 @@ BUGS: list[tuple[Callable[..., Any], str]] = [
     (log_of_sigmoid, "extreme_ratios"),
     (empty_micro_batch, "all_masked"),
     (clipped_rewards, "reward_scale_and_shift"),
+    (always_nan, "finite_numbers"),
+    (root_of_masked_tokens, "finite_numbers"),
+    (divided_by_zero, "finite_numbers"),
+    (mean_of_an_empty_row, "all_masked"),
+    (shift_that_wraps_around, "padding_width"),
+    (std_of_one_times_mask, "group_size_one"),
+    (number_in_the_middle, "finite_differences"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize(("function", "relation"), BUGS, ids=[each[0].__name__ for each in BUGS])
 def test_the_bug_is_named(function: Callable[..., Any], relation: str) -> None:
     with pytest.raises(BrokenRelation) as caught:
         check_loss(function)
     assert caught.value.relation == relation
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_the_likely_cause(dtype: torch.dtype) -> None:
+    def rounded(log_prob, mask, batch_num_tokens):
+        return -log_prob.to(dtype).where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
+
+    with pytest.raises(BrokenRelation, match=f"Likely cause: it rounds numbers to {dtype}; "):
+        check_loss(rounded)
+
+
+def test_a_loss_that_is_always_nan_is_said_to_be_so() -> None:
+    words = "loss is nan, not 0, on an ordinary batch. Likely cause: the logarithm or root of zero"
+    with pytest.raises(BrokenRelation, match=words):
+        check_loss(always_nan)
+
+
+def test_a_skipped_change_in_place_does_not_reach_other_relations() -> None:
+    assert "micro_batch_cut" in check_loss(subtracts_in_place, skip=["no_side_effects", *EXTREME])
+    assert "row_permutation" in check_loss(rewards_changed, skip=["no_side_effects"])
+
+
+def low_precision_of_the_mask(log_prob, mask, batch_num_tokens):
+    return -(log_prob.where(mask > 0, 0) * mask.bfloat16()).sum() / max(batch_num_tokens, 1)
 
 
 def single_precision(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
@@ -150,7 +219,14 @@ class Module(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "function", [single_precision, weight_without_gradient, kl_without_advantages, Module()]
+    "function",
+    [
+        single_precision,
+        low_precision_of_the_mask,
+        weight_without_gradient,
+        kl_without_advantages,
+        Module(),
+    ],
 )
 def test_there_is_no_alarm(function: Callable[..., Any]) -> None:
     assert "finite_differences" in check_loss(function)
