@@ -28,7 +28,7 @@ case $which in
     calculator)
         settings=(
             "tools=[$here/calculator.py:add]"
-            custom_reward_function.path=$here/calculator.py custom_reward_function.name=reward
+            reward=$here/calculator.py:reward
             actor_rollout_ref.actor.optim.lr=5e-4 $several_updates
             data.train_batch_size=32 data.max_prompt_length=16 data.max_response_length=32
             actor_rollout_ref.rollout.n=8 trainer.total_training_steps=30

@@ -37,7 +37,7 @@ code=0 # on a signal the run stops its workers and writes its report; then this 
 stoppable "$py" examples/quickstart/watch.py "$py" -P -m trainer.main_ppo \
     ${places[@]+"${places[@]}"} \
     actor_rollout_ref.model.path="$run_dir/tiny/model" data.train_files="$run_dir/tiny/train.parquet" \
-    custom_reward_function.path="$PWD/examples/quickstart/reward.py" custom_reward_function.name=verify \
+    reward="$PWD/examples/quickstart/reward.py:verify" \
     data.train_batch_size=64 data.max_prompt_length=16 data.max_response_length=4 \
     actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_mini_batch_size=32 \
     actor_rollout_ref.actor.optim.lr=1e-3 critic.optim.lr=2e-3 \

@@ -17,9 +17,8 @@ from typing import Any
 RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | dict[str, Any]"]
 
 GIVE_REWARD = (
-    "If you meant a reward of your own, name it: custom_reward_function.path=FILE.py "
-    "custom_reward_function.name=FUNCTION, or in Python reward=FUNCTION. If a reward "
-    "model scores alone, set reward_model.rule_weight=0"
+    "To score with your own function, set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION. "
+    "If only a reward model scores, set reward_model.rule_weight=0"
 )
 GSM8K_TAIL_CHARS = 300
 """An answer comes at the end: only this many characters at the end of a solution are searched."""
@@ -57,8 +56,7 @@ def gsm8k_flexible(
 ) -> float:
     """1 if the last number of the solution, marked or not, has the value of the ground truth.
 
-    Select it with `custom_reward_function.path=workers.rewards.functions
-    custom_reward_function.name=gsm8k_flexible`.
+    Select it with `reward=workers.rewards.functions:gsm8k_flexible`.
     """
     numbers = _NUMBER.findall(solution_str[-GSM8K_TAIL_CHARS:])
     if not numbers:
