@@ -1,4 +1,4 @@
-"""Whether the memory of an asynchronous run stays flat over its steps.
+"""True if the memory of an asynchronous run stays flat over its steps.
 
     python benchmarks/bench_async_memory.py [--steps 200] [--folder FOLDER]
 

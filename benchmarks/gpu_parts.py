@@ -45,7 +45,7 @@ Figures = Mapping[str, float | str]
 
 
 def is_installed(module: str) -> bool:
-    """Whether this interpreter can import the module."""
+    """True if this interpreter can import the module."""
     return find_spec(module) is not None
 
 
@@ -141,7 +141,7 @@ class Part:
     """Modules without which the part is skipped."""
     needs_gpu: bool = False
     needs_models: bool = False
-    """Whether the part reads weights from the folders that the part "models" writes."""
+    """True if the part reads weights from the folders that the part "models" writes."""
     run: Run | None = None
 
 
@@ -159,7 +159,7 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the exit code of the runner must be 1."""
+        """True if the exit code of the runner must be 1."""
         return self.result in ("FAILED", "LATE")
 
     @property

@@ -48,7 +48,7 @@ class Case(NamedTuple):
     strategy: str = "fsdp"
     parallel: Mapping[str, int] = NONE
     by_layer: bool = True
-    """Whether ranks gather layer by layer, as those of large models do."""
+    """True if ranks gather layer by layer, as those of large models do."""
     chunk_bytes: int | None = None
     """Bytes of logits at a time, so that the head runs in chunks."""
 

@@ -1,4 +1,4 @@
-"""What an algorithm's file says of itself, as one card, and what a preset's file sets.
+"""Read the card of an algorithm from its file, and the keys of a preset.
 
 A docstring is the formula in words, then a paragraph `Watch: …` (the metric that shows that it goes
 wrong, and what then), then `Source: …`. Columns and keys come from the signature and `@reads`.
@@ -23,7 +23,7 @@ from workers.losses.registry import POLICY_LOSSES, facts_of
 ACTOR = "actor_rollout_ref.actor."
 LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
 OF_THE_LOSS = tuple(f"{ACTOR}{name}" for name in ("clip_ratio", "loss_agg_mode", "ppo_mini_batch"))
-"""What keys begin with that a preset sets for its policy loss, besides its name."""
+"""Prefix of the keys that a preset sets for its policy loss, in addition to its name."""
 GROUP_OF_EIGHT = "actor_rollout_ref.rollout.n=8"
 ONE_NAMED_REWARD = "algorithm.gdpo_reward_keys=[seq_reward]"
 
@@ -35,13 +35,13 @@ class Card(NamedTuple):
     """The name that it is registered by, then its aliases."""
     formula: str
     watch: str
-    """Which metric shows that it goes wrong, and what then; "" where nobody has said."""
+    """The metric that shows a failure, and what to do; "" if there is none."""
     source: str
-    """The paper; "" where nobody has said."""
+    """The paper; "" if none is known."""
     columns: tuple[str, ...]
-    """Of the batch."""
+    """Columns of the batch."""
     keys: tuple[str, ...]
-    """Of the configuration, dotted."""
+    """Dotted keys of the configuration."""
     settings: tuple[str, ...]
     """An example: what a command sets to train with it."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_PROSE = ("#", "    ", "```", "|", "<", "!", "-", ">")
-"""How a paragraph starts that is no sentence."""
+"""Starts of paragraphs that are not sentences."""
 
 
 def on_config(config: Any) -> Any:
@@ -47,7 +47,7 @@ def on_post_build(config: Any) -> None:
 
 
 def lines_of(items: Any, config: Any) -> Iterator[str]:
-    """A heading for each section of the nav, a line for each page."""
+    """Yield a heading for each section of the nav and a line for each page."""
     for item in items:
         if item.is_section:
             yield from ("", f"## {item.title}", "")
@@ -58,7 +58,7 @@ def lines_of(items: Any, config: Any) -> Iterator[str]:
 
 
 def first_sentence(page: str) -> str:
-    """The first sentence of a page, without links and emphasis."""
+    """Return the first sentence of a page, without links and emphasis."""
     paragraphs = [part for part in page.split("\n\n") if not part.startswith(NO_PROSE)]
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraphs[0].split()))
     return re.split(r"(?<=[.!?]) ", plain.replace("**", ""))[0].rstrip(":")

@@ -174,7 +174,7 @@ def _what_keys_are(schema: type) -> set[tuple[str, ...]]:
 
 
 def _what_it_is(key: Key, docs: Mapping[str, str], default: Any) -> tuple[str, ...]:
-    """What tells two keys of different recipes apart."""
+    """Return what distinguishes two keys of different recipes."""
     doc = docs[key.name]
     return (key.name.rpartition(".")[2], _values(key, read(default, key.name), doc), doc)
 
@@ -252,7 +252,7 @@ def column_table() -> str:
 
 
 USUAL_COLUMN = ("`[rows, R]`", "float32")
-"""What the page says once."""
+"""Shape and type of most columns, which the page states once."""
 
 
 def estimator_table() -> str:
@@ -434,7 +434,7 @@ def _cell(text: str) -> str:
 
 
 def flat_name_table() -> str:
-    """What the flat names of runs from Python stand for."""
+    """Return the flat names of runs from Python with their keys."""
     rows = [[_code([name]), _code([key])] for name, key in OF_PPO.items()]
     alike = [name for name, key in OF_ROWS.items() if name in OF_PPO]
     for name in alike:
@@ -459,7 +459,7 @@ def flag_rows(system: str, dashes: str = "") -> list[list[str]]:
 
 
 def _here(row: Row) -> str:
-    """What becomes of a flag."""
+    """Return the translation of a flag."""
     if row.always:
         return f"always: {row.always}"
     if absent := row.absent or row.refused:

@@ -4,7 +4,7 @@
     python watch.py --reached FOLDER GOAL   ends with 0 if the last step of the run in FOLDER
                                             has that mean reward
 
-A page that several processes share is counted once (Linux' proportional set size).
+Memory that several processes share is counted once (proportional set size of Linux).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import sys
 from pathlib import Path
 
 INTERVAL_S = 3.0
-"""A look costs some 10 ms of a core a process, and holds its memory meanwhile."""
+"""Seconds between two measurements; each takes about 10 ms of CPU time per process."""
 
 
 def descendants(root: int) -> list[int]:
-    """`root` and every process below it."""
+    """Return `root` and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
             children.setdefault(parent, []).append(int(entry.name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    processes = [root]
+    for pid in processes:
+        processes += children.get(pid, [])
+    return processes
 
 
 def memory_bytes(pid: int) -> int:
-    """Pages of a process, those it shares divided by how many share them; 0 if it has ended."""
+    """Return the memory of a process, with its part of shared memory; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -46,13 +46,13 @@ def memory_bytes(pid: int) -> int:
 
 
 def watch(command: list[str]) -> int:
-    """Run `command`; Ctrl-C reaches it by itself, other signals are handed on, until it ends."""
+    """Run `command` until it ends; other signals than Ctrl-C, which reaches it, are forwarded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     )
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(each, lambda number, _: child.send_signal(number))
+    for forwarded in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(forwarded, lambda number, _: child.send_signal(number))
     peak, most = 0, 0
     while True:
         if Path("/proc/self/smaps_rollup").exists():
@@ -69,7 +69,7 @@ def watch(command: list[str]) -> int:
 
 
 def has_reached(folder: Path, goal: float) -> bool:
-    """Whether the last step in `metrics.jsonl` has a mean reward of `goal`."""
+    """Return True if the last step in `metrics.jsonl` has a mean reward of `goal`."""
     try:
         last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether two runs have the same scores: one asked a server, the other called the function itself.
+"""Compare the scores of two runs: one asks a server, the other calls the function itself.
 
     python compare.py REMOTE IN_PROCESS
 

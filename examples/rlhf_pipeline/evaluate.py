@@ -1,4 +1,4 @@
-"""What every step of the pipeline did: numbers and texts of the model before and after it.
+"""Show what every step of the pipeline changed: numbers and texts before and after it.
 
     python evaluate.py RUN_DIR BASE SFT PPO REWARD_MODEL
 

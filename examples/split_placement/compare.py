@@ -1,4 +1,4 @@
-"""What a split run learned, and what overlapping saved: its run folder beside a colocated run's.
+"""Compare a split run with a colocated run: what was learned, and the time that overlap saved.
 
     python compare.py SPLIT COLOCATE
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 NUMBERS = ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm")
-"""What must not depend on the placement."""
+"""Metrics that must not depend on the placement."""
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
@@ -36,18 +36,18 @@ def processes(folder: Path) -> str:
 
 
 def seconds(steps: list[dict[str, float]], name: str) -> float:
-    """The median of a metric over the steps after the first."""
+    """Return the median of a metric over the steps after the first."""
     return statistics.median(step[name] for step in steps[1:] or steps)
 
 
 def largest_difference(split: list[dict[str, float]], colocate: list[dict[str, float]]) -> float:
-    """Of `NUMBERS`, in the steps that both runs have."""
+    """Return the largest difference of `NUMBERS` in the steps that both runs have."""
     pairs = zip(split, colocate, strict=False)
     return max(abs(one[name] - other[name]) for one, other in pairs for name in NUMBERS)
 
 
 def main(split_dir: str, colocate_dir: str) -> None:
-    """Print the reward's way, whether the numbers agree, and the times side by side."""
+    """Print how the reward changed, whether the numbers agree, and both times."""
     split, colocate = steps_of(Path(split_dir)), steps_of(Path(colocate_dir))
     rewards = [step["critic/score/mean"] for step in split]
     shown = [rewards[index * (len(rewards) - 1) // 7] for index in range(8)]

@@ -143,12 +143,12 @@ class AsyncConfig(PPOConfig):
 
     @property
     def generates_beside_training(self) -> bool:
-        """Whether a rollout generates while the trainer trains."""
+        """True if a rollout generates while the trainer trains."""
         return True
 
     @property
     def takes_weights_at_once(self) -> bool:
-        """Whether new weights may arrive in the middle of a generation."""
+        """True if new weights may arrive in the middle of a generation."""
         return self.async_training.weight_update == "immediate"
 
     @property

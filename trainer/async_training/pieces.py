@@ -43,7 +43,7 @@ class Rounds:
     seed: int
     max_staleness: int = 0
     has_filter: bool = False
-    """Whether nobody knows how many samples a step needs: `algorithm.filter_groups`."""
+    """True if nobody knows how many samples a step needs: `algorithm.filter_groups`."""
 
     @classmethod
     def of(cls, config: AsyncConfig) -> Rounds:
@@ -141,7 +141,7 @@ class PieceStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the loader has no further batch."""
+        """True if the loader has no further batch."""
         return self._loader.num_prompts(self._next_batch) == 0
 
     def offer(self, generator: int) -> Experience | None:
@@ -229,7 +229,7 @@ class OpenPieces:
 
     @property
     def is_too_full(self) -> bool:
-        """Whether the oldest piece has to go, with `on_buffer_full=evict_oldest`."""
+        """True if the oldest piece has to go, with `on_buffer_full=evict_oldest`."""
         return self._evicts and num_samples_of(self.ready) > self._limit
 
     def has_room(self, piece: Experience, lag: int, demand: Demand) -> bool:

@@ -59,7 +59,7 @@ class Experience:
 
     @property
     def is_validation(self) -> bool:
-        """Whether the piece has rows of a validation."""
+        """True if the piece has rows of a validation."""
         return self.number < 0
 
     @property

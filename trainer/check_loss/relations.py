@@ -25,7 +25,7 @@ from workers.losses.aggregate import Denominators, agg_loss
 Pairs = Iterator[tuple[str, Outcome, Outcome]]
 Relation = Callable[[Subject, Batch], Pairs]
 STEPS = (1e-5, 1e-3)
-"""Of finite differences: one may cross a kink of the loss, the other is exact in float32."""
+"""Step sizes of finite differences: a large one may cross a kink, a small one is less exact."""
 
 
 def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
@@ -208,7 +208,7 @@ def finite_differences(subject: Subject, batch: Batch) -> Pairs:
 
 
 def better_side(subject: Subject, batch: Batch) -> Pairs:
-    """Where no response is preferred yet, more log-prob of the better one is less loss.
+    """If no response is preferred yet, a higher log-prob of the better one lowers the loss.
 
     Likely cause: the chosen and the rejected response are swapped, or the sign is wrong.
     """

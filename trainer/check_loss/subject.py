@@ -80,7 +80,7 @@ class Subject:
     exempt: Collection[str] = ()
     """The relations that it does not promise."""
     equal_cuts: bool = False
-    """Whether all micro-batches must have the same number of rows."""
+    """True if all micro-batches must have the same number of rows."""
 
     def measure(self, *parts: Batch, ranks: int = 1) -> Outcome:
         """Return the outcome of a mini-batch in these micro-batches, as many on each rank."""

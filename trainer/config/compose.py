@@ -147,7 +147,7 @@ def _in_full(setting: Override) -> list[Override]:
 
 
 def _are_paths(values: dict[str, Any]) -> bool:
-    """Whether they are environments by name, and not keys of a section."""
+    """True if the values are environments by name, and not keys of a section."""
     is_section = values.keys() & {field.name for field in fields(EnvironmentConfig)}
     return not is_section and all(":" in str(value) for value in values.values())
 

@@ -236,9 +236,9 @@ class Arguments:
     kind: str
     """Kind of the registry, such as "policy loss"."""
     taken: Mapping[str, Key]
-    """Those of the entry that the section names."""
+    """The keys of the entry that the section names."""
     known: Mapping[str, Key]
-    """Those of all registered entries."""
+    """The keys of all registered entries."""
 
     @classmethod
     def of(cls, key: Key, section: Any) -> Arguments:

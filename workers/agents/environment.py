@@ -150,7 +150,7 @@ class EnvironmentSpec:
     endpoint: str = ""
     """The URL of the endpoint for agents on other machines, if there is one."""
     reuses_replies: bool = False
-    """Whether a request that an agent made before gets the reply of the first time."""
+    """True if a request that an agent made before gets the reply of the first time."""
     call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
 

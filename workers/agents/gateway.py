@@ -289,11 +289,11 @@ class Conversation:
 
     @property
     def has_requests(self) -> bool:
-        """Whether the player has a turn, or waits for one."""
+        """True if the player has a turn, or waits for one."""
         return bool(self._num_turns) or self._turn.locked()
 
     def has_sampled(self, name: Any) -> bool:
-        """Whether a completion of this player has this name."""
+        """True if a completion of this player has this name."""
         conversation, _, turn = str(name).rpartition("-")
         return conversation == self._name and turn.isdecimal() and int(turn) < self._num_turns
 
