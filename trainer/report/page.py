@@ -124,7 +124,6 @@ def _content(data: RunData) -> dict[str, Any]:
         "summary": summary(data),
         "starts": data.starts,
         "config": data.config,
-        "outcomes": Markup(report_figures.outcomes(data.by_turns)) if data.by_turns else "",
         "seconds": SECONDS,
         "most": (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN),
         "tables": [
