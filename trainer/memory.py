@@ -41,21 +41,21 @@ def describe_axes(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[st
     """Describe the axes of every role whose ranks have several."""
     pools = expand_roles(config.role_mapping)
     words = {
-        role: dims_of(sum(config.resource_pool_spec[pools[role]]), held.sharding).in_words()
-        for role, held in models.items()
+        role: dims_of(sum(config.resource_pool_spec[pools[role]]), model.sharding).in_words()
+        for role, model in models.items()
     }
     return {role: text for role, text in words.items() if text}
 
 
 def held_memory(
-    config: RunConfig, role: str, held: HeldModel, device_type: str, largest: LargestPass
+    config: RunConfig, role: str, model: HeldModel, device_type: str, largest: LargestPass
 ) -> RoleMemory:
     """Return the memory that a role with this model needs on each device of its pool."""
     pool, trainer = expand_roles(config.role_mapping)[role], config.trainer
     ranks = sum(config.resource_pool_spec[pool])
     saves = trainer.save_freq > 0 or trainer.save_every_minutes is not None
     copies = saves and trainer.async_save
-    return memory_of(held, role, pool, ranks, device_type, largest, copies)
+    return memory_of(model, role, pool, ranks, device_type, largest, copies)
 
 
 def memory_table(

@@ -61,12 +61,12 @@ COMPLETION_USAGE = "install=SHELL, uninstall=SHELL or query=SHELL, with bash, fi
 def run_command(
     recipe: Recipe[Any],
     arguments: Sequence[str],
-    given: Sequence[str] = (),
+    defaults: Sequence[str] = (),
     start: Callable[[Any], RunResult] | None = None,
 ) -> None:
     """Run with the settings among the arguments, several times for a sweep, or print the keys.
 
-    `given` are settings of lower priority, which get no notice if this run does not read them.
+    `defaults` are settings of lower priority, which get no notice if this run does not read them.
     `start` does something else than `trainer.launch.run` with the configuration.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
@@ -88,7 +88,7 @@ def run_command(
             settings = [*_settings_of_configuration(recipe, options), *settings]
         if options.cfg:
             exit_on_broken_pipe()
-            _show_keys(recipe, [*given, *settings], options)
+            _show_keys(recipe, [*defaults, *settings], options)
             return
         survive_broken_pipes()
         jobs = jobs_of(settings) if options.multirun else []
@@ -98,10 +98,10 @@ def run_command(
         sys.exit(f"error: {printable(str(err))}")
 
     if options.multirun:
-        load = partial(load_in_words, recipe, given=given)
+        load = partial(load_in_words, recipe, defaults=defaults)
         run_jobs(jobs, load, partial(run_in_words, start=start))
     else:
-        run_in_words(load_in_words(recipe, settings, given), start)
+        run_in_words(load_in_words(recipe, settings, defaults), start)
 
 
 def is_setting(argument: str) -> bool:
@@ -151,12 +151,12 @@ def _show_keys(recipe: Recipe[Any], settings: Sequence[str], options: argparse.N
     print(annotated_yaml(tree, recipe.schema, options.resolve, left_out, all_keys), end="")
 
 
-def load_in_words(recipe: Recipe[C], settings: Sequence[str], given: Sequence[str]) -> C:
+def load_in_words(recipe: Recipe[C], settings: Sequence[str], defaults: Sequence[str]) -> C:
     """Return the configuration; an invalid one ends the process with its error."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("trainer").setLevel(logging.INFO)
     with ending_in_words():
-        return load_config(settings, recipe, given)
+        return load_config(settings, recipe, defaults)
 
 
 def run_in_words(config: RunConfig, start: Callable[[Any], RunResult] | None = None) -> RunResult:

@@ -128,13 +128,13 @@ class Restarts:
         """Return whether there is another attempt if this step fails now."""
         return self._why_not(step, self._failures[step] + 1) is None
 
-    def note_samples(self, step: int, kept: int, made_again: int) -> None:
+    def note_samples(self, step: int, num_kept: int, made_again: int) -> None:
         """Log how many samples of a lost group survived, and how many are generated again."""
         logger.warning(
             "step %d: %d samples of the lost group are kept, %d are made again.",
-            *(step, kept, made_again),
+            *(step, num_kept, made_again),
         )
-        self._write(step, samples_kept=kept, samples_made_again=made_again)
+        self._write(step, samples_kept=num_kept, samples_made_again=made_again)
 
     def resuming(self, config: Config) -> Config:
         """Return the configuration of the next attempt, which resumes from checkpoints."""

@@ -69,20 +69,20 @@ class PythonRun:
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self._recipe: Recipe[Any] = load_object(self.recipe, type(self).__name__)
-        own = {**self.presets, **settings_of(keys, self.flat_names, self._recipe)}
-        named = own.pop(FOLDER_KEY, None)
+        settings = {**self.presets, **settings_of(keys, self.flat_names, self._recipe)}
+        named = settings.pop(FOLDER_KEY, None)
         self.folder = _run_folder(named, self._recipe.name)
 
         is_new = named is None or not self.folder.exists()
         try:
-            self._take(model, tokenizer, data, own)
+            self._take(model, tokenizer, data, settings)
         except BaseException:
             if is_new:  # a rejected run leaves no folder
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def _take(
-        self, model: Any, tokenizer: Any, data: Mapping[str, Any], own: dict[str, Any]
+        self, model: Any, tokenizer: Any, data: Mapping[str, Any], settings: dict[str, Any]
     ) -> None:
         """Write objects in memory to files, and check the configuration."""
         make_private(self.folder)
@@ -95,11 +95,11 @@ class PythonRun:
         }
         for key, rows in data.items():
             if rows is not None:
-                derived[key] = self._files(key, rows, own, inputs)
-        _reject_duplicates(derived, own)
+                derived[key] = self._files(key, rows, settings, inputs)
+        _reject_duplicates(derived, settings)
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived}
-        self.settings |= self.plain_settings(own, inputs)
-        if any(key.partition(".")[0] in PLACES for key in own):
+        self.settings |= self.plain_settings(settings, inputs)
+        if any(key.partition(".")[0] in PLACES for key in settings):
             self._defaults["trainer.backend"] = "ray"
         config = self.config()
         num_own_pools = len(config.resource_pool_spec.keys() - config.child_pools)
@@ -107,12 +107,12 @@ class PythonRun:
             self._defaults["trainer.backend"] = "local"
             self.config()
 
-    def _files(self, key: str, rows: Any, own: Mapping[str, Any], inputs: Path) -> Any:
+    def _files(self, key: str, rows: Any, settings: Mapping[str, Any], inputs: Path) -> Any:
         """Return the value of `key`: file names unchanged, rows as a file of the run folder."""
         if is_file_name(rows):
             return file_names(rows)
         subject = f"what is given for {key}"
-        items = self.rows_of(rows_in_memory(rows, subject), own)
+        items = self.rows_of(rows_in_memory(rows, subject), settings)
         if key == "data.train_files":
             self._defaults |= self.defaults_for(len(items))
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
@@ -134,7 +134,7 @@ class PythonRun:
             paths[f"{self.model_sections[role]}.path"] = model_path(item, its_tokenizer, folder)
         return paths
 
-    def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
+    def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
         """Return items of data in memory as rows of the recipe's files."""
         return [text_row(item) for item in items]
 
@@ -142,9 +142,9 @@ class PythonRun:
         """Return settings, with lower priority than the user's, for a number of rows in memory."""
         return {}
 
-    def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
+    def plain_settings(self, settings: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
         """Return the user's settings, with objects replaced by files."""
-        return dict(own)
+        return dict(settings)
 
     # ------------------------------------------------------------------------------------- the run
 
@@ -230,9 +230,9 @@ def _run_folder(named: str | Path | None, recipe: str) -> Path:
             return folder
 
 
-def _reject_duplicates(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for key in given.keys() & own.keys():
+def _reject_duplicates(derived: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    for key in derived.keys() & settings.keys():
         raise ConfigError(
-            f"{key}={own[key]!r} is among the keys, and the call sets {given[key]!r} by an "
+            f"{key}={settings[key]!r} is among the keys, and the call sets {derived[key]!r} by an "
             "argument of its own. Drop one."
         )

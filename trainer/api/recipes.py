@@ -142,9 +142,9 @@ class PPO(PythonRun):
         prompts = num_episodes * max_timesteps * per_rollout
         return {"data.total_prompts": self.steps_made() * size + prompts}
 
-    def rows_of(self, items: Sequence[Any], own: Mapping[str, Any]) -> list[Row]:
+    def rows_of(self, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
         """Return prompts in verl's schema."""
-        prompt_key = own.get("data.prompt_key", "prompt")
+        prompt_key = settings.get("data.prompt_key", "prompt")
         rows = [prompt_row(item, prompt_key) for item in items]
         self._columns = other_columns(rows, prompt_key)
         return rows

@@ -101,9 +101,9 @@ class RoleActivity:
         self._seconds = dict.fromkeys(STATES, 0.0)
 
     @contextmanager
-    def _enter(self, name: str, what: str) -> Iterator[None]:
+    def _enter(self, name: str, task: str) -> Iterator[None]:
         before = self.state
-        self._go_to(State(name, what, 0.0))
+        self._go_to(State(name, task, 0.0))
         try:
             yield
         finally:
@@ -118,9 +118,9 @@ class RoleActivity:
     gone = partialmethod(_enter, "gone")
     """The state of a role whose processes are lost, until others have come."""
 
-    def leave(self, what: str) -> None:
+    def leave(self, task: str) -> None:
         """Enter the state `gone` for good."""
-        self._go_to(State("gone", what, 0.0))
+        self._go_to(State("gone", task, 0.0))
 
     def seconds(self, now: float) -> dict[str, float]:
         """Return the seconds spent in each state until `now`."""

@@ -120,8 +120,8 @@ class ExperienceBuffer:
         is nothing to do now and the generator does not wait.
         """
         most = f"at most {self.settings.max_staleness} versions old"
-        what = f"room: weights of version {weights.version} may be {most}"
-        with self._changed, self._activity.of(f"generator {generator}").waiting(what):
+        room = f"room: weights of version {weights.version} may be {most}"
+        with self._changed, self._activity.of(f"generator {generator}").waiting(room):
             while not (self.is_closed or self.weights > weights):
                 experience = self._begin_next(generator, weights.version)
                 if experience is not None or not waits:

@@ -168,22 +168,22 @@ class LostGenerators:
             raise error
         policy = self._config.async_training.on_generator_loss
         now = generator, self._buffer.version
-        what = f"generator {generator} is lost with {num_lost} samples that it was generating"
+        subject = f"generator {generator} is lost with {num_lost} samples that it was generating"
         if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
             self._restarts[now] += 1
-            logger.warning("%s: it is restarted. %s", what, error)
+            logger.warning("%s: it is restarted. %s", subject, error)
             return self._comes_back(generator, error)
 
         without = self._ranks_without(generator)
         if policy == "continue" and not without:
-            logger.warning("%s: the other generators take them over. %s", what, error)
+            logger.warning("%s: the other generators take them over. %s", subject, error)
             return False
         way_out = {
             "fail": "async_training.on_generator_loss=restart or continue would let the run go on.",
             "restart": f"It was restarted {self._restarts[now]} times with version {now[1]}.",
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }
-        raise RolloutError(f"{what}: {error} {way_out[policy]}") from error
+        raise RolloutError(f"{subject}: {error} {way_out[policy]}") from error
 
     def _is_alive(self, generator: int) -> bool:
         try:
@@ -196,9 +196,9 @@ class LostGenerators:
         """Restart the generator, if allowed. A stopping run lets the others end the step."""
         pool = self._pools[generator_role(generator)]
         restart = partial(self._groups.restart, pool)
-        what, since = f"generator {generator}", time.monotonic()
+        subject, since = f"generator {generator}", time.monotonic()
         try:
-            wait_for_room(restart, self._config, what, since, self._look_again)
+            wait_for_room(restart, self._config, subject, since, self._look_again)
             for role, its_pool in self._pools.items():
                 if its_pool == pool:
                     self._groups[role].init_model(**self._init_arguments(role))

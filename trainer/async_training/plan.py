@@ -65,6 +65,6 @@ def _idle_generators(config: AsyncConfig) -> int:
     return config.topology.generators - len(busy)
 
 
-def _count(number: int, what: str) -> str:
+def _count(number: int, noun: str) -> str:
     """`1 piece`, `2 pieces`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"

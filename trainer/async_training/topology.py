@@ -83,9 +83,9 @@ class Topology:
         with more generators every generator has one trainer. Weights: every generator has one
         trainer, and trainers may send nothing.
         """
-        for what, number in (("generators", generators), ("trainers", trainers)):
+        for noun, number in (("generators", generators), ("trainers", trainers)):
             if type(number) is not int or number < 1:
-                raise ConfigError(f"async_training.{what}={number}: a number of 1 or more.")
+                raise ConfigError(f"async_training.{noun}={number}: a number of 1 or more.")
         if sample_routes is None:
             num = max(generators, trainers)
             sample_routes = [(i % generators, i % trainers) for i in range(num)]
@@ -223,11 +223,11 @@ def _pairs(
             raise ConfigError(
                 f"{key}: {edge} is no route. A route is [{sender[0]},{receiver[0]}], two numbers."
             )
-        for end, (what, number) in zip(ends, (sender, receiver), strict=True):
+        for end, (noun, number) in zip(ends, (sender, receiver), strict=True):
             if not 0 <= end < number:
                 raise ConfigError(
-                    f"{key}: [{ends[0]},{ends[1]}] names {what} {end}, and there is none: this "
-                    f"run has {what}s 0 to {number - 1} (async_training.{what}s={number})."
+                    f"{key}: [{ends[0]},{ends[1]}] names {noun} {end}, and there is none: this "
+                    f"run has {noun}s 0 to {number - 1} (async_training.{noun}s={number})."
                 )
         pairs.append((ends[0], ends[1]))
 
@@ -237,6 +237,6 @@ def _pairs(
     return tuple(sorted(pairs))
 
 
-def _named(what: str, numbers: Sequence[int]) -> str:
+def _named(noun: str, numbers: Sequence[int]) -> str:
     """`trainer 0, 2`; a dash for none."""
-    return f"{what} {', '.join(map(str, numbers))}" if numbers else "-"
+    return f"{noun} {', '.join(map(str, numbers))}" if numbers else "-"

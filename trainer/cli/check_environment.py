@@ -51,7 +51,8 @@ class Played:
     def reward(self) -> float:
         """The sum of the rewards of all turns."""
         by_player = (answer.get("players", {"": answer}) for answer in self.answers)
-        return float(sum(one.get("reward", 0.0) for each in by_player for one in each.values()))
+        answers = (answer for players in by_player for answer in players.values())
+        return float(sum(answer.get("reward", 0.0) for answer in answers))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -77,17 +78,17 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check(
-    host: EnvironmentHost, row: dict[str, Any], said: Sequence[str], turns: float
+    host: EnvironmentHost, row: dict[str, Any], texts: Sequence[str], turns: float
 ) -> tuple[list[str], list[str]]:
     """Return lines about the environment, and its problems."""
     tools = [tool["function"]["name"] for tool in host.tools]
     lines = [f"tools: {', '.join(tools)}"] if tools else []
-    (first,) = play(host, [0], row, said, turns)
-    lines += _story(first, said)
+    (first,) = play(host, [0], row, texts, turns)
+    lines += _story(first, texts)
     if first.problem:
         return lines, [first.problem]
 
-    again, other = play(host, [0, 1], row, said, turns)
+    again, other = play(host, [0, 1], row, texts, turns)
     problems = []
     if again.answers != first.answers:
         turn = next(
@@ -120,7 +121,7 @@ def play(
     host: EnvironmentHost,
     samples: list[int],
     row: dict[str, Any],
-    said: Sequence[str],
+    texts: Sequence[str],
     turns: float,
 ) -> list[Played]:
     """Play these samples of one prompt, concurrently."""
@@ -143,11 +144,11 @@ def play(
                 continue
             asked_at[number] = time.monotonic()
             player = {"player": trajectory.speakers.pop(0)} if trajectory.speakers else {}
-            host.say(number, said[min(len(trajectory.answers), len(said)) - 1], **player)
+            host.say(number, texts[min(len(trajectory.answers), len(texts)) - 1], **player)
     return list(played.values())
 
 
-def _story(played: Played, said: Sequence[str]) -> list[str]:
+def _story(played: Played, texts: Sequence[str]) -> list[str]:
     lines = []
     for turn, (answer, seconds) in enumerate(zip(played.answers, played.seconds, strict=True)):
         observed = heard(answer)
@@ -155,7 +156,7 @@ def _story(played: Played, said: Sequence[str]) -> list[str]:
         if turn == 0:
             lines.append(f"reset ({cost}): {observed}")
         else:
-            lines.append(f"{said[min(turn, len(said)) - 1]!r} ({cost}): {observed}")
+            lines.append(f"{texts[min(turn, len(texts)) - 1]!r} ({cost}): {observed}")
     num_turns = len(played.answers) - 1
     if num_turns:
         steps = 1000 * np.array(played.seconds[1:])
@@ -182,7 +183,7 @@ def heard(answer: dict[str, Any]) -> str:
     if "failed" in answer:
         return "failed"
     if "players" in answer:
-        return "; ".join(f"{name}: {heard(one)}" for name, one in answer["players"].items())
+        return "; ".join(f"{name}: {heard(reply)}" for name, reply in answer["players"].items())
     if "text" in answer:
         return "the prompt alone" if answer["text"] is None else repr(answer["text"])
     reward = f"reward {answer['reward']:g}"

@@ -224,11 +224,13 @@ def phases(runs: Sequence[ComparedRun]) -> Rows:
     """Return the seconds per step of each phase, and its share."""
     shares: list[Mapping[str, str]] = []
     for run in runs:
-        found = phase_shares(run.data.metrics, run.data.stages)
-        shares.append({name: f"{spent:.3f} s, {share:.1f} %" for name, spent, share in found})
-    names = dict.fromkeys(name for found in shares for name in found)
+        times = phase_shares(run.data.metrics, run.data.stages)
+        shares.append({name: f"{spent:.3f} s, {share:.1f} %" for name, spent, share in times})
+    names = dict.fromkeys(name for shares_of_run in shares for name in shares_of_run)
     rows = [["phase", *(run.name for run in runs)]]
-    rows += [[name, *(found.get(name, ABSENT) for found in shares)] for name in names]
+    rows += [
+        [name, *(shares_of_run.get(name, ABSENT) for shares_of_run in shares)] for name in names
+    ]
     return rows if names else []
 
 

@@ -108,18 +108,18 @@ def _pool_of(config: RunConfig, role: str) -> tuple[str, int]:
     return pool, sum(config.resource_pool_spec.get(pool, []))
 
 
-def check_axes_of(config: RunConfig, role: str, held: HeldModel) -> None:
+def check_axes_of(config: RunConfig, role: str, model: HeldModel) -> None:
     """Reject axes over which the role's model cannot be split."""
     _, ranks = _pool_of(config, role)
     if ranks == 0:
         return
     try:
-        held.check_axes(ranks)
+        model.check_axes(ranks)
     except ConfigError as error:
         raise ConfigError(f"role {role!r}: {error}") from error
 
 
-def check_checkpoint_of(config: RunConfig, role: str, held: HeldModel) -> None:
+def check_checkpoint_of(config: RunConfig, role: str, model: HeldModel) -> None:
     """Reject a resume from a checkpoint of another model; the load rejects a damaged checkpoint."""
     trainer = config.trainer
     if trainer.resume_mode != "resume_path" or trainer.resume_from_path is None:
@@ -128,13 +128,13 @@ def check_checkpoint_of(config: RunConfig, role: str, held: HeldModel) -> None:
     if (folder / "shards").is_dir():
         from workers.training.checkpoint_export import check_checkpoint_model  # with torch
 
-        check_checkpoint_model(folder, held.model, held.head)
+        check_checkpoint_model(folder, model.model, model.head)
 
 
 def check_passes(
     config: RunConfig,
     role: str,
-    held: HeldModel,
+    model: HeldModel,
     mini_batch: tuple[str, int],
     at_once: tuple[str, int | None],
 ) -> None:
@@ -144,19 +144,19 @@ def check_passes(
     tokens.
     """
     _, ranks = _pool_of(config, role)
-    if ranks == 0 or (pp := (dims := dims_of(ranks, held.sharding)).pp) == 1:
+    if ranks == 0 or (pp := (dims := dims_of(ranks, model.sharding)).pp) == 1:
         return
     rows_of_rank = -(-mini_batch[1] // dims.data_size)
     rows = at_once[1] or 1
     if (num_passes := -(-rows_of_rank // rows)) >= pp:
         return
-    ways = f"set {held.axes_key}.pp={num_passes}, or raise {mini_batch[0]}"
+    ways = f"set {model.axes_key}.pp={num_passes}, or raise {mini_batch[0]}"
     if rows_of_rank >= pp:
         at_most = -(-rows_of_rank // (pp - 1)) - 1
-        ways = f"set {at_once[0]}={at_most} or less, or {held.axes_key}.pp={num_passes}"
+        ways = f"set {at_once[0]}={at_most} or less, or {model.axes_key}.pp={num_passes}"
     cut = f", in passes of {at_once[0]}={rows}," if at_once[1] else ""
     raise ConfigError(
-        f"role {role!r}: {held.axes_key}.pp={pp} needs {pp} passes of a mini-batch, or ranks have "
+        f"role {role!r}: {model.axes_key}.pp={pp} needs {pp} passes of a mini-batch, or ranks have "
         f"nothing to do. A rank's {rows_of_rank} of the {mini_batch[1]} rows of {mini_batch[0]}"
         f"{cut} make {num_passes}; {ways}."
     )

@@ -63,9 +63,9 @@ def _divide(number: int, parts: int) -> int:
     return max(number // parts, 1)
 
 
-def _required(key: str, what: str) -> str:
+def _required(key: str, meaning: str) -> str:
     """`${required:distillation.teacher_model.model_path,the teacher's folder}`, of a preset."""
-    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {what}.")
+    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {meaning}.")
 
 
 def _environment(name: str, *default: str | None) -> str | None:

@@ -210,18 +210,18 @@ class PromptTable:
     folder: Path | None = None
     """The entry of the cache; None if the rows are in memory."""
 
-    def first_of_sources(self, kept: NDArray[np.int64]) -> dict[str, int]:
+    def first_of_sources(self, rows: NDArray[np.int64]) -> dict[str, int]:
         """Return every data_source of these rows with the first of its rows."""
         encoded = self.sources.dictionary_encode()
-        codes, places = np.unique(encoded.indices.to_numpy()[kept], return_index=True)
-        first_rows = sorted(zip(kept[places].tolist(), codes.tolist(), strict=True))
+        codes, places = np.unique(encoded.indices.to_numpy()[rows], return_index=True)
+        first_rows = sorted(zip(rows[places].tolist(), codes.tolist(), strict=True))
         return {encoded.dictionary[code].as_py(): number for number, code in first_rows}
 
-    def remembered(self, what: str, compute: Callable[[], str]) -> str:
-        """Return `compute()`, a text that depends on the rows and `what`; the entry stores it."""
+    def remembered(self, name: str, compute: Callable[[], str]) -> str:
+        """Return `compute()`, a text that depends on the rows and `name`; the entry stores it."""
         if self.folder is None:
             return compute()
-        path = self.folder / f"{hashlib.sha256(what.encode()).hexdigest()}.txt"
+        path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()}.txt"
         with suppress(OSError):
             return path.read_text(encoding="utf-8")
         text = compute()

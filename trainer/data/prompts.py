@@ -107,12 +107,12 @@ class PromptSet:
             lambda truth: find_open_assert(truth) is not None,
         )
 
-    def _any_truth(self, what: str, test: Callable[[Any], bool]) -> bool:
+    def _any_truth(self, name: str, test: Callable[[Any], bool]) -> bool:
         def answer() -> str:
             rules = (self._table.row(number)["reward_model"] for number in self.rows.tolist())
             return "yes" if any(test(rule["ground_truth"]) for rule in rules) else "no"
 
-        return self._table.remembered(what, answer) == "yes"
+        return self._table.remembered(name, answer) == "yes"
 
     @cached_property
     def digest(self) -> str:
@@ -292,7 +292,7 @@ class PromptLoader:
     def columns(self) -> list[str]:
         """Columns outside verl's schema that both training and validation rows have."""
         columns = self.prompts.columns
-        return [name for name in columns if all(name in each.columns for each in self._sets)]
+        return [name for name in columns if all(name in files.columns for files in self._sets)]
 
     @property
     def has_truth(self) -> bool:

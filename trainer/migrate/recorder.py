@@ -69,8 +69,8 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         name = os.path.relpath(path, folder) if Path(path).is_relative_to(folder) else path
     words = ["-c", "--", text, name] if raw is source or text != raw else [name]
 
-    kept, others = unset_variables(text, os.environ)
-    environment = {**os.environ, **{variable: f"\2${variable}\3" for variable in kept}}
+    read, others = unset_variables(text, os.environ)
+    environment = {**os.environ, **{variable: f"\2${variable}\3" for variable in read}}
     process, pipe = start_child("trainer.migrate.recorder")
     try:
         pipe.send(Script([*words, *arguments], folder, environment))
@@ -87,16 +87,18 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
             "verl-like migrate SYSTEM python3 -m ..."
         )
     assert isinstance(answer, Recording), answer
-    found = MARKED.findall("\n".join(word for each in answer.commands for word in each.words))
+    variables = MARKED.findall(
+        "\n".join(word for command in answer.commands for word in command.words)
+    )
     return replace(
         answer,
         commands=[
-            replace(each, words=[MARKED.sub(r"$\1", word) for word in each.words])
-            for each in answer.commands
+            replace(command, words=[MARKED.sub(r"$\1", word) for word in command.words])
+            for command in answer.commands
         ],
         printed=MARKED_BY_BASH.sub(r"\1\2", MARKED.sub(r"$\1", answer.printed)),
-        variables=sorted(set(found)),
-        unset=sorted({*others, *kept} - {*found, *os.environ}),
+        variables=sorted(set(variables)),
+        unset=sorted({*others, *read} - {*variables, *os.environ}),
     )
 
 

@@ -113,19 +113,19 @@ def _processes(launcher: Sequence[str], command: Command) -> str:
     return ""
 
 
-def _translated(program: str, given: Flags) -> Translation:
+def _translated(program: str, flags: Flags) -> Translation:
     is_grpo = program == "grpo"
     done = Translation(PROGRAMS[program], places=PLACES if is_grpo else {})
     table = Table("trl", "all", "grpo") if is_grpo else Table("trl", "all", "rows", program)
-    for name in [name for name in given if name.startswith("no_")]:
+    for name in [name for name in flags if name.startswith("no_")]:
         if table.find(name.removeprefix("no_")):  # their parser's form of a switch that is off
-            given = {key: value for key, value in given.items() if key != name}
-            given[name.removeprefix("no_")] = ["False"]
+            flags = {key: value for key, value in flags.items() if key != name}
+            flags[name.removeprefix("no_")] = ["False"]
     done.given = {
         name: as_text(values) if len(values) > 1 else "".join(values)
-        for name, values in given.items()
+        for name, values in flags.items()
     }
-    fields = GivenFlags(table, given, f"TRL's {program} has no field", done)
+    fields = GivenFlags(table, flags, f"TRL's {program} has no field", done)
     trackers = fields.value("report_to", "none").strip("[]").replace(" ", ",").split(",")
     known = [name for name in trackers if name in TRACKERS and name != "console"]
     fields.becomes("report_to", {"trainer.logger": ["console", *known]})
@@ -141,9 +141,9 @@ def _of_yaml(text: str) -> Flags:
         raise ConfigError(f"the YAML could not be read: {error}") from error
     if not isinstance(tree, Mapping):
         raise ConfigError("the YAML has no `field: value` lines.")
-    given = {name: value for name, value in tree.items() if value is not None}
-    given |= {"max_length": "null"} if tree.get("max_length", 0) is None else {}
-    return {str(name): [as_text(value)] for name, value in given.items()}
+    flags = {name: value for name, value in tree.items() if value is not None}
+    flags |= {"max_length": "null"} if tree.get("max_length", 0) is None else {}
+    return {str(name): [as_text(value)] for name, value in flags.items()}
 
 
 def _known_by_its_fields(fields: Flags) -> str:

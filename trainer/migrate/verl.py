@@ -57,9 +57,9 @@ def translate(command: Command) -> Translation | None:
             "there are verl-like best-of-n and eval."
         )
     if _fits(program, *SFT):
-        given = _settings_of(words)
-        done = translate_sft(last_name(program), launcher, given)
-        _images(given, "model.path", done)
+        settings = _settings_of(words)
+        done = translate_sft(last_name(program), launcher, settings)
+        _images(settings, "model.path", done)
         return done
 
     done = Translation()
@@ -69,33 +69,33 @@ def translate(command: Command) -> Translation | None:
         next((value for flag in names for value in flags.get(flag, [])), "")
         for names in (("config-name",), ("config-path", "config-dir"))
     )
-    file, given = configuration(name, path, folders)
+    file, settings = configuration(name, path, folders)
     if file is not None:
         done.always.append(f"--config-name {name}: its keys are those of {file}")
-    given |= _settings_of(words)
-    done.given = dict(given)
-    _images(given, "actor_rollout_ref.model.path", done)
+    settings |= _settings_of(words)
+    done.given = dict(settings)
+    _images(settings, "actor_rollout_ref.model.path", done)
     if _fits(program, FULLY_ASYNC, ONE_STEP_OFF):
         done.program = "async"
         is_fully = _fits(program, FULLY_ASYNC)
-        takes_theirs = given.get("async_training.use_rollout_log_probs", "True")
-        _apply("async", given, done)
-        _apply("fully_async" if is_fully else "one_step_off", given, done)
-        given.setdefault(BYPASS, takes_theirs if is_fully else "True")
+        takes_theirs = settings.get("async_training.use_rollout_log_probs", "True")
+        _apply("async", settings, done)
+        _apply("fully_async" if is_fully else "one_step_off", settings, done)
+        settings.setdefault(BYPASS, takes_theirs if is_fully else "True")
     elif program.endswith("main_ppo_split"):
         done.rename("main_ppo_split.py", {"placement": "split"})
-    _apply("before", given, done)
-    for key, value in given.items():
-        _take(key, value, given, done)
-    _apply("after", given, done)
+    _apply("before", settings, done)
+    for key, value in settings.items():
+        _take(key, value, settings, done)
+    _apply("after", settings, done)
     return done
 
 
-def _apply(section: str, given: dict[str, str], done: Translation) -> None:
+def _apply(section: str, settings: dict[str, str], done: Translation) -> None:
     """Apply the rules of a section of `verl.yaml`."""
     table = Table("verl", section)
-    flags = GivenFlags(table, {key: [value] for key, value in given.items()}, "", done, "")
-    flags.apply(table.rules, given)
+    flags = GivenFlags(table, {key: [value] for key, value in settings.items()}, "", done, "")
+    flags.apply(table.rules, settings)
 
 
 def _fits(name: str, *patterns: str) -> bool:
@@ -109,7 +109,7 @@ def is_setting(word: str) -> bool:
 
 def _settings_of(words: Sequence[str]) -> dict[str, str]:
     """Return key -> value of the command's settings; reject other words."""
-    given = {}
+    settings = {}
     words = [word for word in words if word]
     for place, word in enumerate(words):
         if word.startswith("--config") or (
@@ -120,22 +120,22 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
         if match is None:
             raise ConfigError(f"{word!r} is no setting `key=value`.")
         if not match["key"].startswith("hydra."):
-            given[older(match["key"])] = match["value"]
-    return given
+            settings[older(match["key"])] = match["value"]
+    return settings
 
 
-def _images(given: Mapping[str, str], path: str, done: Translation) -> None:
+def _images(settings: Mapping[str, str], path: str, done: Translation) -> None:
     """Reject models with images, which verl reads by default; the model's name identifies them."""
-    if WITH_IMAGES.search(given.get(path, "")) and "data.image_key" not in given:
+    if WITH_IMAGES.search(settings.get(path, "")) and "data.image_key" not in settings:
         done.refused.append(
-            f"{path}={given[path]}: models with images are not trained here, and verl reads the "
+            f"{path}={settings[path]}: models with images are not trained here, and verl reads the "
             "rows' column images unasked; where there are none set data.image_key=null"
         )
 
 
-def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> None:
+def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) -> None:
     """Translate one key."""
-    fate = fate_of(key, value, given)
+    fate = fate_of(key, value, settings)
     if fate is None:
         done.refused.append(f"{key}={value}: no such key is known here")
     elif fate.nothing:
@@ -166,7 +166,9 @@ def _take(key: str, value: str, given: Mapping[str, str], done: Translation) -> 
             done.rename(f"{key} {value}", {fate.key: ours})
 
 
-def translate_sft(program: str, launcher: Sequence[str], given: Mapping[str, str]) -> Translation:
+def translate_sft(
+    program: str, launcher: Sequence[str], settings: Mapping[str, str]
+) -> Translation:
     """Return our settings, and a line on every key."""
     which = "fsdp_sft_trainer" if program == "fsdp_sft_trainer" else "sft_trainer"
     started = {name.replace("_", "-"): values for name, values in as_flags(launcher).items()}
@@ -175,11 +177,11 @@ def translate_sft(program: str, launcher: Sequence[str], given: Mapping[str, str
         ("nodes", "nnodes", "trainer.nnodes"),
         ("gpus", "nproc-per-node", "trainer.n_gpus_per_node"),
     ):
-        text = "".join(started.get(flag, [])[:1]) or given.get(key, "1")
+        text = "".join(started.get(flag, [])[:1]) or settings.get(key, "1")
         figures[figure] = int(text) if text.isdigit() else text
     keys = GivenFlags(
         Table("verl_sft", which, "all"),
-        {key: [value] for key, value in given.items()},
+        {key: [value] for key, value in settings.items()},
         f"verl's {which} has no key",
         Translation("sft"),
         dashes="",

@@ -47,12 +47,12 @@ class AsyncPlacement(PlannedPlacement):
         """Roles and GPUs of the trainer and of each generator."""
         trainer, generator = self.pools
         generators = self.setup.num_generators
-        each = (
+        engines = (
             f"{generators} generators on {generator.gpus} each"
             if generators > 1
             else f"generator on {generator.gpus}"
         )
-        return f"{' + '.join(trainer.roles)} on {trainer.gpus} | {each}"
+        return f"{' + '.join(trainer.roles)} on {trainer.gpus} | {engines}"
 
     @property
     def partition(self) -> Hashable:
@@ -131,7 +131,9 @@ class AsyncJob(PPOJob):
         prompts, samples = (-(-number // pieces) for number in (rows.prompts, rows.samples))
         gpus = Gpus(self.device, generator.gpus, self.per_node)
         engines = self.engines("rollout", gpus, replace(rows, prompts=prompts, samples=samples))
-        return next(each.seconds[0] for each in engines if each.keys == generator.layouts[0].keys)
+        return next(
+            engine.seconds[0] for engine in engines if engine.keys == generator.layouts[0].keys
+        )
 
     def overrides(self, placement: PlannedPlacement) -> list[str]:
         """Return the keys of generators, trainers and their pools."""

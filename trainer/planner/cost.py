@@ -129,10 +129,10 @@ class ModelCost:
     """Number of experts per layer that each token is sent to."""
 
     @classmethod
-    def of(cls, held: HeldModel) -> ModelCost:
+    def of(cls, model: HeldModel) -> ModelCost:
         """Read the properties from config.json."""
-        shapes = model_shapes(held.model, held.head, torch.bfloat16)
-        config: Any = hf_config_of(held.model).get_text_config()
+        shapes = model_shapes(model.model, model.head, torch.bfloat16)
+        config: Any = hf_config_of(model.model).get_text_config()
         looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
         share = expert_share(config)
         return cls(

@@ -87,7 +87,7 @@ class Job(ABC):
         """Return the tokens of the longest row."""
 
     @abstractmethod
-    def pass_tokens(self, config: Any, held: HeldModel) -> int:
+    def pass_tokens(self, config: Any, model: HeldModel) -> int:
         """Return the tokens of a pass of this model."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Job(ABC):
         """Return keys of smaller passes to try for a trained model."""
 
     @abstractmethod
-    def role_memory(self, config: Any, role: str, held: HeldModel) -> RoleMemory:
+    def role_memory(self, config: Any, role: str, model: HeldModel) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
 
     @abstractmethod
@@ -243,30 +243,30 @@ class Job(ABC):
         }
         for keys in self._choices(role, axes):
             config = changed(self.config, on_one_pool | keys)
-            held, calls, rows = self.models_in(config)[role], self.calls(role), self.rows(role)
+            model, calls, rows = self.models_in(config)[role], self.calls(role), self.rows(role)
             try:
-                dims = dims_of(num_gpus, held.sharding)
+                dims = dims_of(num_gpus, model.sharding)
                 if dims.data_size > rows.samples or dims.tp * dims.sp > self.per_node:
                     continue
                 self._check_axes(role, dims)
-                memory = self.role_memory(config, role, held)
+                memory = self.role_memory(config, role, model)
             except (ConfigError, NoStages):
                 continue
             seconds = dict.fromkeys(self.stages, 0.0)
             for stage, method in calls:
                 seconds[stage] += len(keys) * WORTH_A_KEY / len(calls)
-                seconds[stage] += self.call_seconds(config, role, method, held, gpus)
+                seconds[stage] += self.call_seconds(config, role, method, model, gpus)
             words = {key: str(value).lower() for key, value in keys.items()}
             yield Layout(role, tuple(seconds.values()), memory, words)
 
     def _choices(self, role: str, axes: Sequence[Keys]) -> Iterator[Keys]:
         """Yield the keys of every layout to try; those that the user has set stay."""
-        held = self.models[role]
-        again = f"{held.key.removesuffix('.path')}.enable_gradient_checkpointing"
-        fsdp = f"{held.section or held.key.removesuffix('.path')}.fsdp_config"
+        model = self.models[role]
+        again = f"{model.key.removesuffix('.path')}.enable_gradient_checkpointing"
+        fsdp = f"{model.section or model.key.removesuffix('.path')}.fsdp_config"
         offload = {f"{fsdp}.param_offload": True, f"{fsdp}.optimizer_offload": True}
         changes = [axes]
-        if held.trains:
+        if model.trains:
             changes += [[{}, *self.smaller_passes(role)], [{}, {again: False}], [{}, offload]]
         free = [[keys for keys in of_kind if not self.keys & keys.keys()] for of_kind in changes]
         for combination in product(*free):
@@ -294,28 +294,28 @@ class Job(ABC):
         return [{f"{self.models[role].axes_key}.{axis}": size} for size in sizes]
 
     def call_seconds(
-        self, config: Any, role: str, method: str, held: HeldModel, gpus: Gpus
+        self, config: Any, role: str, method: str, model: HeldModel, gpus: Gpus
     ) -> float:
         """Return the seconds of one call of the role with this configuration."""
         return pass_seconds(
             self.costs[role],
             self.rows(role),
-            dims_of(gpus.count, held.sharding),
-            self.pass_tokens(config, held),
+            dims_of(gpus.count, model.sharding),
+            self.pass_tokens(config, model),
             gpus,
             trains=method.startswith("update_"),
-            recomputes=recomputes(held.model, "cuda", can_recompute=True),
-            offloads=held.sharding.param_offload,
-            num_stages=num_chunks(held.sharding.pp_schedule),
+            recomputes=recomputes(model.model, "cuda", can_recompute=True),
+            offloads=model.sharding.param_offload,
+            num_stages=num_chunks(model.sharding.pp_schedule),
         )
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def _axes_error(self, role: str, dims: ParallelDims) -> ConfigError | None:
         """Return the model's error for these axes; None if it can have them."""
-        held = self.models[role]
-        schedule = held.sharding.pp_schedule
+        model = self.models[role]
+        schedule = model.sharding.pp_schedule
         try:
-            check_axes(held.meta_module, held.model, dims, held.axes_key, schedule)
+            check_axes(model.meta_module, model.model, dims, model.axes_key, schedule)
         except ConfigError as error:
             return error
         return None

@@ -101,9 +101,9 @@ class PPOJob(Job):
         """Return the tokens of the longest row."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
-    def pass_tokens(self, config: PPOConfig, held: HeldModel) -> int:
+    def pass_tokens(self, config: PPOConfig, model: HeldModel) -> int:
         """Return the tokens of a pass of this model."""
-        return held.tokens or tokens_per_pass(config)
+        return model.tokens or tokens_per_pass(config)
 
     def smaller_passes(self, role: str) -> list[Keys]:
         """Return keys of smaller passes to try for a trained model."""
@@ -114,9 +114,9 @@ class PPOJob(Job):
         sizes = {max(width, now // 4), width} - {now}
         return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
 
-    def role_memory(self, config: PPOConfig, role: str, held: HeldModel) -> RoleMemory:
+    def role_memory(self, config: PPOConfig, role: str, model: HeldModel) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
-        return held_memory(config, role, held, "cuda", largest_pass(config, role))
+        return held_memory(config, role, model, "cuda", largest_pass(config, role))
 
     def memories(self, config: PPOConfig) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""

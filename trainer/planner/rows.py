@@ -66,7 +66,7 @@ class RowsJob(Job):
         """Return the tokens of the longest row."""
         return longest_row(self.config)
 
-    def pass_tokens(self, config: RowConfig, held: HeldModel) -> int:
+    def pass_tokens(self, config: RowConfig, model: HeldModel) -> int:
         """Return the tokens of a pass of this model."""
         if config.data.use_dynamic_bsz:
             return config.data.max_token_len_per_gpu
@@ -83,11 +83,11 @@ class RowsJob(Job):
         sizes = {max(tokens // 4, fewest), fewest} - {tokens}
         return [{"data.max_token_len_per_gpu": size} for size in sizes]
 
-    def role_memory(self, config: RowConfig, role: str, held: HeldModel) -> RoleMemory:
+    def role_memory(self, config: RowConfig, role: str, model: HeldModel) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
-        dims = dims_of(sum(config.resource_pool_spec["pool"]), held.sharding)
-        largest = largest_pass(config, held, self.num_sides, dims)
-        return held_memory(config, role, held, "cuda", largest)
+        dims = dims_of(sum(config.resource_pool_spec["pool"]), model.sharding)
+        largest = largest_pass(config, model, self.num_sides, dims)
+        return held_memory(config, role, model, "cuda", largest)
 
     def memories(self, config: RowConfig) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""

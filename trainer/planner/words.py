@@ -48,11 +48,13 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def sifted(job: Job, found: Sequence[PlannedPlacement]) -> tuple[list[PlannedPlacement], list[str]]:
+def sifted(
+    job: Job, placements: Sequence[PlannedPlacement]
+) -> tuple[list[PlannedPlacement], list[str]]:
     """Return the fastest valid placements, and why a run rejects faster ones."""
     best: list[PlannedPlacement] = []
     rejected = []
-    for placement in found:
+    for placement in placements:
         error = job.rejection(placement)
         if error is None:
             best.append(placement)
@@ -117,11 +119,11 @@ def _speed(job: Job, placement: PlannedPlacement) -> str:
 
 
 def _other_partitions(
-    job: Job, found: Sequence[PlannedPlacement], best: Sequence[PlannedPlacement]
+    job: Job, placements: Sequence[PlannedPlacement], best: Sequence[PlannedPlacement]
 ) -> Iterator[str]:
     """Yield where every other partition of the roles is slower."""
     shown = {placement.partition for placement in best}
-    for placement in found:
+    for placement in placements:
         if placement.partition not in shown:
             pairs = zip(placement.seconds, best[0].seconds, strict=True)
             slower = [seconds - fastest for seconds, fastest in pairs]

@@ -194,9 +194,9 @@ def _pairs_in_words(nodes: Sequence[Node], after: dict[str, list[str]]) -> dict[
     return {
         title: [
             f"  {of[0].stage}: {_in_words(of, ', then ' if title == INLINE else ' ‖ ')}"
-            for of in _by_stage(nodes, found)
+            for of in _by_stage(nodes, node_pairs)
         ]
-        for title, found in pairs.items()
+        for title, node_pairs in pairs.items()
     }
 
 

@@ -140,9 +140,9 @@ def _check_router_replay(config: PPOConfig) -> None:
 def _check_passes(config: PPOConfig) -> None:
     """Check that mini-batches have at least as many passes as ranks that share a model's layers."""
     samples = config.actor_rollout_ref.rollout.n
-    models = {r: held for r, held in models_of(config).items() if held.trains}
+    models = {r: model for r, model in models_of(config).items() if model.trains}
     sections = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
-    if all(held.sharding.pp == 1 for held in models.values()):
+    if all(model.sharding.pp == 1 for model in models.values()):
         return
     for row in rows_of(config):
         if row.part.endswith("mini-batch"):

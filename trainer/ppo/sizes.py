@@ -65,8 +65,8 @@ def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
         )
     models = models_of(config)
     for scoring in scorings_of(config):
-        held = models[scoring.role]
-        parts.append(reads(scoring.part, scoring.role, *cut(held.rows, held.tokens)))
+        model = models[scoring.role]
+        parts.append(reads(scoring.part, scoring.role, *cut(model.rows, model.tokens)))
     parts += [
         Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *of_critic, True),
         Row("actor mini-batch", "actor", mini, *of_actor, True),
@@ -110,8 +110,8 @@ def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
     for row in rows_of(config):
         ranks = sum(config.resource_pool_spec[pools[row.role]])
         samples = row.prompts * num_samples
-        held = models.get(row.role)
-        dims = ParallelDims(shard=ranks) if held is None else dims_of(ranks, held.sharding)
+        model = models.get(row.role)
+        dims = ParallelDims(shard=ranks) if model is None else dims_of(ranks, model.sharding)
         on_rank = -(-samples // dims.data_size)
         tokens = -(-on_rank * width // dims.sp)
         at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None

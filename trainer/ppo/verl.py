@@ -162,27 +162,29 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
     return notices
 
 
-def fate_of(key: str, value: str, given: Mapping[str, str] = MappingProxyType({})) -> Fate | None:
-    """Translate one of verl's keys among the `given` ones; None for keys unknown to verl.
+def fate_of(
+    key: str, value: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> Fate | None:
+    """Translate one of verl's keys, which stands among `settings`; None for keys unknown to verl.
 
     A key with the same name here counts as verl's, too.
     """
     ours = renamed(key)
     if ours is not None:
-        if ".megatron." in key and (why := _no_axis(ours, value, given)):
+        if ".megatron." in key and (why := _no_axis(ours, value, settings)):
             return Fate(refused=why, lays_out=True)
         if ours.endswith(".fsdp_config.fsdp_size"):
-            value = _shard_size(ours, value, given)
+            value = _shard_size(ours, value, settings)
         return Fate(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
     if _first_match(key, OF_ALL_RANKS) and value.isdigit():
-        return Fate(key=f"{key}_per_gpu", value=str(_rows_of_one_rank(int(value), given)))
+        return Fate(key=f"{key}_per_gpu", value=str(_rows_of_one_rank(int(value), settings)))
     table = tables()
     lays_out = bool(_first_match(key, table.lays_out))
     if name := _first_match(key, table.changes_nothing):
         return Fate(nothing=table.changes_nothing[name])
     if name := _first_match(key, table.changes_nothing_at):
         texts = table.changes_nothing_at[name]["at"]
-        if _plain(value) in [_value_of(text, given) for text in texts]:
+        if _plain(value) in [_value_of(text, settings) for text in texts]:
             return Fate(nothing=f"{_plain(value)} is how it is here")
         return Fate(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
     if name := _first_match(key, table.not_here):
@@ -190,38 +192,38 @@ def fate_of(key: str, value: str, given: Mapping[str, str] = MappingProxyType({}
     return None
 
 
-def _value_of(text: str, given: Mapping[str, str]) -> str:
+def _value_of(text: str, settings: Mapping[str, str]) -> str:
     """Return the text, or for `$key` the value of that key."""
     if not text.startswith("$"):
         return text
     key = text.removeprefix("$")
-    return given.get(key) or str(attrgetter(key)(PPOConfig()))
+    return settings.get(key) or str(attrgetter(key)(PPOConfig()))
 
 
-def _shard_size(key: str, value: str, given: Mapping[str, str]) -> str:
+def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
     """Return the size without the ranks of one sequence, which verl counts in."""
-    sequence = given.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
+    sequence = settings.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
     if value.isdigit() and sequence.isdigit() and int(value) % int(sequence) == 0:
         return str(int(value) // int(sequence))
     return value
 
 
-def _no_axis(key: str, value: str, given: Mapping[str, str]) -> str:
+def _no_axis(key: str, value: str, settings: Mapping[str, str]) -> str:
     """Return why this layout of ranks is not possible, or ""."""
     section, _, axis = key.rpartition(".")
     if not value.isdigit():
         return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
-    experts = given.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
+    experts = settings.get(f"{section.removesuffix('parallel')}megatron.expert_model_parallel_size")
     if axis == "tp" and value != "1" and experts not in (None, "1"):
         return f"{section}.ep={experts} keeps whole experts on their ranks, which tp would cut"
     return ""
 
 
-def _rows_of_one_rank(rows: int, given: Mapping[str, str]) -> int:
+def _rows_of_one_rank(rows: int, settings: Mapping[str, str]) -> int:
     """Return a rank's share of a micro-batch that counts the rows of all ranks."""
 
     def number(key: str, default: int) -> int:
-        return int(value) if (value := given.get(key, "")).isdigit() else default
+        return int(value) if (value := settings.get(key, "")).isdigit() else default
 
     ranks = number("trainer.n_gpus_per_node", 8) * number("trainer.nnodes", 1)
     shared = math.prod(number(f"actor_rollout_ref.actor.{key}", 1) for key in SHARED_ROWS)
@@ -230,14 +232,14 @@ def _rows_of_one_rank(rows: int, given: Mapping[str, str]) -> int:
 
 def settings_of_configuration(name: str, path: str) -> list[str]:
     """Return the settings in the YAML of a command's `--config-name` and `--config-path`."""
-    file, given = configuration(name, path, [Path()])
+    file, settings = configuration(name, path, [Path()])
     if file is None:
         logger.warning(
             "notice: --config-name %s is verl's own configuration, and is not read: keys that you "
             "do not set have our defaults. `verl-like migrate` sets verl's.",
             name,
         )
-    return [f"{key}={value}" for key, value in given.items()]
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def configuration(

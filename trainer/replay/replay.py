@@ -238,14 +238,14 @@ class Asked:
     """Metrics of the step or of the stage."""
 
 
-def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
+def replaying(trainer_cls: type[Trainer], request: Asked) -> type[Trainer]:
     """Return a subclass of the trainer that ends after the requested step."""
-    if asked.stage and not issubclass(trainer_cls, PPOTrainer):
+    if request.stage and not issubclass(trainer_cls, PPOTrainer):
         raise ConfigError(
             f"--stage: a step of {trainer_cls.__qualname__} has no stages {', '.join(STAGES)}; "
             "only verl-like ppo has them. Leave --stage out."
         )
-    if asked.stage and trainer_cls.step is not PPOTrainer.step:
+    if request.stage and trainer_cls.step is not PPOTrainer.step:
         raise ConfigError(
             f"--stage: {trainer_cls.__qualname__} has a step of its own, whose stages only it "
             "knows. Leave --stage out; --break stops before that step."
@@ -257,56 +257,56 @@ def replaying(trainer_cls: type[Trainer], asked: Asked) -> type[Trainer]:
             return False
 
         def step(self) -> Metrics:
-            if self.global_step != asked.step:
+            if self.global_step != request.step:
                 return super().step()  # type: ignore[no-any-return]
-            if asked.stage:
-                return one_stage(self, asked)
-            if asked.breaks:
+            if request.stage:
+                return one_stage(self, request)
+            if request.breaks:
                 breakpoint()  # noqa: T100 - `step` goes into the run's own step
             return super().step()  # type: ignore[no-any-return]
 
         def validation_is_due(self) -> bool:
-            ends_early = bool(asked.stage) and self.global_step == asked.step
+            ends_early = bool(request.stage) and self.global_step == request.step
             return not ends_early and super().validation_is_due()
 
         def why_to_end(self) -> str:
-            if self.global_step == asked.step:
-                return f"step {asked.step} has been made again"
+            if self.global_step == request.step:
+                return f"step {request.step} has been made again"
             return super().why_to_end()  # type: ignore[no-any-return]
 
         def on_step_end(self, metrics: Metrics) -> None:
             super().on_step_end(metrics)
-            if self.global_step == asked.step:
-                asked.metrics = dict(metrics)
+            if self.global_step == request.step:
+                request.metrics = dict(metrics)
 
     Replaying.__qualname__ = trainer_cls.__qualname__
     return Replaying
 
 
-def one_stage(trainer: PPOTrainer, asked: Asked) -> Metrics:
+def one_stage(trainer: PPOTrainer, request: Asked) -> Metrics:
     """Run the stage on the batch that the run saved, or on one from the earlier stages."""
-    batch = stage_input(trainer, asked)
-    stage = getattr(trainer, asked.stage)
-    if asked.breaks:
+    batch = stage_input(trainer, request)
+    stage = getattr(trainer, request.stage)
+    if request.breaks:
         breakpoint()  # noqa: T100 - `step` goes into the stage, `batch` is its input
     result = stage(batch)
 
-    if asked.stage == "update":
+    if request.stage == "update":
         return dict(result)
     batch, metrics = result
-    following = STAGES[STAGES.index(asked.stage) + 1]
+    following = STAGES[STAGES.index(request.stage) + 1]
     SavedBatches(trainer.config).save(following, batch, trainer.global_step)
     return dict(metrics)
 
 
-def stage_input(trainer: PPOTrainer, asked: Asked) -> DataProto:
+def stage_input(trainer: PPOTrainer, request: Asked) -> DataProto:
     """Return the input of the stage."""
-    path = batch_file(asked.run_folder, asked.step, asked.stage)
+    path = batch_file(request.run_folder, request.step, request.stage)
     if path.is_file():
         return DataProto.load_from_disk(path)
 
     batch, _ = trainer.sample()
-    for stage in STAGES[: STAGES.index(asked.stage)]:
+    for stage in STAGES[: STAGES.index(request.stage)]:
         batch, _ = getattr(trainer, stage)(batch)
     return batch
 

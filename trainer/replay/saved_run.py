@@ -110,12 +110,12 @@ class SavedRun:
 def _recipe_of(trainer_cls: Any, name: str) -> Recipe[Any]:
     """Return the recipe of this trainer class or of its base class."""
     recipes: list[Recipe[Any]] = [load_object(path, "recipe") for path in RECIPES]
-    owners = {load_object(each.schema().trainer.cls, each.name): each for each in recipes}
+    owners = {load_object(recipe.schema().trainer.cls, recipe.name): recipe for recipe in recipes}
     ours = {*owners, load_object(ASYNC, "async")}
     base = next((base for base in getattr(trainer_cls, "__mro__", ()) if base in ours), None)
     if base not in owners:
         raise ConfigError(
             f"a run of {name} cannot be replayed: its steps depend on more than a checkpoint. "
-            f"Those of verl-like {', '.join(each.name for each in recipes)} do."
+            f"Those of verl-like {', '.join(recipe.name for recipe in recipes)} do."
         )
     return owners[base]

@@ -70,13 +70,13 @@ def write_samples(
     step: int,
     batch: DataProto,
     tokenizer: Any,
-    more: Mapping[str, Sequence[Any]] | None = None,
+    fields_of_recipe: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
     """Write `<folder>/<step>.jsonl`: a line per sample, with verl's names and the rule's numbers.
 
-    `more` has further fields of the recipe, each with a value for every row.
+    `fields_of_recipe` has further fields of the recipe, each with a value for every row.
     """
-    fields = {"step": [step] * len(batch), **_fields(batch, tokenizer), **(more or {})}
+    fields = {"step": [step] * len(batch), **_fields(batch, tokenizer), **(fields_of_recipe or {})}
     rows = (dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True))
     lines = json_lines(rows, _plain)
 

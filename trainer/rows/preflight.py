@@ -32,25 +32,25 @@ def preflight(config: RowConfig, num_sides: int) -> None:
     """
     check_offload(config.trainer, {"model": (config.model.strategy, config.model.fsdp_config)})
     longest = longest_row(config)
-    for role, held in held_models(config).items():
-        path = held.model.path
-        check_ranks(config, role, held.sharding)
+    for role, model in held_models(config).items():
+        path = model.model.path
+        check_ranks(config, role, model.sharding)
         if config.trainer.simulate is None:
-            check_weights(held.key, path, held.model.random_init_seed)
-        limit = num_positions(read_model_config(held.key, path))
+            check_weights(model.key, path, model.model.random_init_seed)
+        limit = num_positions(read_model_config(model.key, path))
         if limit is not None and longest > limit:
             raise ConfigError(
-                f"data.max_length={longest} tokens, but {held.key}={path} has {limit} positions. "
+                f"data.max_length={longest} tokens, but {model.key}={path} has {limit} positions. "
                 f"Lower it by {longest - limit}."
             )
-        check_axes_of(config, role, held)
-        if held.trains:
-            check_checkpoint_of(config, role, held)
+        check_axes_of(config, role, model)
+        if model.trains:
+            check_checkpoint_of(config, role, model)
             data = config.data
             at_once = None if data.use_dynamic_bsz else data.micro_batch_size_per_gpu
             rows = "data.train_batch_size", data.train_batch_size
-            check_passes(config, role, held, rows, ("data.micro_batch_size_per_gpu", at_once))
-        check_adapter(held.model, held.head)
+            check_passes(config, role, model, rows, ("data.micro_batch_size_per_gpu", at_once))
+        check_adapter(model.model, model.head)
 
     devices = devices_of(config.trainer)
     if devices.bytes is not None:
@@ -61,22 +61,22 @@ def preflight(config: RowConfig, num_sides: int) -> None:
 def held_models(config: RowConfig) -> dict[str, HeldModel]:
     """Return the models of the roles."""
     models = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
-    return {role: held for role, held in models.items() if held is not None}
+    return {role: model for role, model in models.items() if model is not None}
 
 
 def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[RoleMemory]:
     """Return the memory of every role; an item of the data has `num_sides` rows."""
     memories = []
-    for role, held in held_models(config).items():
+    for role, model in held_models(config).items():
         ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
-        dims = dims_of(ranks, held.sharding)
-        largest = largest_pass(config, held, num_sides, dims)
-        memories.append(held_memory(config, role, held, device_type, largest))
+        dims = dims_of(ranks, model.sharding)
+        largest = largest_pass(config, model, num_sides, dims)
+        memories.append(held_memory(config, role, model, device_type, largest))
     return memories
 
 
 def largest_pass(
-    config: RowConfig, held: HeldModel, num_sides: int, dims: ParallelDims
+    config: RowConfig, model: HeldModel, num_sides: int, dims: ParallelDims
 ) -> LargestPass:
     """Return the largest pass of a rank, which has at most its share of a step's rows."""
     data = config.data
@@ -84,7 +84,7 @@ def largest_pass(
     num_rows = -(-data.train_batch_size // dims.data_size) * num_sides
     most = data.micro_batch_size_per_gpu * num_sides * length
     tokens = min(num_rows * length, data.max_token_len_per_gpu if data.use_dynamic_bsz else most)
-    return LargestPass(tokens, tokens if held.head == "token" else num_rows)
+    return LargestPass(tokens, tokens if model.head == "token" else num_rows)
 
 
 def longest_row(config: RowConfig) -> int:

@@ -217,7 +217,7 @@ def test_the_debugger_is_entered_right_before_the_stage(
 
     def look() -> None:
         names = sys._getframe(1).f_locals
-        seen.append((names["asked"].stage, len(names["batch"]), names["trainer"].global_step))
+        seen.append((names["request"].stage, len(names["batch"]), names["trainer"].global_step))
 
     monkeypatch.setattr(sys, "breakpointhook", look)
     assert not replay(made, 3, "update", breaks=True).differences
@@ -313,11 +313,11 @@ def test_stages_are_those_of_ppos_own_step() -> None:
         def step(self) -> Metrics:
             return {}
 
-    asked = Asked(Path("run"), 3, "update")
+    request = Asked(Path("run"), 3, "update")
     with pytest.raises(ConfigError, match=r"a step of SFTTrainer has no stages score, estimate"):
-        replaying(SFTTrainer, asked)
+        replaying(SFTTrainer, request)
     with pytest.raises(ConfigError, match=r"OwnStep has a step of its own"):
-        replaying(OwnStep, asked)
+        replaying(OwnStep, request)
     assert issubclass(replaying(OwnStep, Asked(Path("run"), 3)), OwnStep)
 
 
