@@ -47,6 +47,13 @@ VLLM_IS_OURS = When(
     lambda section, _: section.name == "vllm" and not section.server_urls,
     "{section}name is not vllm, or vLLM is a server, whose own command decides that",
 )
+VLLM_TAKES_ADAPTERS = When(
+    "`name` is vllm, in process, and the policy has LoRA adapters",
+    lambda section, run: (
+        VLLM_IS_OURS.holds(section, run) and run.actor_rollout_ref.model.lora_rank > 0
+    ),
+    "the policy has no LoRA adapters, or {section}name is not vllm in process",
+)
 CACHE_IS_OURS = When(
     "`name` is not hf, nor vLLM a server",
     lambda section, _: section.name != "hf" and not section.server_urls,
@@ -118,6 +125,8 @@ class RolloutConfig(Section):
     """Size of the buckets in which weights travel; 512 by default on GPUs."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
     """Send all weights, or only changed numbers; each side then keeps a copy in host memory."""
+    merge_lora: bool = key(False, read_when=VLLM_TAKES_ADAPTERS)
+    """Send a LoRA policy's merged weights; by default vLLM loads the base and gets the adapter."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",

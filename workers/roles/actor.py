@@ -18,6 +18,7 @@ from workers.models.precision import rollout_dtype
 from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
+from workers.rollout.build import takes_adapter
 from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
@@ -26,6 +27,7 @@ from workers.training.loss import lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
 from workers.training.update import update
+from workers.weights.checksum import checksum_of
 from workers.weights.sender import WeightSender
 
 if TYPE_CHECKING:
@@ -92,7 +94,8 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
-        self.sends_changed = self.policy.rollout.sync == "changed"
+        self.sends_adapter = takes_adapter(self.policy, self.device.type)
+        self.sends_changed = self.policy.rollout.sync == "changed" and not self.sends_adapter
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
@@ -186,5 +189,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:
-        """Return a hash of the full weights; with `as_sent`, in the type that rollouts receive."""
+        """Return a hash of the full weights; with `as_sent`, of those that rollouts receive."""
+        if as_sent and self.sends_adapter:
+            return checksum_of(self.engine.full_trained_tensors())
         return self.engine.weights_checksum(self.sent_dtype if as_sent else None)

@@ -49,6 +49,7 @@ from workers.rollout.build import (
     check_engine,
     engine_for,
     ranks_per_engine,
+    takes_adapter,
     tokenizer_of,
 )
 from workers.rollout.sample import Sample, noise_key
@@ -91,7 +92,9 @@ class RolloutWorker(WeightReceiver, Worker):
             MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
         )
         self._whole_config = config
-        self.copy = HostCopy() if self.config.sync == "changed" else None
+        sends_changed = self.config.sync == "changed"
+        takes_changes = sends_changed and not takes_adapter(self.policy, self.device.type)
+        self.copy = HostCopy() if takes_changes else None
         self.players = self._players(config)
         self._requests: dict[int, int] = {}
         """Sample number in the engine -> the number that `submit` received with its row."""
@@ -269,7 +272,11 @@ class RolloutWorker(WeightReceiver, Worker):
             return SyncReport()
         error: str | None = None
         try:
-            self.engine.load_weights(actor.engine.named_full_tensors(dtype=actor.sent_dtype))
+            if actor.sends_adapter:
+                tensors = actor.engine.full_trained_tensors()
+            else:
+                tensors = actor.engine.named_full_tensors(dtype=actor.sent_dtype)
+            self.engine.load_weights(tensors)
         except WeightSyncError as problem:
             error = f"rollout rank {self.rank}: {problem}"
         self.commit_if_all_loaded(version, error)
@@ -298,6 +305,9 @@ class SamplerWorker(RolloutWorker):
     """
 
     is_frozen = True
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__(changed(config, {"actor_rollout_ref.model.lora_rank": 0}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

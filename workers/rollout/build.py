@@ -30,7 +30,7 @@ from workers.rollout.vllm.setup import VllmSettings, check_options, check_versio
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
-    from workers.config import RolloutConfig, WorkersConfig
+    from workers.config import ActorRolloutRefConfig, RolloutConfig, WorkersConfig
 
 
 def engine_for(rollout: RolloutConfig, device_type: str) -> str:
@@ -44,6 +44,13 @@ def engine_for(rollout: RolloutConfig, device_type: str) -> str:
     except ConfigError:
         return "native"
     return "vllm"
+
+
+def takes_adapter(policy: ActorRolloutRefConfig, device_type: str) -> bool:
+    """True if the engine loads the base model itself, and syncs bring the LoRA adapter only."""
+    rollout = policy.rollout
+    is_vllm = engine_for(rollout, device_type) == "vllm" and not rollout.server_urls
+    return is_vllm and policy.model.lora_rank > 0 and not rollout.merge_lora
 
 
 def notices_of_engine(name: str, device_type: str) -> list[str]:
@@ -214,12 +221,14 @@ def _vllm_engine(
     options = dict(policy.rollout.engine_kwargs)
     if policy.rollout.quantization:
         options["quantization"] = policy.rollout.quantization
+    loads_base = takes_adapter(policy, worker.device.type)
     settings = VllmSettings(
-        model_path=str(model_folder(policy.model.path, weights=False)),  # weights come by sync
+        model_path=str(model_folder(policy.model.path, weights=loads_base)),
         dtype=name_of(rollout_dtype(policy, worker.device.type)),
         gpu_memory_utilization=policy.rollout.gpu_memory_utilization,
         device_type=worker.device.type,
         notes_routing=replays_routing(policy),
+        adapter=policy.model if loads_base else None,
         options=options,
     )
     if urls := policy.rollout.server_urls:

@@ -58,13 +58,15 @@ class _SendingEngine(Protocol):
         self, on_all_ranks: bool, dtype: torch.dtype | None, merged: bool
     ) -> Iterator[tuple[str, Tensor]]: ...
 
+    def full_trained_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
 
 class WeightSender:
     """Mixed into the actor's worker: needs `rank`, `device` and `engine`.
 
     Weights are cast to `sent_dtype`, if set, before they are hashed: received weights are compared
     bit by bit, and no unused bits travel. With `sends_changed`, only changed numbers are sent, and
-    adapters are sent separately from their base.
+    adapters are sent separately from their base. With `sends_adapter`, nothing else is sent.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class WeightSender:
     engine: _SendingEngine
     sent_dtype: torch.dtype | None = None
     sends_changed = False
+    sends_adapter = False
     _drops_next = False
     _dropped_version: int | None = None
 
@@ -188,6 +191,8 @@ class WeightSender:
         self, *, on_all_ranks: bool = False, as_trained: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights for a rollout (for a reference: `as_trained`); collective."""
+        if self.sends_adapter and not as_trained:
+            return self.engine.full_trained_tensors()
         return self.engine.named_full_tensors(
             on_all_ranks=on_all_ranks,
             dtype=None if as_trained else self.sent_dtype,

@@ -21,6 +21,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import UNFINISHED, Sample
+from workers.rollout.vllm.adapter import AdapterFiles
 from workers.rollout.vllm.handover import Handover
 from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.lockstep import Lockstep
@@ -65,7 +66,11 @@ class VllmEngine(RolloutEngine):
         self.follows = lockstep is not None and not lockstep.leads
         self.expected = expected_weights(settings.model_path)
         self.vocab_size = self.expected.vocab_size
-        self.num_bytes = self.expected.num_elements * getattr(torch, settings.dtype).itemsize
+        self.adapter: AdapterFiles | None = None
+        if settings.adapter is not None:
+            self.adapter = AdapterFiles(settings.adapter, settings.model_path)
+        num_elements = (self.adapter or self.expected).num_elements
+        self.num_bytes = num_elements * getattr(torch, settings.dtype).itemsize
         self.vllm: InProcessVllm | VllmServer
         if server_url is None:
             self.vllm = InProcessVllm(settings, limits, lockstep)
@@ -214,22 +219,33 @@ class VllmEngine(RolloutEngine):
         return samples
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors one by one; each rank of an engine gets its own.
+        """Send the tensors one by one, or as an adapter; each rank of an engine gets its own.
 
         Then drop cached prefixes, which other weights computed. If requests are running, `commit`
         does that before they continue.
         """
-        handover = Handover(self.expected)
         try:
             try:
-                arrivals = self.vllm.load(handover.pieces(tensors))
+                if self.adapter is None:
+                    self._checksum = self._hand_over(tensors)
+                else:
+                    self._checksum = self._load_adapter(self.adapter, tensors)
             finally:
                 if not self.num_running:
                     self.drop_prefixes()
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
-        handover.verify(arrivals)
-        self._checksum = handover.checksum()
+
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        handover = Handover(self.expected)
+        handover.verify(self.vllm.load(handover.pieces(tensors)))
+        return handover.checksum()
+
+    def _load_adapter(self, files: AdapterFiles, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        assert isinstance(self.vllm, InProcessVllm), "a server gets merged weights"
+        with files.written(tensors) as folder:
+            self.vllm.load_adapter(str(folder))
+        return files.checksum
 
     def _free(self) -> None:
         """Free weights and cache; the next sync brings the weights."""

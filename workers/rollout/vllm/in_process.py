@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from workers.rollout.base import Budget, EngineLimits
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks
 from workers.rollout.vllm.setup import (
+    ADAPTER,
     EXTENSION,
     VllmRequest,
     VllmSettings,
     check_version,
+    merge_hint,
     process_environment,
 )
 
@@ -52,6 +54,8 @@ class InProcessVllm:
             options["distributed_executor_backend"] = "external_launcher"
             if settings.device_type == "cpu":
                 options["distributed_executor_backend"] = self.lockstep.executor
+        if settings.adapter is not None:
+            options |= lora_options(settings.adapter.lora_rank)
         options |= settings.options
         if self.lockstep is not None and options["async_scheduling"]:
             raise ConfigError(
@@ -66,7 +70,7 @@ class InProcessVllm:
 
                 return LLM(
                     model=settings.model_path,
-                    load_format="dummy",
+                    load_format="dummy" if settings.adapter is None else "auto",
                     skip_tokenizer_init=True,
                     dtype=settings.dtype,
                     tensor_parallel_size=num_ranks,
@@ -79,10 +83,11 @@ class InProcessVllm:
                     **options,
                 )
         except (ValueError, RuntimeError, NotImplementedError) as error:
+            num_tokens = limits.prompt_width + limits.response_width
             raise RolloutError(
                 f"rollout: vLLM does not start for {settings.model_path}: "
                 f"{' '.join(str(error).split())[:500]} (kv_cache_gb={limits.kv_cache_gb:g}, "
-                f"{limits.prompt_width + limits.response_width} tokens a sample)."
+                f"{num_tokens} tokens per sample).{merge_hint(settings)}"
             ) from error
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -102,11 +107,15 @@ class InProcessVllm:
     def add(self, request: VllmRequest) -> None:
         """Add one request to this process's scheduler."""
         from vllm import SamplingParams as VllmParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         params = VllmParams(**request.params, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": request.cache_salt}
-        self.llm.llm_engine.add_request(str(request.number), prompt, params)
+        adapter = (
+            None if self.settings.adapter is None else LoRARequest(ADAPTER, 1, "loaded by syncs")
+        )
+        self.llm.llm_engine.add_request(str(request.number), prompt, params, lora_request=adapter)
 
     def step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield new tokens of some requests, by number."""
@@ -151,6 +160,15 @@ class InProcessVllm:
                 arrivals = self.lockstep.gathered(arrivals[0])
         return arrivals
 
+    def load_adapter(self, folder: str) -> None:
+        """Replace the adapter of running and later requests by the one in this folder."""
+        try:
+            self.call("load_adapter", folder)
+        except ValueError as error:
+            raise RolloutError(
+                f"rollout: vLLM does not take the adapter: {error}.{merge_hint(self.settings)}"
+            ) from error
+
     def close(self) -> None:
         """Shut vLLM down, which also ends its freeze of garbage collection (`gc.freeze`)."""
         self.llm.llm_engine.engine_core.shutdown()
@@ -163,11 +181,14 @@ class InProcessVllm:
         return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
 
     def sleep(self) -> None:
-        """Free the memory: level 2 drops the weights, level 1 would copy them."""
+        """Free the memory: level 2 drops the weights, level 1 copies them to host memory.
+
+        A base model without its adapter is never sent again.
+        """
         if self.settings.device_type == "cuda":
             self.wake_cache()  # vLLM does nothing if a part of it is asleep
             self.call("save_loose_tensors")
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2 if self.settings.adapter is None else 1)
 
     def wake_weights(self) -> None:
         """Allocate only the weights: a trainer that gathers them still uses the GPU."""
@@ -183,3 +204,16 @@ class InProcessVllm:
             torch.cuda.empty_cache()  # the weights were gathered in this memory
             self.llm.wake_up(tags=["kv_cache"])
             self._lacks_cache = False
+
+
+def lora_options(rank: int) -> dict[str, Any]:
+    """Return the options of an engine with one adapter of this rank."""
+    from vllm.config.lora import MaxLoRARanks
+
+    slots = [slot for slot in get_args(MaxLoRARanks) if slot >= rank]
+    if not slots:
+        raise ConfigError(
+            f"model.lora_rank={rank}: vLLM's largest adapter has rank "
+            f"{max(get_args(MaxLoRARanks))}. Set a smaller rank, or rollout.merge_lora=true."
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(slots)}

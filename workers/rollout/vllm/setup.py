@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from workers.models.checkpoint_format import CheckpointFormat
 from workers.models.folder import read_hf_config
 from workers.models.routing import Routers
 from workers.models.state import named_state
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
 
 TESTED = ("0.32", "0.33")
 """Supported vLLM versions: from the first up to, but not including, the second."""
@@ -41,6 +44,8 @@ FIXED = (
     "disable_log_stats",
     "worker_extension_cls",
     "distributed_executor_backend",
+    "enable_lora",
+    "max_lora_rank",
 )
 """Arguments that the engine sets and relies on."""
 
@@ -93,6 +98,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
+ADAPTER = "actor"
+"""vLLM's name of the LoRA adapter."""
 EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 """The class that vLLM mixes into its workers."""
 
@@ -133,7 +140,16 @@ class VllmSettings:
     device_type: str = "cpu"
     notes_routing: bool = False
     """Record which experts are chosen: without cached prefixes and, on GPUs, without graphs."""
+    adapter: ModelConfig | None = None
+    """Load the base from `model_path`, and get its LoRA adapter of this kind by syncs."""
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def merge_hint(settings: VllmSettings) -> str:
+    """Return the way out if vLLM has problems with the adapter."""
+    if settings.adapter is None:
+        return ""
+    return " rollout.merge_lora=true sends merged weights instead of a LoRA adapter."
 
 
 @dataclass(frozen=True)
@@ -164,7 +180,7 @@ class ExpectedWeights:
         return sum(shape.numel() for shape in self.shapes.values())
 
 
-def _meta_model(model_path: str) -> Any:
+def meta_model(model_path: str) -> Any:
     """Return the model of a folder without weights."""
     from transformers import AutoModelForCausalLM
 
@@ -174,12 +190,12 @@ def _meta_model(model_path: str) -> Any:
 
 def no_choices_of(model_path: str) -> Tensor:
     """Return empty choices [0, layers, choices] of the model's experts."""
-    return Routers(_meta_model(model_path)).no_choices
+    return Routers(meta_model(model_path)).no_choices
 
 
 def expected_weights(model_path: str) -> ExpectedWeights:
     """Return names and shapes from the model's config; tied weights count once."""
-    model = _meta_model(model_path)
+    model = meta_model(model_path)
     model.tie_weights()
     shapes = {name: weight.shape for name, weight in named_state(model)}
     first = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -26,7 +26,7 @@ from workers.parallel.offload import to_device
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms_of
 from workers.rollout.vllm.handover import Arrivals, by_layer
-from workers.rollout.vllm.setup import model_facts
+from workers.rollout.vllm.setup import ADAPTER, model_facts
 from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
 
@@ -264,6 +264,12 @@ class WorkerExtension:
                 self._placed |= {name}
             else:
                 self._arrivals.unplaced[name] = why_not
+
+    def load_adapter(self, folder: str) -> None:
+        """Load the LoRA adapter in this folder, in place of the previous one."""
+        from vllm.lora.request import LoRARequest
+
+        self.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
 
     def receive_load(self, address: str, num_ranks: int) -> None:
         """Load all weights from a client of vLLM's server; every rank gets a copy."""

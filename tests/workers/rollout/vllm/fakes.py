@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from workers.config import ModelConfig
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm.engine import VllmEngine
 from workers.rollout.vllm.handover import Arrivals
@@ -43,8 +44,12 @@ class FakeLLM:
 
 
 def engine_on(
-    monkeypatch: pytest.MonkeyPatch, folder: Any, log: list[Any], device_type: str = "cuda"
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Any,
+    log: list[Any],
+    device_type: str = "cuda",
+    adapter: ModelConfig | None = None,
 ) -> VllmEngine:
     """Return our engine on this device, with the stand-in for vLLM."""
     monkeypatch.setattr(InProcessVllm, "start", lambda self: FakeLLM(log))
-    return VllmEngine(VllmSettings(str(folder), device_type=device_type), LIMITS)
+    return VllmEngine(VllmSettings(str(folder), device_type=device_type, adapter=adapter), LIMITS)

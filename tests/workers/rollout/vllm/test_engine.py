@@ -131,6 +131,33 @@ def test_a_ppo_step_runs_on_vllm(make_tiny: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("placement=colocate",),
+        ("placement=colocate", "actor_rollout_ref.rollout.merge_lora=true"),
+        ("placement=split", "trainer.n_gpus_per_node=2", "role_mapping.rollout=critic_pool"),
+    ],
+)
+def test_a_lora_policy_is_sampled_with_its_newest_adapter(
+    make_tiny: ModuleType, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    tiny = make_tiny.make(tmp_path / "tiny", hidden_size=128)
+    steps = two_steps(
+        tiny,
+        tmp_path / "run",
+        *more,
+        "actor_rollout_ref.rollout.kv_cache_gb=1",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=0.1",
+    )
+    assert len(steps) == 2
+    assert all(line["training/rollout_probs_diff_max"] < 1e-3 for line in steps)
+    assert steps[1]["actor/kl_loss"] > 1e-3, "the adapter has changed the policy"
+
+
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_ppo_step_on_a_server_is_that_of_the_engine_in_process(
     make_tiny: ModuleType, tmp_path: Path

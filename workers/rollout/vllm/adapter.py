@@ -1,0 +1,61 @@
+"""A LoRA adapter on its way to vLLM, which loads it next to the base model of its own.
+
+    files = AdapterFiles(model_config, model_path)
+    with files.written(tensors) as folder: ...      # vLLM loads the adapter from there
+
+vLLM reads adapters from folders in peft's format, so each sync writes such a folder.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from workers.models.lora import add_adapter, is_adapter, save_adapter
+from workers.rollout.vllm.setup import meta_model
+from workers.weights.checksum import checksum_of
+from workers.weights.module_writer import raise_problems
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig
+
+
+class AdapterFiles:
+    """The files of the adapters of one run."""
+
+    def __init__(self, config: ModelConfig, model_path: str) -> None:
+        self.config = config
+        self.module = meta_model(model_path)
+        add_adapter(self.module, config)
+        named = self.module.named_parameters()
+        self.shapes = {name: tensor.shape for name, tensor in named if is_adapter(name)}
+        self.num_elements = sum(shape.numel() for shape in self.shapes.values())
+        self.checksum = "no adapter has arrived"
+
+    @contextmanager
+    def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
+        """Context in which the adapter is in a folder; its tensors have the names of the actor's.
+
+        Raise a `WeightSyncError` if tensors are missing or do not fit.
+        """
+        arrived = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        unfit = [
+            f"{name} (is {list(shape)}, was sent {list(arrived[name].shape)})"
+            for name, shape in self.shapes.items()
+            if name in arrived and arrived[name].shape != shape
+        ]
+        raise_problems(
+            "adapter",
+            missing=[name for name in self.shapes if name not in arrived],
+            unknown=[name for name in arrived if name not in self.shapes],
+            **{"of another shape": unfit},
+        )
+        self.checksum = checksum_of(arrived.items())
+        with tempfile.TemporaryDirectory(prefix="verl-like-adapter-") as folder:
+            save_adapter(Path(folder), self.module, self.config, arrived.items())
+            yield Path(folder)
