@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 
-from trainer.compare.tables import comparison_text, read_runs
+from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
 from trainer.config.compose import compose_tree, known_settings, left_out_of, load_config, register
 from trainer.config.devices import devices_of
 from trainer.config.recipe import Recipe
@@ -243,6 +243,8 @@ def run_jobs(
 
     trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     if len(trained) > 1:
-        print("", comparison_text(read_runs(trained), width), sep="\n", flush=True)
+        runs = read_runs(trained)
+        page = write_comparison(runs, trained[0].parent / PAGE)
+        print("", comparison_text(runs, width), "", f"comparison: {page}", sep="\n", flush=True)
     if num_failed:
         sys.exit(fit(f"error: {num_failed} of {len(jobs)} jobs failed", width))

@@ -6,6 +6,13 @@ it asks for messages (/new restarts, Ctrl-D ends) and shows the replies while th
 From a pipe the whole input is one message, and only the reply is printed:
 
   echo "What is 3 + 4?" | verl-like chat runs/sums --max-tokens 4
+
+usage: verl-like chat MODEL --environment FILE.py:CLASS
+           [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON] [--turns N]
+
+plays one trajectory. Press Enter for a turn of the model, or write a turn yourself. From a pipe,
+each line is a turn, then the model continues by itself. Observations and rewards are shown. --seed
+selects another trajectory.
 """
 
 from __future__ import annotations
@@ -14,15 +21,24 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.cli.check_environment import heard, json_object, refuse_ids
 from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
+from workers.agents.calls import forms_of
+from workers.agents.chat import TurnRenderer, with_observation
+from workers.agents.environment import EnvironmentSpec, in_full
+from workers.agents.host import EnvironmentHost
 from workers.models.folder import is_on_hub, model_folder
 
+Answer = dict[str, Any]
+STEP_S = 30.0
+"""Longest time for an environment's reply."""
 FORGET = "/new"
 PROMPT = "> "
 
@@ -59,21 +75,26 @@ class Chat:
 
     def answer(self, text: str, show_on: TextIO) -> str:
         """Return the model's reply to the conversation with this message."""
+        self.messages.append({"role": "user", "content": text})
+        tokens = self.draw(self._inputs(text), show_on)
+        reply: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": reply})
+        return reply
+
+    def draw(self, inputs: Any, show_on: TextIO, **overrides: Any) -> list[int]:
+        """Return the ids that the model generates; `overrides` are arguments of its `generate`."""
         import torch
 
-        self.messages.append({"role": "user", "content": text})
-        inputs = self._inputs(text).to(self.model.device)
+        inputs = inputs.to(self.model.device)
         with torch.inference_mode():
             tokens = self.model.generate(
                 **inputs,
-                **self.sampling,
+                **{**self.sampling, **overrides},
                 pad_token_id=self.tokenizer.pad_token_id,
                 streamer=_streamer(self.tokenizer, show_on),
             )
-        sampled = tokens[0, inputs["input_ids"].shape[1] :]
-        reply: str = self.tokenizer.decode(sampled, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": reply})
-        return reply
+        drawn: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
+        return drawn
 
     def forget(self) -> None:
         """Remove every message but the system prompt."""
@@ -128,7 +149,9 @@ def main(arguments: Sequence[str]) -> None:
         import torch
 
         torch.manual_seed(options.seed)
-    if sys.stdin.isatty():
+    if options.environment or options.tools:
+        play(chat, options)
+    elif sys.stdin.isatty():
         talk(chat)
     else:
         chat.answer(sys.stdin.read().rstrip("\n"), sys.stdout)
@@ -149,6 +172,120 @@ def talk(chat: Chat) -> None:
             return
 
 
+def play(chat: Chat, options: argparse.Namespace) -> None:
+    """Play one trajectory, turn by turn, to its end or for `--turns` turns."""
+    tools = [in_full(path) for path in options.tools]
+    forms = forms_of(str(chat.tokenizer.chat_template))
+    spec = EnvironmentSpec(in_full(options.environment), options.kwargs, tools, call_parser=forms)
+    row, seed = {"prompt": "", **options.row}, options.seed or 0
+    if sys.stdin.isatty():
+        print("Enter: the model's turn; a text: yours; Ctrl-D ends")
+    with closing(EnvironmentHost(spec, STEP_S)) as host:
+        if players := host.kinds[""].players:
+            raise ConfigError(
+                f"--environment={options.environment} has the players {', '.join(players)}, and "
+                "chat plays with one. `verl-like check-environment` plays them with your texts, "
+                "and `verl-like eval` with the model."
+            )
+        host.open(0, (seed, seed + 1), row)
+        first = _next_answer(host)
+        print(f"environment: {first.get('failed') or heard(first)}")
+        rewards: list[float] = []
+        if "failed" not in first:
+            game = Game(chat, host, row["prompt"], first)
+            for _ in range(options.turns):
+                answer = game.turn()
+                if answer is None:
+                    break
+                print(f"environment: {answer.get('failed') or heard(answer)}", flush=True)
+                rewards.append(answer.get("reward", 0.0))
+                if answer.get("end") or "failed" in answer:
+                    break
+    print(f"{len(rewards)} turns, reward {sum(rewards):g}")
+
+
+class Game:
+    """A trajectory's ids, which model and user extend in turns."""
+
+    def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: Answer) -> None:
+        """Begin with the prompt and the first observation, or with an agent's first request."""
+        eos = chat.model.generation_config.eos_token_id
+        named = eos if isinstance(eos, list) else [eos]
+        self._stops = sorted({chat.tokenizer.eos_token_id, *named} - {None})
+        self._chat, self._host = chat, host
+        self._renderer = TurnRenderer(chat.tokenizer, host.tools, self._stops)
+        self._ids: list[int] = []
+        self._most: dict[str, int] = {}
+        """The token limit of a turn, if an agent sets it."""
+        if "messages" in first:
+            self._observe(None, first)
+            return
+        text = first["text"]
+        observed = None if text is None else self._renderer.escaped(text)
+        self._ids = self._renderer.prompt(with_observation(prompt, observed))
+
+    def turn(self) -> Answer | None:
+        """Return the environment's reply to the next turn, or None if the user ends."""
+        tokenizer = self._chat.tokenizer
+        text = _user_turn()
+        if text is None:
+            return None
+        last = None
+        if text:
+            self._ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            print("policy: ", end="", flush=True)
+            overrides = {"eos_token_id": self._stops, **self._most}
+            drawn = self._chat.draw(self._inputs(), sys.stdout, **overrides)
+            self._ids += drawn
+            last = drawn[-1] if drawn[-1] in self._stops else None
+            text = self._renderer.text_of(drawn if last is None else drawn[:-1])
+        self._host.say(0, text)
+        answer = _next_answer(self._host)
+        if "messages" in answer:
+            self._observe(last, answer)
+        return answer
+
+    def _observe(self, last: int | None, answer: Answer) -> None:
+        request = answer.get("request", {"extends": True})
+        if "tools" in request:
+            refuse_ids(request)
+            self._renderer = self._renderer.with_tools(request["tools"])
+            most, limit = self._chat.sampling["max_new_tokens"], request["max_tokens"]
+            self._most = {"max_new_tokens": min(most, limit or most)}
+        if request["extends"]:
+            self._ids += self._renderer.between(last, answer["messages"])
+        else:
+            self._ids = self._renderer.prompt(self._renderer.safe(request["chat"]))
+
+    def _inputs(self) -> Any:
+        import torch
+        from transformers import BatchEncoding
+
+        ids = torch.tensor([self._ids])
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def _user_turn() -> str | None:
+    """Return the user's turn; "" if it is the model's turn; None at the end."""
+    if sys.stdin.isatty():
+        try:
+            return input(PROMPT).strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return None
+    text = sys.stdin.readline().strip()
+    if text:
+        print(f"{PROMPT}{text}")
+    return text
+
+
+def _next_answer(host: EnvironmentHost) -> Answer:
+    while True:
+        for _, answer in host.answers(1.0):
+            return answer
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("verl-like chat")
     add = parser.add_argument
@@ -157,4 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=512)
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=None)
+    add("--environment", default="")
+    add("--tools", nargs="+", default=[])
+    add("--kwargs", type=json_object, default={})
+    add("--row", type=json_object, default={})
+    add("--turns", type=int, default=8)
     return parser

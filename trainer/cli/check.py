@@ -10,6 +10,8 @@ raise, tries the reward on a few rows, and prints who runs where and what fits.
                        the memory of every role, the metrics to watch, every changed key with its
                        meaning, and the keys that have no effect. It is printed before the files
                        are read, so it needs no data
+  --measured RUN_DIR   with async: predict the time of a step from the seconds of a PPO run
+                       (implies --full)
 
   verl-like check --gpus 8xH100 --full placement=split \
       data.train_files=x actor_rollout_ref.model.path=y
@@ -34,6 +36,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import unused_keys, why_unused
 from trainer.launch import check, nominal_placement, plan_in_words, trainer_class
 from trainer.memory import describe_axes
+from trainer.planner.simulate import measured_phases, prediction_line
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overridden_stages
@@ -42,6 +45,7 @@ from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
+from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
@@ -52,17 +56,22 @@ LEFT_OUT = ("resource_pool_spec", "role_mapping", "trainer.dry_run")
 WIDTH_OF_A_FILE = 160
 
 
-def explain(config: PPOConfig, max_columns: int | None = None) -> str:
-    """Return all sections, with tables no wider than `max_columns`."""
+def explain(
+    config: PPOConfig,
+    max_columns: int | None = None,
+    measured: str = "",
+) -> str:
+    """Return all sections, with tables no wider than `max_columns`.
+
+    `measured` is the folder of a run whose phases predict the time of an asynchronous run.
+    """
     config = fit_passes(config, devices_of(config.trainer))
     trainer_cls = trainer_class(config)
     assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
     overridden = overridden_stages(trainer_cls)
     sections = {
         "What a step does": describe(config, max_columns, overridden).splitlines(),
-        "Generators and trainers": (
-            plan_lines(config, max_columns) if isinstance(config, AsyncConfig) else None
-        ),
+        **generators_sections(config, max_columns, measured),
         "Who runs where": placement_lines(config, max_columns),
         "How much": batch_table(config, max_columns).splitlines(),
         "On a device": plan_text(config, max_columns).splitlines(),
@@ -75,8 +84,21 @@ def explain(config: PPOConfig, max_columns: int | None = None) -> str:
     return "\n\n".join(
         "\n".join([title, "-" * len(title), *(lines or ["nothing"])])
         for title, lines in sections.items()
-        if lines is not None
     )
+
+
+def generators_sections(
+    config: PPOConfig, max_columns: int | None, measured: str
+) -> dict[str, list[str]]:
+    """Return the generators, trainers and, if known, speed of an asynchronous run."""
+    if not isinstance(config, AsyncConfig):
+        return {}
+    if not measured:
+        ask = "verl-like check async --measured RUN_DIR ...: from the seconds of any PPO run"
+        return {"Generators and trainers": plan_lines(config, max_columns), "How fast": [ask]}
+    phases, notes = measured_phases(measured)
+    fast = [prediction_line(config, phases), *notes]
+    return {"Generators and trainers": plan_lines(config, max_columns), "How fast": fast}
 
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
@@ -157,18 +179,23 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--measured", default="")
     options, settings = parser.parse_known_args(rest)
     settings.append("trainer.dry_run=true")
     if options.gpus:
         settings.append(f"trainer.simulate={options.gpus}")
+    if options.measured and name != "async":
+        raise ConfigError(f"--measured={options.measured} predicts only `check async ...`.")
     recipe: Recipe[Any] = load_object(RECIPES[name], name)
-    run_command(recipe, settings, start=partial(check, plan=full_plan if options.full else None))
+    plan = partial(full_plan, measured=options.measured)
+    start = partial(check, plan=plan if options.full or options.measured else None)
+    run_command(recipe, settings, start=start)
 
 
-def full_plan(config: RunConfig) -> str:
+def full_plan(config: RunConfig, measured: str = "") -> str:
     """Return all that is known of the run before it starts, as wide as the terminal."""
     width = terminal_width() or WIDTH_OF_A_FILE
     trainer_cls = trainer_class(config)
     if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
-        return fit(explain(config, width), width)
+        return fit(explain(config, width, measured), width)
     return plan_in_words(nominal_placement(config), config, trainer_cls, full=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.cli import network
 from verl_like.process.machine import free_memory_gb, memory_gb, usable_cores
 from verl_like.terminal import fit, print_or_exit, terminal_width
 from workers.cpu.allocator import settings_of_user
@@ -83,6 +84,7 @@ def findings() -> Iterator[Finding]:
         yield check_gpus(required["torch"])
         yield from check_machine()
         yield check_allocator()
+        yield from check_network()
         for future in slow:
             yield future.result()
 
@@ -246,6 +248,19 @@ def check_machine() -> Iterator[Finding]:
         if path.is_dir():
             free = shutil.disk_usage(path).free / GB
             yield Finding(subject, f"{free:.1f} GB free at {path}", "" if free >= least else fix)
+
+
+def check_network() -> Iterator[Finding]:
+    """Report the network interfaces, and check the settings of NCCL and gloo."""
+    networks, hcas, variables = network.interfaces(), network.adapters(), network.settings()
+    shown = [f"{name} {address}" for name, address in networks.items() if address]
+    shown += [f"{name} ({state})" for name, state in hcas.items()]
+    shown += [f"{name}={value}" for name, value in variables.items()]
+    yield Finding("network", ", ".join(shown) or "none")
+    for problem, fix in network.wrong_settings(variables, networks, hcas):
+        yield Finding("network", problem, fix)
+    if nowhere := network.name_that_leads_nowhere(variables, networks):
+        yield Finding("network", *nowhere, is_optional=True)
 
 
 def check_works(name: str, fix: str) -> Finding:

@@ -55,12 +55,12 @@ COMMANDS = {
     "serve": "trainer.cli.serve.main",
     "serve-reward": "trainer.cli.serve_reward.main",
     "migrate": "trainer.cli.migrate.main",
-    "report": "trainer.report.page.main",
-    "compare": "trainer.compare.tables.main",
-    "replay": "trainer.replay.replay.main",
+    "report": "trainer.cli.report.main",
+    "compare": "trainer.cli.compare.main",
+    "replay": "trainer.cli.replay.main",
     "eval": "trainer.cli.eval.main",
     "chat": "trainer.cli.chat.main",
-    "export": "trainer.run_folder.saved_model.main",
+    "export": "trainer.cli.export.main",
 }
 """Command -> its recipe, or a function of its arguments; the module's docstring is its help."""
 ASKS_FOR_HELP = {"-h", "--help"}

@@ -1,13 +1,11 @@
-"""usage: verl-like compare RUN RUN ...
+"""The tables of a comparison, as rows of text: a heading, then a row for each compared item.
 
-Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, every
-metric at its end and at its best (mean and deviation of runs that differ only in trainer.seed), the
-phases of a step, and the placements. Trackers (trainer.logger) draw the curves of several runs.
+The terminal (`comparison_text`) and the page show the same tables.
 """
 
 from __future__ import annotations
 
-import argparse
+import glob
 import json
 import math
 import os
@@ -19,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.flat import NAMES_OF_A_RUN
-from trainer.report.figures import panels_of
+from trainer.report import figures
+from trainer.report.figures import COLOURS, Panel, panels_of
+from trainer.report.page import page_of
 from trainer.report.read import STOPPED, RunData, phase_shares, read_run
 from trainer.run_folder.folder import CONFIG_FILE, saved_config
 from trainer.run_folder.metrics import KL_NAMES
 from verl_like.errors import ConfigError
-from verl_like.terminal import draw_table, fit, terminal_width
+from verl_like.files import write_whole
+from verl_like.terminal import draw_table, fit
 
 SEED = "trainer.seed"
 ABSENT = "-"
@@ -244,9 +245,48 @@ def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
     return [(", ".join(names), rows) for names, rows in tables.values()]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser("verl-like compare")
-    parser.add_argument("runs", nargs="+", metavar="RUN")
-    runs = read_runs(parser.parse_args(arguments).runs)
-    print(comparison_text(runs, terminal_width()))
+PAGE = "comparison.html"
+TEMPLATE = Path(__file__).with_name("template.html")
+
+
+def write_comparison(runs: Sequence[ComparedRun], path: Path) -> Path:
+    """Write the page atomically."""
+    page = page_of(TEMPLATE).render(_content(runs))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, page)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}); name another --page.") from error
+    return path
+
+
+def _content(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return the template's values."""
+    from markupsafe import Markup
+
+    drawn = {metric: curves_of(runs, metric) for metric in metrics_shown(runs)}
+    return {
+        "names": [run.name for run in runs],
+        "num_drawn": min(len(runs), len(COLOURS)),
+        "curves": {metric: Markup(svg) for metric, svg in drawn.items() if svg},
+        "overview": overview(runs),
+        "differences": differences(runs),
+        "same": SAME,
+        "results": results(runs),
+        "end": END,
+        "phases": phases(runs),
+        "placements": placements(runs),
+    }
+
+
+def curves_of(runs: Sequence[ComparedRun], metric: str) -> str:
+    """Return one metric of the runs on one axis, as SVG; as many runs as there are colours."""
+    lines: list[dict[str, float]] = []
+    shown = [run for run in runs if run.data.series(metric)[0]][: len(COLOURS)]
+    for run in shown:
+        for step, value in zip(*run.data.series(metric), strict=True):
+            lines.append({"step": step, run.name: value})
+    if not lines:
+        return ""
+    # the report's figure treats each run as a metric of one run
+    return figures.curves(lines, Panel(metric, "", tuple(glob.escape(run.name) for run in shown)))

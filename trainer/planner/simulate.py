@@ -11,6 +11,8 @@ asynchronous run. The simulation uses no thread and no device.
   begin once fewer pieces than that are queued or in generation.
 - The trainer takes a batch when all its pieces have arrived, scores it, updates, and publishes a
   version.
+
+`prediction_line` simulates a measured run's phases with another configuration.
 """
 
 from __future__ import annotations
@@ -266,3 +268,14 @@ def generators_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return each rank's generators; empty if any rank takes any sample."""
     ranks = topology.routed_ranks
     return tuple(tuple(topology.generators_for(r)) for r in ranks) if ranks != [ANY_RANK] else ()
+
+
+def prediction_line(config: AsyncConfig, phases: Phases) -> str:
+    """Describe the seconds per step, the busy shares, and the limit, if phases take as long."""
+    setup = setup_of(config)
+    prediction = simulate(phases, setup)
+    shares = {role: f"{states['busy']:.0%}" for role, states in sorted(prediction.shares.items())}
+    busy = ", ".join(f"{role} {share}" for role, share in shares.items())
+    return (
+        f"{prediction.seconds:.3g} s a step; busy: {busy}; limited by: {bottleneck(phases, setup)}"
+    )

@@ -1,30 +1,14 @@
-"""usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
-           [--from-start] [--backend local|run]
+"""Repeat a step or a stage of a run from the run folder.
 
-Repeats step K of the run folder RUN in a new folder, from the newest checkpoint before it: same
-samples, same numbers. It prints every metric and every saved batch that differs in any bit; the
-exit code is then 1. RUN is only read.
-
-  --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
-                     RUN, or otherwise with one that the earlier stages make again
-  --break            open the debugger right before; roles of one process run in this process, so
-                     breakpoint() also works in their code
-  --from-start       if no earlier checkpoint exists: repeat all K steps from the beginning
-  --backend run      use the run's backend; local needs no cluster, with as many processes
-
-The replay resumes in a folder that is removed afterwards. A pool of one process runs in the
-driver's process. Pools have the same number of processes as in the run, because it determines the
-order of sums.
+The replay resumes from the newest checkpoint before the step, in a folder that is removed
+afterwards. A pool of one process runs in the driver's process. Pools have the same number of
+processes as in the run, because it determines the order of sums.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
-import sys
 import tempfile
-from bdb import BdbQuit
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,6 +218,8 @@ class Asked:
     """Empty: the whole step."""
     breaks: bool = False
     """True if the debugger is entered right before the step."""
+    instead: Callable[[Any], Metrics] | None = None
+    """A function that replaces the step."""
     metrics: Metrics = field(default_factory=dict)
     """Metrics of the step or of the stage."""
 
@@ -259,6 +245,8 @@ def replaying(trainer_cls: type[Trainer], request: Asked) -> type[Trainer]:
         def step(self) -> Metrics:
             if self.global_step != request.step:
                 return super().step()  # type: ignore[no-any-return]
+            if request.instead is not None:
+                return request.instead(self)
             if request.stage:
                 return one_stage(self, request)
             if request.breaks:
@@ -266,7 +254,8 @@ def replaying(trainer_cls: type[Trainer], request: Asked) -> type[Trainer]:
             return super().step()  # type: ignore[no-any-return]
 
         def validation_is_due(self) -> bool:
-            ends_early = bool(request.stage) and self.global_step == request.step
+            is_part = bool(request.stage) or request.instead is not None
+            ends_early = is_part and self.global_step == request.step
             return not ends_early and super().validation_is_due()
 
         def why_to_end(self) -> str:
@@ -309,56 +298,3 @@ def stage_input(trainer: PPOTrainer, request: Asked) -> DataProto:
     for stage in STAGES[: STAGES.index(request.stage)]:
         batch, _ = getattr(trainer, stage)(batch)
     return batch
-
-
-MOST_LINES = 20
-"""The most differences that are printed."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Replay; exit with 1 if anything differs."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    options = _parser().parse_args(arguments)
-    try:
-        result = replay(
-            Path(options.run),
-            options.step,
-            options.stage,
-            breaks=options.breaks,
-            from_start=options.from_start,
-            backend=options.backend,
-        )
-    except BdbQuit:
-        sys.exit("left from the debugger: nothing was compared")
-    print(verdict(result, options.step, options.stage), flush=True)
-    if result.differences:
-        sys.exit(1)
-
-
-def verdict(result: Replayed, step: int, stage: str) -> str:
-    """Describe what was compared, and what differs."""
-    subject = f"{stage} of step {step}" if stage else f"step {step}"
-    compared = f"{result.num_metrics} numbers"
-    if result.kept_batches:
-        compared += f" and the batches of {', '.join(result.kept_batches)}"
-    if not result.differences:
-        return f"{subject}: {compared} are as they were, bit for bit"
-
-    lines = [f"{subject}: of {compared}, {len(result.differences)} differ"]
-    lines += [f"  {line}" for line in result.differences[:MOST_LINES]]
-    num_hidden = len(result.differences) - MOST_LINES
-    if num_hidden > 0:
-        lines.append(f"  and {num_hidden} more")
-    return "\n".join(lines)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like replay")
-    add = parser.add_argument
-    add("run", metavar="RUN")
-    add("--step", type=int, required=True)
-    add("--stage", choices=STAGES, default="")
-    add("--break", dest="breaks", action="store_true")
-    add("--from-start", action="store_true")
-    add("--backend", choices=("local", "run"), default="local")
-    return parser

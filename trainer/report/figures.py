@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.report.calls import Call, pools_at_work
 from trainer.report.read import Metrics, series, spread
+from trainer.report.trajectories import FAILED, NO_SUCCESS, SUCCESS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +30,7 @@ METHOD_COLOURS = {
     "environments": "#cc79a7",
 }
 STATE_COLOURS = {"busy": "#009e73", "waiting": "#d9d9d9", "syncing": "#d55e00"}
+OUTCOME_COLOURS = {SUCCESS: "#009e73", NO_SUCCESS: "#d9d9d9", FAILED: "#d55e00"}
 OTHER_COLOUR, OVERLAP_COLOUR = "#9a9a9a", "#222222"
 MOST_POINTS, MOST_LANES = 1000, 16
 ABOVE: Mapping[str, Any] = {
@@ -276,6 +278,30 @@ def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
         STATE_COLOURS,
         "Share of the time in which each role was busy, waiting, syncing",
         x_end=100,
+    )
+
+
+def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a bar of trajectories for each number of turns, divided by outcome."""
+    drawn = []
+    for row, counts in enumerate(by_turns.values()):
+        left, whole = 0, sum(counts.values())
+        for outcome, colour in OUTCOME_COLOURS.items():
+            if number := counts.get(outcome, 0):
+                title = f"{outcome}: {number} of {whole}"
+                drawn.append(Bar(row, left, number, colour, title))
+                left += number
+    words = "; ".join(
+        f"{turns} turns: {counts.get(SUCCESS, 0)} of {sum(counts.values())}"
+        for turns, counts in by_turns.items()
+    )
+    return bars(
+        drawn,
+        {row: f"{turns} turn{'' if turns == '1' else 's'}" for row, turns in enumerate(by_turns)},
+        0.9 + 0.3 * len(by_turns),
+        "trajectories",
+        OUTCOME_COLOURS,
+        f"Success by turns: {words}",
     )
 
 

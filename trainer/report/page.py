@@ -1,19 +1,16 @@
-"""usage: verl-like report RUN_DIR
+"""`report.html`: a run folder as one page that needs no other files.
 
-Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its
-report when it ends, also when it fails. This command writes it again, also for a run in progress.
-
-The page is made only from the run folder.
+It is made only from the run folder, so a report can be made again at any time, also of a run that
+is in progress or has failed.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
 from trainer.report.accounts import drawn_of, tokens_in_words, tokens_of
@@ -31,6 +28,9 @@ from trainer.report.trajectories import LONGEST_TURN, MOST_TURNS, SECONDS, TRAJE
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
 from verl_like.terminal import fit, terminal_width
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -75,23 +75,21 @@ def write_report(folder: str | Path) -> Path:
     return _write(read_run(folder))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the page, and print its path."""
-    if len(arguments) != 1:
-        sys.exit(__doc__)
-    print(write_report(arguments[0]))
-
-
 def _write(data: RunData) -> Path:
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    page = template.render(_content(data))
+    page = page_of(TEMPLATE).render(_content(data))
     path = data.folder / REPORT_FILE
     # a sample's lone surrogate has no UTF-8 form, so it is escaped
     write_whole(path, page.encode(errors="backslashreplace"), to_disk=False)
     return path
+
+
+@functools.cache
+def page_of(template: Path) -> Template:
+    """Return a page template that escapes text and raises for missing values."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(template.read_text(encoding="utf-8"))
 
 
 def _content(data: RunData) -> dict[str, Any]:
@@ -124,6 +122,7 @@ def _content(data: RunData) -> dict[str, Any]:
         "summary": summary(data),
         "starts": data.starts,
         "config": data.config,
+        "outcomes": Markup(report_figures.outcomes(data.by_turns)) if data.by_turns else "",
         "seconds": SECONDS,
         "most": (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN),
         "tables": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainer.report.calls import AFTER_STEP, Call, read_timeline
 from trainer.report.trajectories import (
     TRAJECTORIES_PER_STEP,
     Trajectory,
+    outcomes_by_turns,
     shorten,
     trajectory_of,
 )
@@ -73,6 +74,8 @@ class RunData:
     async_training: AsyncRun | None = None
     """Generators and trainers, if the run has them."""
     validated: Sequence[Sample] = ()
+    by_turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """For the last step's trajectories: number of turns -> outcome -> count."""
     starts: Sequence[Start] = ()
     config: str = ""
     """The text of `config.yaml`."""
@@ -122,6 +125,9 @@ def read_run(folder: str | Path) -> RunData:
         failure=_read_text(failure),
         notes=notes,
         async_training=read_async(folder, metrics, notes),
+        by_turns=outcomes_by_turns(
+            row for path in _sample_files(folder / "rollouts")[-1:] for row in json_objects(path)[0]
+        ),
     )
 
 

@@ -1,13 +1,16 @@
-"""Samples of several turns for the report: their turns."""
+"""Samples of several turns for the report: their turns, and their outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN = 6, 24, 600
 """The most trajectories per step, turns per trajectory, and characters per turn."""
+SUCCESS, NO_SUCCESS, FAILED = "success", "no success", "environment failed"
+MOST_ROWS = 12
 SECONDS = ("engine", "environment", "waiting")
 
 
@@ -40,9 +43,8 @@ class Trajectory:
 
 def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
     """Return the turns of a sample's line, which may have none."""
-    found = row.get("turns")
-    rows = [turn for turn in found if isinstance(turn, dict)] if isinstance(found, list) else []
-    sampled = [turn for turn in rows if _is_drawn(turn)]
+    rows = _turns(row)
+    sampled = _policy_turns(rows)
     turns = [_shown(turn) for turn in rows[:MOST_TURNS]]
     if len(rows) > MOST_TURNS:
         turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_drawn=False))
@@ -56,6 +58,15 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         facts=f"{counts}, {observed:.0f} observed, {sum(seconds):.3g} s",
         longest=max(seconds, default=0.0),
     )
+
+
+def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    turns = row.get("turns")
+    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+
+
+def _policy_turns(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [turn for turn in turns if _is_drawn(turn)]
 
 
 def _is_drawn(turn: Mapping[str, Any]) -> bool:
@@ -86,6 +97,25 @@ def _counted(number: float, noun: str) -> str:
 def _number(turn: Mapping[str, Any], name: str) -> float:
     value = turn.get(name)
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return number of turns -> outcome -> number of trajectories.
+
+    A success scores above 0. The longest trajectories share a row if there are too many rows.
+    """
+    counts: dict[int, Counter[str]] = {}
+    for row in rows:
+        if sampled := _policy_turns(_turns(row)):
+            outcome = SUCCESS if _number(row, "score") > 0 else NO_SUCCESS
+            counts.setdefault(len(sampled), Counter())[
+                FAILED if row.get("problem") else outcome
+            ] += 1
+    numbers = sorted(counts)
+    result = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
+    if rest := numbers[MOST_ROWS:]:
+        result[f"{rest[0]} or more"] = dict(sum((counts[number] for number in rest), Counter()))
+    return result
 
 
 def shorten(text: Any, longest: int) -> str:

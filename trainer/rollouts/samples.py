@@ -102,7 +102,7 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         fields["weight_version"] = read_columns(batch, "policy_version")["policy_version"].tolist()
     for name, column in columns.items():
         if name.startswith(EXTRA):
-            values = [None if isinstance(v, float) and v != v else v for v in column.tolist()]
+            values = [None if _is_nan(value) else value for value in column.tolist()]
             fields[name.removeprefix(EXTRA)] = values
     return fields
 
@@ -126,6 +126,10 @@ def _prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
     return [texts[uid] for uid in uids]
 
 
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and value != value
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
@@ -135,15 +139,17 @@ BYTES_OF_OLD_STEP = 2048
 
 
 def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
-    """Keep the best sample, the worst and the middle one, as far as there is room for them."""
+    """Keep the best sample, the worst, and some between, as many as there is room for."""
     if not path.is_file() or path.stat().st_size <= limit:
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    by_score = sorted(range(len(lines)), key=lambda row: float(json.loads(lines[row])["score"]))
-    chosen: set[int] = set()
-    for row in (by_score[-1], by_score[0], by_score[len(lines) // 2]):
-        if not chosen or sum(len(lines[n]) for n in chosen | {row}) <= limit:
-            chosen.add(row)
+    by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
+    chosen: list[int] = []
+    room = limit
+    for row in _extremes_first(by_score):
+        if not chosen or len(lines[row]) <= room:
+            chosen.append(row)
+            room -= len(lines[row])
     write_whole(path, b"".join(lines[row] for row in sorted(chosen)), to_disk=False)
 
 
@@ -152,6 +158,24 @@ def thin_old_samples(folder: Path, last: int) -> None:
     for path in folder.glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) <= last:
             thin_samples(path)
+
+
+def _extremes_first(ordered: Sequence[int]) -> list[int]:
+    """Return the last, the first, then the middles of the gaps between, the widest gap first."""
+    order, gaps = [ordered[-1]], [(0, len(ordered) - 1)]
+    if len(ordered) > 1:
+        order.append(ordered[0])
+    for low, high in gaps:  # grows while it is read
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            order.append(ordered[middle])
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def _score(line: bytes) -> float:
+    score = json.loads(line).get("score")
+    return float(score) if isinstance(score, int | float) else 0.0
 
 
 SCORE = "seq_reward"

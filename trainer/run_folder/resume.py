@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -39,6 +40,8 @@ from verl_like.files import json_lines, json_objects, read_json_object, write_wh
 from verl_like.process.random_state import load_random_state
 
 LATEST = "latest_checkpointed_iteration.txt"
+MOST = 2**53
+"""The largest count: beyond it, JSON numbers are not exact."""
 WANDB_ID = "wandb_run_id.txt"
 """The file with the id of the W&B run, which a resumed run continues."""
 TRACKIO_RUN = "trackio_run.txt"
@@ -139,6 +142,7 @@ class ResumePoint:
         load_random_state(start / "random.json")
         try:
             state = read_json_object(start / "trainer.json")
+            _check_state(state, self.start_step)
         except ValueError as error:
             raise DamagedCheckpointError(f"{start / 'trainer.json'} is damaged: {error}") from error
         print(f"resumed from {start}", flush=True)
@@ -273,6 +277,32 @@ class ResumePoint:
                 f"from the newest complete checkpoint ({named(steps)})."
             )
         return f"Name another one: beside it are {named(steps)}."
+
+
+def _check_state(state: dict[str, Any], step: int) -> None:
+    """Raise ValueError unless a run can have written the state after that step.
+
+    Counts and numbers must be valid and finite.
+    """
+    if state.get("global_step", step) != step:
+        raise ValueError(f"global_step is {state['global_step']!r:.40}, not {step}")
+    for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{name} is {number}")
+        if name.startswith("num_") and not (type(number) is int and 0 <= number < MOST):
+            raise ValueError(f"{name} is {number!r:.40}, not a count")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """Yield each number in a value, with its key."""
+    if isinstance(value, int | float):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
 
 
 def _is_of(line: dict[str, Any], last: int) -> bool:

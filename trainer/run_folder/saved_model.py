@@ -1,22 +1,16 @@
-"""usage: verl-like export CHECKPOINT OUT [--role ROLE] [--adapter] [--average]
-           [--model BASE]
+"""Find the trained model of a run: its folder, its role, and its training configuration.
 
-Writes the folder OUT for `from_pretrained` and vLLM. CHECKPOINT is a run folder, whose trained
-model is exported, or a global_step_N in one; LoRA is merged. It needs no GPU and no cluster,
-whatever number of ranks wrote the checkpoint, and the run need not have saved hf_model.
+`verl-like export`, `eval` and `chat` find it by a run folder, a checkpoint, or a role's folder in a
+checkpoint:
 
-  --role critic    the role whose model is exported; by default the policy
-  --adapter        the LoRA adapter for peft, not merged
-  --average        the moving average of the weights (actor.ema_decay)
-  --model BASE     the folder of the base model, if it has moved
+    saved = find_saved_model("runs/sums")        # the policy after the last step
+    saved.export(Path("out"))                       # a folder for `from_pretrained`
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +24,7 @@ from trainer.run_folder.folder import (
     reject_damaged,
 )
 from trainer.run_folder.result import EXPORT
-from verl_like.errors import CheckpointError, ConfigError, nearest
+from verl_like.errors import CheckpointError, nearest
 from workers.config import ModelConfig
 from workers.training.manifest import MANIFEST, read_manifest
 
@@ -173,34 +167,3 @@ def _model_config(config: Mapping[str, Any], role: str, base: str) -> ModelConfi
     if base:
         keys["path"] = base
     return ModelConfig(**keys)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Write the folder, and print its source."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    options = _parser().parse_args(arguments)
-    out = Path(options.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not empty; give a folder that is not there yet.")
-
-    saved = find_saved_model(
-        options.checkpoint,
-        options.role,
-        options.model,
-        in_checkpoint=options.adapter or options.average,
-    )
-    saved.export(out, as_adapter=options.adapter, of_average=options.average)
-    noun = "adapter" if options.adapter else "model"
-    print(f"{out}: the {noun} of {saved.folder}, trained from {saved.model.path}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like export")
-    add = parser.add_argument
-    add("checkpoint")
-    add("out")
-    add("--role", default="")
-    add("--adapter", action="store_true")
-    add("--average", action="store_true")
-    add("--model", default="")
-    return parser

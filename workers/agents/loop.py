@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from verl_like.errors import RolloutError
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import LATE, EnvironmentHost
+from workers.agents.recorded import RecordedHost
 from workers.agents.trajectory import Setting, Start, State, Times, Trajectory
 from workers.rollout.base import Budget, RolloutEngine, SamplingParams
 
@@ -47,7 +48,7 @@ class TurnLoop:
     def __init__(
         self,
         engine: RolloutEngine,
-        host: EnvironmentHost,
+        host: EnvironmentHost | RecordedHost,
         chat: TurnRenderer,
         config: EnvironmentConfig,
         decode: Callable[[list[int]], str],

@@ -20,6 +20,7 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import NO_FAULTS, Faults
 from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.loop import TurnLoop
+from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Start, Trajectory
 from workers.columns import PLAYERS, require, split_player_uid
 from workers.rewards.manager import decode_rows
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
 
 ROW_COLUMNS = (
-    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS,
+    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
 )  # fmt: skip
 """Columns that a trajectory needs, in addition to those of any sample."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
@@ -96,9 +97,12 @@ class Players:
             tools = kinds[""].tools if "" in kinds else []
             chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
             decode = self._decode(bool(tools))
-            self._loop = TurnLoop(engine, self._host, chat, self._config, decode)
+            is_recorded = RECORDED in data.non_tensor_batch
+            host = RecordedHost(kinds) if is_recorded else self._host
+            self._kinds = host.kinds
+            self._loop = TurnLoop(engine, host, chat, self._config, decode)
         faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
-        starts = _starts(data, noise_of, faults, self._host.kinds)
+        starts = _starts(data, noise_of, faults, self._kinds)
         return self._loop.submit(starts, sampling, MOST_OPEN)
 
     def take(
@@ -138,6 +142,8 @@ def _starts(
             "data_source": str(columns["data_source"][number]),
             "extra_info": columns["extra_info"][number],
         }
+        if RECORDED in columns:
+            row[RECORDED] = columns[RECORDED][number]
         kind = name_of(kinds, row)
         players = kinds[kind].players
         place = players.index(player) if players else 0

@@ -25,6 +25,7 @@ from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
 from workers.agents.gateway import Refused, stop_strings
 from workers.agents.host import BROKEN, EnvironmentHost
+from workers.agents.recorded import RecordedHost
 from workers.agents.requests import TOO_LONG, ids_to_read, overridden
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
@@ -75,7 +76,7 @@ class Start:
 class Setting:
     """The settings and helpers that the trajectories of a loop share."""
 
-    host: EnvironmentHost
+    host: EnvironmentHost | RecordedHost
     chat: TurnRenderer
     config: EnvironmentConfig
     decode: Callable[[list[int]], str]

@@ -9,7 +9,7 @@ import pytest
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
-from trainer.planner.simulate import setup_of
+from trainer.planner.simulate import Phases, prediction_line, setup_of, simulate
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import rows_of
@@ -119,7 +119,7 @@ def test_every_generator_is_in_the_table_of_memory(tiny_dir: Path) -> None:
     assert found["rollout_1"].weights < found["rollout"].weights == found["rollout_2"].weights
 
 
-def test_the_simulation_is_set_up_by_the_configuration() -> None:
+def test_the_prediction_is_that_of_the_simulation() -> None:
     config = config_of(
         "async_training.generators=2",
         "async_training.prompts_per_call=2",
@@ -127,3 +127,7 @@ def test_the_simulation_is_set_up_by_the_configuration() -> None:
     )
     setup = setup_of(config)
     assert (setup.num_generators, setup.max_staleness, setup.pieces, setup.limit) == (2, 1, 4, 6)
+    phases = Phases([2.0], [0.1], [0.4], [0.05])
+    line = prediction_line(config, phases)
+    assert line.startswith(f"{simulate(phases, setup).seconds:.3g} s a step; busy: generator 0 ")
+    assert line.endswith("limited by: generators")

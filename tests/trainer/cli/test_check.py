@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import overrides
+from tests.trainer.report.report_runs import make_run
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import explain, full_plan, main
 from trainer.config.keys import field_docs, leaf_keys
 from trainer.launch import ALL_FOUND
 from trainer.ppo.config import PPOConfig
+from verl_like.errors import ConfigError
 
 TWO_POOLS = ("placement=split", "trainer.n_gpus_per_node=2")
 NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
@@ -90,11 +92,22 @@ def test_lines_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -
     assert [line for line in too_long if " " in line.strip()] == []  # a key is never cut
 
 
-def test_an_async_run_is_explained_with_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    text = full_plan(load_config([*NEEDED, "async_training.generators=2"], ASYNC))
+    folder = make_run(tmp_path / "run", 3, samples=1)
+    config = load_config([*NEEDED, "async_training.generators=2"], ASYNC)
+    text = full_plan(config, str(folder))
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
+    assert re.search(r"\n-+\n0\.\d+ s a step; busy: generator 0 \d+%.*limited by: trainer", text)
     assert "async_training.generators=2 (default 1): " in text
+    assert "--measured RUN_DIR" in full_plan(config)
+
+
+def test_only_an_async_run_is_predicted() -> None:
+    with pytest.raises(ConfigError, match=r"--measured=x predicts only `check async"):
+        main(["--measured=x", *NEEDED])
 
 
 def test_an_option_that_does_not_exist_is_rejected() -> None:

@@ -1,8 +1,9 @@
-"""A comparison of runs: their settings, ends and times."""
+"""A comparison of runs: their settings, ends and times, on one axis."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.trainer.report.report_runs import make_run
+from trainer.cli import compare as command
 from trainer.compare import tables
 from trainer.compare.tables import (
     bests_of,
@@ -20,6 +22,7 @@ from trainer.compare.tables import (
     ends_of,
     groups_by_seed,
     read_runs,
+    write_comparison,
 )
 from verl_like.errors import ConfigError
 
@@ -111,14 +114,27 @@ def test_times_and_placements_stand_beside_each_other(tmp_path: Path) -> None:
     assert "critic_pool" in placement[2]
 
 
+@pytest.mark.usefixtures("figures")
+def test_a_curve_of_every_run_is_on_the_page(three: list[Path], tmp_path: Path) -> None:
+    runs = read_runs(three[:2])
+    page = write_comparison(runs, tmp_path / "out" / "page.html").read_text()
+    assert re.findall(r'data-figure="([^"]+)"', page) == ["critic/score/mean"]
+    (svg,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert {">a<", ">b<"} <= set(re.findall(r">[ab]<", svg))
+    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page)
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page) == []
+
+
+@pytest.mark.usefixtures("figures")
 def test_two_runs_of_1000_steps_take_five_seconds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [str(make_run(tmp_path / name, 1000)) for name in "ab"]
+    monkeypatch.chdir(tmp_path)
     began = time.process_time()
-    tables.main(folders)
+    command.main(folders)
     assert time.process_time() - began < 5
-    assert "What came out" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("comparison: comparison.html\n")
 
 
 def test_no_line_is_wider_than_the_terminal(three: list[Path]) -> None:

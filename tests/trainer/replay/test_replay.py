@@ -246,7 +246,7 @@ def test_a_breakpoint_in_a_workers_code_is_reached(
 def test_the_command_ends_with_what_was_compared(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainer.replay import replay as command
+    from trainer.cli import replay as command
 
     results = iter(
         [Replayed(None, 80, ["update"], []), Replayed(None, 80, [], [f"m{n}" for n in range(30)])]

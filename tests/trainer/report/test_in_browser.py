@@ -88,7 +88,7 @@ def test_the_report_is_right_in_a_browser(tmp_path: Path) -> None:
         is_played = number >= len(WIDTHS)
         assert seen["page"] <= seen["width"]
         panels = [panel for panel in known_panels() if not panel.only_if_there]
-        assert seen["figures"] == len(panels) + 2
+        assert seen["figures"] == len(panels) + 2 + is_played
         assert seen["rows"] == 5 * (2 if is_played else 4)
         assert seen["shades"] == (["rgb(42, 42, 42)", "rgb(31, 58, 82)"] if is_played else [])
         assert seen["table"] < 600, "it scrolls in a box of its own, however many samples it has"

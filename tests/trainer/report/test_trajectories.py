@@ -15,12 +15,19 @@ from trainer.report.read import SAMPLED_STEPS, read_run
 from trainer.report.summary import summary
 from trainer.report.trajectories import (
     LONGEST_TURN,
+    MOST_ROWS,
     MOST_TURNS,
     TRAJECTORIES_PER_STEP,
+    outcomes_by_turns,
     trajectory_of,
 )
 
 EVIL = "<script>alert(1)</script>"
+
+
+def played(num_turns: int, score: float = 0.0, problem: str | None = None) -> dict[str, Any]:
+    turns = [said("a", 0.0) for _ in range(num_turns)]
+    return {"turns": turns, "score": score, "problem": problem}
 
 
 def test_turns_stand_in_two_shades_with_rewards_and_seconds(tmp_path: Path) -> None:
@@ -59,6 +66,17 @@ def test_many_turns_and_trajectories_stay_a_small_file(tmp_path: Path) -> None:
     caps = (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN)
     assert re.findall(r"\d+", text[text.index("Of at most") :])[:4] == [*map(str, caps)]
     assert path.stat().st_size < 2**20
+
+
+def test_outcomes_are_counted_by_the_number_of_turns() -> None:
+    rows = [played(1, 1.0), played(1, 0.95), played(1), played(2, 0.0, "it raised"), {"score": 1.0}]
+    assert outcomes_by_turns(rows) == {
+        "1": {"success": 2, "no success": 1},
+        "2": {"environment failed": 1},
+    }
+    many = outcomes_by_turns([played(n, 1.0) for n in range(1, MOST_ROWS + 4)])
+    assert list(many)[-1] == f"{MOST_ROWS + 1} or more"
+    assert many[f"{MOST_ROWS + 1} or more"] == {"success": 3}
 
 
 @pytest.mark.parametrize("turns", [None, 7, [], [7, {}], [{"role": "assistant", "reward": "x"}]])

@@ -18,6 +18,7 @@ from trainer.config.compose import load_config
 from trainer.launch import run
 from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.sample import collect_groups
+from trainer.replay.trajectory import replay_trajectory
 from trainer.roadside.saved_batches import batch_file
 from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
@@ -60,6 +61,9 @@ def test_players_are_trained_on_their_own_rewards_in_groups_of_their_own(
         scores[row["uid"], row["sample"]] = row["score"]
     assert len({uid for uid, _ in scores}) == 8
     assert {index for _, index in scores} == {0, 1}
+
+    (found,) = replay_trajectory(tmp_path / "run", samples[1]["uid"] + "/1")
+    assert found.difference == ""
 
     batch = DataProto.load_from_disk(batch_file(tmp_path / "run", 1, "update"))
     advantages, mask = batch.padded("advantages"), batch.padded("response_mask").bool()

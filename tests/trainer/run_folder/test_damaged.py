@@ -203,6 +203,28 @@ def replace_whole(folder: Path, name: str, content: bytes) -> None:
     (folder / "commit.json").write_text(json.dumps(marker))
 
 
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        ('"global_step": 1' + 30 * "0", "global_step is 1"),
+        ('"global_step": 4, "kl_coef": NaN', "kl_coef is nan"),
+        ('"global_step": 4, "running_norm": {"a": {"mean": Infinity}}', "mean is inf"),
+        ('"global_step": 4, "loader": {"num_taken": -7}', "num_taken is -7, not a count"),
+        ('"global_step": 4, "loader": {"num_taken": 1' + 400 * "0" + "}", "num_taken is 100"),
+        ('"global_step": 4, "async": {"num_taken": 3.5}', "num_taken is 3.5, not a count"),
+    ],
+)
+def test_a_state_that_lies_makes_room_for_the_one_before(
+    tmp_path: Path, lie: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 2, 4)
+    replace_whole(tmp_path / "global_step_4", "trainer.json", b"{%s}" % lie.encode())
+    run = checkpoints(tmp_path)
+    run.resume.cut_back()
+    assert run.resume.load(roles()) == {"global_step": 2}
+    assert f"trainer.json is damaged: {words}" in caplog.text
+
+
 def test_a_marker_of_another_step_is_damaged(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     path = tmp_path / "global_step_4" / "commit.json"

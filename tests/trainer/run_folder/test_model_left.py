@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import SFT, load_config, run
-from trainer.cli import chat
+from trainer.cli import chat, export
 from trainer.cli.eval import model_and_settings
 from trainer.config.recipe import Recipe
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
-from trainer.run_folder import saved_model
 from trainer.sft.recipe import SFT as SFT_RECIPE
 
 ROW = {"prompt": "say a", "response": "aaaa", "chosen": "aaaa", "rejected": "bbbb"}
@@ -47,7 +46,7 @@ def test_it_is_that_of_the_last_step(ended: Path, tiny_dir: Path) -> None:
 def test_commands_take_the_run_folder(
     ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved_model.main([str(ended), str(tmp_path / "out")])
+    export.main([str(ended), str(tmp_path / "out")])
     assert "commit.json" not in {path.name for path in (tmp_path / "out").iterdir()}
     assert weights(tmp_path / "out").keys() == weights(ended / "model").keys()
     model, settings = model_and_settings(str(ended), tmp_path)

@@ -21,6 +21,7 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
+from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Start, Trajectory
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
@@ -426,42 +427,15 @@ def test_one_whose_process_ends_while_it_is_drawn_is_begun_anew(
     assert engine.num_running == 0
 
 
-class AnswersAgain:
-    """The host of environments that all give these answers, in order."""
-
-    def __init__(self, answers: list[dict[str, Any]]) -> None:
-        self.kinds: dict[str, Any] = {}
-        self._answers, self._left, self._waiting = answers, dict[int, Iterator[Any]](), list[int]()
-
-    def open(self, number: int, seeds: tuple[int, int], row: Any) -> None:
-        self._left[number] = iter(self._answers)
-        self._waiting.append(number)
-
-    def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
-        self._waiting.append(number)
-
-    def answers(self, seconds: float) -> Iterator[tuple[int, Any]]:
-        numbers, self._waiting = self._waiting, []
-        for number in numbers:
-            yield number, next(self._left[number])
-
-    def busy_s(self, number: int) -> float:
-        return 0.0
-
-    def kill(self, number: int) -> None: ...
-
-    def end(self, number: int) -> None: ...
-
-
 def test_a_text_like_a_call_in_another_form_is_noted_once(
     model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     stops = (tokenizer.eos_token_id,)
     engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
     answers = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
-    loop = TurnLoop(engine, AnswersAgain(answers), chat, EnvironmentConfig(), tokenizer.decode)
+    loop = TurnLoop(engine, RecordedHost({}), chat, EnvironmentConfig(), tokenizer.decode)
     starts = [
-        Start("a", {}, (0, 1), noise_key(0, "uid", number), f"sample {number}")
+        Start("a", {RECORDED: answers}, (0, 1), noise_key(0, "uid", number), f"sample {number}")
         for number in range(3)
     ]
     loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 3)

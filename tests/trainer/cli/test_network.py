@@ -1,0 +1,146 @@
+"""`verl-like doctor` lists network interfaces, and NCCL settings that name none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import doctor, network
+
+NETWORKS = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "docker0": ""}
+HCAS = ["mlx5_0", "mlx5_1"]
+
+
+def wrong(**given: str) -> list[tuple[str, str]]:
+    return list(network.wrong_settings(given, NETWORKS, HCAS))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"NCCL_SOCKET_IFNAME": "eth0"},
+        {"NCCL_SOCKET_IFNAME": "eth,ib"},
+        {"NCCL_SOCKET_IFNAME": "=ib0"},
+        {"NCCL_SOCKET_IFNAME": "^docker,lo"},
+        {"NCCL_SOCKET_IFNAME": "^=eth0,lo"},
+        {"GLOO_SOCKET_IFNAME": "eth0,ib0"},
+        {"NCCL_IB_HCA": "mlx5"},
+        {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
+        {"NCCL_IB_HCA": "mlx4_0", "NCCL_IB_DISABLE": "1"},
+        {"NCCL_DEBUG": "info"},
+        {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": ""},
+    ],
+)
+def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> None:
+    assert wrong(**given) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "fix"),
+    [
+        (
+            {"NCCL_SOCKET_IFNAME": "ens3"},
+            "NCCL_SOCKET_IFNAME=ens3: ens3 is no interface of this machine, which has eth0, ib0",
+            "export NCCL_SOCKET_IFNAME=eth0",
+        ),
+        (
+            {"NCCL_SOCKET_IFNAME": "=eth"},
+            "NCCL_SOCKET_IFNAME==eth: eth is no interface of this machine, which has eth0, ib0",
+            "export NCCL_SOCKET_IFNAME=eth0",
+        ),
+        (
+            {"GLOO_SOCKET_IFNAME": "eth"},
+            "GLOO_SOCKET_IFNAME=eth: eth is no interface of this machine, which has eth0, ib0",
+            "export GLOO_SOCKET_IFNAME=eth0",
+        ),
+        (
+            {"NCCL_SOCKET_IFNAME": "docker"},
+            "NCCL_SOCKET_IFNAME=docker: without an address; those that have one: eth0, ib0",
+            "export NCCL_SOCKET_IFNAME=eth0",
+        ),
+        (
+            {"NCCL_IB_HCA": "mlx5_0,mlx5_9"},
+            "NCCL_IB_HCA=mlx5_0,mlx5_9: mlx5_9 is no adapter of this machine, which has mlx5_0, "
+            "mlx5_1",
+            "export NCCL_IB_HCA=mlx5_0",
+        ),
+        (
+            {"NCCL_DEBUG": "VERBOSE"},
+            "NCCL_DEBUG=VERBOSE is no level of VERSION, WARN, INFO, ABORT, TRACE",
+            "export NCCL_DEBUG=WARN",
+        ),
+    ],
+)
+def test_a_name_of_nothing_is_told_with_what_there_is(
+    given: dict[str, str], said: str, fix: str
+) -> None:
+    assert wrong(**given) == [(said, fix)]
+
+
+def test_without_adapters_infiniband_is_left_out() -> None:
+    (found,) = network.wrong_settings({"NCCL_IB_HCA": "mlx5_0"}, NETWORKS, [])
+    assert found == (
+        "NCCL_IB_HCA=mlx5_0: mlx5_0 is no adapter of this machine, which has none",
+        "unset NCCL_IB_HCA",
+    )
+
+
+def test_this_machines_loopback_is_found() -> None:
+    assert network.interfaces()["lo"] == "127.0.0.1"
+
+
+def test_adapters_have_the_state_of_their_port(tmp_path: Path) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n", encoding="utf-8")
+    (tmp_path / "mlx5_1").mkdir()
+    assert network.adapters(tmp_path) == {"mlx5_0": "ACTIVE", "mlx5_1": "unknown"}
+    assert network.adapters(tmp_path / "none") == {}
+
+
+def test_doctor_has_a_line_of_the_network_and_one_for_each_wrong_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network, "interfaces", lambda: NETWORKS)
+    monkeypatch.setattr(network, "adapters", lambda: {"mlx5_0": "DOWN"})
+    given = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "WARN"}
+    monkeypatch.setattr(network, "settings", lambda: given)
+    fine, failing, *_ = map(str, doctor.check_network())
+    assert fine == (
+        "ok    network       lo 127.0.0.1, eth0 10.0.0.5, ib0 10.1.0.5, mlx5_0 (DOWN), "
+        "GLOO_SOCKET_IFNAME=eth1, NCCL_DEBUG=WARN"
+    )
+    assert failing.startswith("FAIL  network       GLOO_SOCKET_IFNAME=eth1: eth1 is no interface")
+    assert failing.endswith(" → export GLOO_SOCKET_IFNAME=eth0")
+
+
+def test_only_variables_of_nccl_and_gloo_are_shown() -> None:
+    environment = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "HF_TOKEN": "secret"}
+    assert network.settings(environment) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("address", "given", "is_told"),
+    [
+        ("127.0.1.1", {}, True),
+        ("", {}, True),
+        ("10.0.0.5", {}, False),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
+    ],
+)
+def test_a_host_name_that_is_loopbacks_is_told_where_gloo_would_go_by_it(
+    address: str, given: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(name: str) -> str:
+        if not address:
+            raise OSError(name)
+        return address
+
+    monkeypatch.setattr(network.socket, "gethostbyname", resolve)
+    found = network.name_that_leads_nowhere(given, NETWORKS)
+    assert (found is not None) == is_told
+    if found:
+        assert f"resolves to {address or 'nothing'}" in found[0]
+        assert found[1] == "export GLOO_SOCKET_IFNAME=eth0"

@@ -1,0 +1,28 @@
+"""usage: verl-like compare RUN RUN ... [--page FILE]
+
+Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, every
+metric at its end and at its best (mean and deviation of runs that differ only in trainer.seed), the
+phases of a step, and the placements. The page, comparison.html here unless --page names another,
+has the same tables and every curve of all runs on one axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
+from verl_like.terminal import terminal_width
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the tables, write the page."""
+    parser = argparse.ArgumentParser("verl-like compare")
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--page", default=PAGE)
+    options = parser.parse_args(arguments)
+
+    runs = read_runs(options.runs)
+    print(comparison_text(runs, terminal_width()))
+    print(f"\ncomparison: {write_comparison(runs, Path(options.page))}")

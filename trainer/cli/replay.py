@@ -1,0 +1,108 @@
+"""usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
+           [--from-start] [--backend local|run]
+       verl-like replay RUN --trajectory UID[/INDEX] [--live]
+
+Repeats step K of the run folder RUN in a new folder, from the newest checkpoint before it: same
+samples, same numbers. It prints every metric and every saved batch that differs in any bit; the
+exit code is then 1. RUN is only read.
+
+  --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
+                     RUN, or otherwise with one that the earlier stages make again
+  --break            open the debugger right before; roles of one process run in this process, so
+                     breakpoint() also works in their code
+  --from-start       if no earlier checkpoint exists: repeat all K steps from the beginning
+  --trajectory UID   only the samples of that uid in rollouts/, played against the observations
+                     that trainer.max_batches_to_keep saved in RUN; names the first different token
+  --live             play against the live environment; names the first different observation
+  --backend run      use the run's backend; local needs no cluster, with as many processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from bdb import BdbQuit
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.replay.replay import Replayed, replay
+from trainer.replay.trajectory import Played, replay_trajectory
+from trainer.roadside.saved_batches import STAGES
+
+MOST_LINES = 20
+"""The most differences that are printed."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Replay; exit with 1 if anything differs."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.trajectory is not None:
+        played = replay_trajectory(
+            Path(options.run),
+            options.trajectory,
+            live=options.live,
+            from_start=options.from_start,
+            backend=options.backend,
+        )
+        print(*[verdict_of(trajectory) for trajectory in played], sep="\n", flush=True)
+        sys.exit(1 if any(trajectory.difference for trajectory in played) else 0)
+    if options.live:
+        parser.error("--live is read with --trajectory")
+    try:
+        result = replay(
+            Path(options.run),
+            options.step,
+            options.stage,
+            breaks=options.breaks,
+            from_start=options.from_start,
+            backend=options.backend,
+        )
+    except BdbQuit:
+        sys.exit("left from the debugger: nothing was compared")
+    print(verdict(result, options.step, options.stage), flush=True)
+    if result.differences:
+        sys.exit(1)
+
+
+def verdict_of(trajectory: Played) -> str:
+    """Describe whether a trajectory came out equal."""
+    counts = f"{trajectory.num_tokens} tokens drawn in {trajectory.num_turns} turns"
+    subject = f"trajectory {trajectory.name}, {counts}"
+    if trajectory.difference:
+        return f"{subject}: differs first in {trajectory.difference}"
+    return f"{subject}: as it was, bit for bit"
+
+
+def verdict(result: Replayed, step: int, stage: str) -> str:
+    """Describe what was compared, and what differs."""
+    subject = f"{stage} of step {step}" if stage else f"step {step}"
+    compared = f"{result.num_metrics} numbers"
+    if result.kept_batches:
+        compared += f" and the batches of {', '.join(result.kept_batches)}"
+    if not result.differences:
+        return f"{subject}: {compared} are as they were, bit for bit"
+
+    lines = [f"{subject}: of {compared}, {len(result.differences)} differ"]
+    lines += [f"  {line}" for line in result.differences[:MOST_LINES]]
+    num_hidden = len(result.differences) - MOST_LINES
+    if num_hidden > 0:
+        lines.append(f"  and {num_hidden} more")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("verl-like replay")
+    add = parser.add_argument
+    add("run", metavar="RUN")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int)
+    which.add_argument("--trajectory")
+    add("--live", action="store_true")
+    add("--stage", choices=STAGES, default="")
+    add("--break", dest="breaks", action="store_true")
+    add("--from-start", action="store_true")
+    add("--backend", choices=("local", "run"), default="local")
+    return parser

@@ -1,0 +1,19 @@
+"""usage: verl-like report RUN_DIR
+
+Writes RUN_DIR/report.html: one file that opens in any browser without a network. A run writes its
+report when it ends, also when it fails. This command writes it again, also for a run in progress.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from trainer.report.page import write_report
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the page, and print its path."""
+    if len(arguments) != 1:
+        sys.exit(__doc__)
+    print(write_report(arguments[0]))

@@ -1,0 +1,224 @@
+"""`verl-like replay RUN --trajectory UID/INDEX`: play trajectories of a run again.
+
+They are sampled with the weights of their step, against the observations that the run recorded, or
+the live environment. The run must have saved the input batch of `score`, and a checkpoint of an
+earlier step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Metrics
+from trainer.replay.replay import Asked, announcement, make, replaying, settings_of_replay
+from trainer.replay.saved_run import SavedRun
+from trainer.roadside.saved_batches import BATCHES_FOLDER, STAGES, batch_file
+from trainer.rollouts.samples import repeat_prompts
+from trainer.rollouts.turns import EPISODE
+from verl_like.batch.columns import object_rows
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError, nearest
+from verl_like.process.sandbox import reject_nested_run
+from workers.agents.recorded import RECORDED
+from workers.columns import split_player_uid, token_rows
+from workers.config import plays
+
+NAMED = 5
+
+
+@dataclass
+class Played:
+    """A replayed trajectory."""
+
+    name: str
+    """uid/index."""
+    num_turns: int
+    num_tokens: int
+    difference: str
+    """The first difference from the run, or ""."""
+
+
+@dataclass
+class Wanted:
+    """The samples to replay, with their step and the run's record of them."""
+
+    step: int
+    recorded: DataProto
+    is_live: bool
+    differences: list[Played] = field(default_factory=list)
+
+
+def replay_trajectory(
+    run_folder: Path,
+    name: str,
+    *,
+    live: bool = False,
+    from_start: bool = False,
+    backend: str = "local",
+) -> list[Played]:
+    """Play a sample, or all samples of a uid, again, and compare them with the record."""
+    reject_nested_run()
+    saved = SavedRun.read(run_folder.resolve())
+    if not plays(saved.config):
+        raise ConfigError(
+            f"--trajectory: {saved.folder} is a run without an environment. Replay a step of it "
+            "with --step."
+        )
+    wanted = recorded_samples(saved.folder, name)
+    wanted.is_live = live
+    start = saved.start_of(wanted.step, from_start)
+    request = Asked(saved.folder, wanted.step, instead=lambda trainer: _play(trainer, wanted))
+    with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
+        config = settings_of_replay(saved.config, start, Path(scratch) / "run", backend)
+        print(announcement(saved, start, wanted.step, config), flush=True)
+        make(config, replaying(saved.trainer_cls, request))
+    return wanted.differences
+
+
+def recorded_samples(folder: Path, name: str) -> Wanted:
+    """Return the samples of that name from the batches that the run saved."""
+    uid, _, index = name.partition("/")
+    if not uid or (index and not index.isdecimal()):
+        raise ConfigError(f"--trajectory={name}: give UID, or UID/INDEX, as rollouts/ has them.")
+    step_of_uid: dict[str, int] = {}
+    for step in sorted(map(int, _kept_steps(folder)), reverse=True):
+        batch = DataProto.load_from_disk(batch_file(folder, step, STAGES[0]))
+        uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
+        step_of_uid |= {str(each): step for each in uids}
+        pairs = enumerate(zip(uids, indices, strict=True))
+        rows = [row for row, (u, i) in pairs if u == uid and str(i) == (index or str(i))]
+        if rows:
+            return Wanted(step, batch[rows], is_live=False)
+        if uid in step_of_uid:
+            numbers = ", ".join(str(i) for u, i in zip(uids, indices, strict=True) if u == uid)
+            raise ConfigError(f"--trajectory={name}: uid {uid} has the samples {numbers}.")
+    if not step_of_uid:
+        raise ConfigError(
+            f"--trajectory: {folder / BATCHES_FOLDER} has no batch: a run keeps tokens and "
+            "observations of its newest N steps with trainer.max_batches_to_keep=N. Without them "
+            "--step makes a whole step again."
+        )
+    steps = sorted(set(step_of_uid.values()))
+    raise ConfigError(
+        f"--trajectory={name}: no such uid in the kept batches of the steps {steps[0]} to "
+        f"{steps[-1]}, which have {', '.join(list(step_of_uid)[:NAMED])}, ..."
+        f"{nearest(uid, step_of_uid)}"
+    )
+
+
+def _kept_steps(folder: Path) -> Iterator[str]:
+    for path in (folder / BATCHES_FOLDER).glob(f"*/{STAGES[0]}.safetensors"):
+        if path.parent.name.isdecimal():
+            yield path.parent.name
+
+
+def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
+    """Sample the wanted rows of the step's prompts, instead of the step."""
+    recorded, config = wanted.recorded, trainer.config
+    uid = recorded.non_tensor_batch["uid"][0]
+    most_draws = config.algorithm.filter_groups.max_num_gen_batches
+    for attempt, batch in enumerate(islice(trainer.loader, most_draws)):  # noqa: B007
+        prompt_uids = uid, split_player_uid(uid)[0]
+        rows = [n for n, each in enumerate(batch.non_tensor_batch["uid"]) if each in prompt_uids]
+        if rows:
+            break
+    else:
+        raise ConfigError(f"the prompts of step {wanted.step} have no uid {uid}: other data?")
+    prompts = repeat_prompts(batch[rows], config.actor_rollout_ref.rollout.n)
+    indices = recorded.padded("sample_index").tolist()
+    of_uid = [n for n, each in enumerate(prompts.non_tensor_batch["uid"]) if each == uid]
+    prompts = prompts[[of_uid[index] for index in indices]]
+    if not wanted.is_live:
+        answers = [facts["answers"] for facts in recorded.non_tensor_batch[EPISODE]]
+        prompts = prompts.union(DataProto.from_dict({}, {RECORDED: object_rows(answers)}))
+    replayed = trainer.rollouts.generate(prompts, attempt=attempt)
+    for row, index in enumerate(indices):
+        was, now = (_Row.of(each, row) for each in (recorded, replayed))
+        difference = first_difference(was, now, trainer.rollouts.tokenizer)
+        drawn = int(was.is_drawn.sum())
+        wanted.differences.append(Played(f"{uid}/{index}", was.num_turns, drawn, difference))
+    return {}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The content of a row without times."""
+
+    prompt: list[int]
+    tokens: list[int]
+    turns: list[int]
+    is_drawn: torch.Tensor
+    log_probs: torch.Tensor
+    answers: Sequence[Mapping[str, Any]]
+    ended: str
+
+    @classmethod
+    def of(cls, batch: DataProto, row: int) -> _Row:
+        columns = token_rows(
+            batch, "prompts", "responses", "turn", "response_mask", "rollout_log_probs"
+        )
+        prompt, tokens, turns, mask, log_probs = (torch.from_numpy(c[row]) for c in columns)
+        facts = batch.non_tensor_batch[EPISODE][row]
+        mine = prompt.tolist(), tokens.tolist(), turns.tolist(), mask.bool(), log_probs
+        return cls(*mine, facts["answers"], facts["ended"])
+
+    @property
+    def num_turns(self) -> int:
+        return max(self.turns, default=-1) + 1
+
+
+def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
+    """Describe the first difference in the order of turns."""
+    differences: list[tuple[int, int, str]] = []
+    """(turn, 0 for its response or 1 for the observation after it, words)"""
+    answers = enumerate(zip(was.answers, now.answers, strict=False))
+    changed = next((n for n, (first, other) in answers if first != other), None)
+    if changed is None and len(was.answers) != len(now.answers):
+        changed = min(len(was.answers), len(now.answers))
+    if changed is not None:
+        subject = f"the answer to turn {changed}" if changed else "the first observation"
+        pair = [_words(each.answers, changed) for each in (was, now)]
+        differences.append((changed - 1, 1, f"{subject}: was {pair[0]}, is {pair[1]}"))
+
+    place = _first_place(was.tokens, now.tokens)
+    if place is not None and (place >= len(was.tokens) or bool(was.is_drawn[place])):
+        turn = (was.turns + now.turns[len(was.turns) :])[place]
+        pair = [_token(each.tokens, place, tokenizer) for each in (was, now)]
+        words = f"token {place} of the response, in turn {turn + 1}: was {pair[0]}, is {pair[1]}"
+        differences.append((turn, 0, words))
+    if differences:
+        return min(differences)[2]
+    if was.prompt != now.prompt or place is not None:
+        return "the observed tokens: is the tokenizer or its chat template another one?"
+    drawn = was.is_drawn.nonzero().flatten().tolist()
+    other = [n for n in drawn if was.log_probs[n].item() != now.log_probs[n].item()]
+    if other:
+        pair = [repr(each.log_probs[other[0]].item()) for each in (was, now)]
+        return f"the log-prob of token {other[0]} of the response: was {pair[0]}, is {pair[1]}"
+    return "" if was.ended == now.ended else f"its end: was {was.ended}, is {now.ended}"
+
+
+def _first_place(was: Sequence[int], now: Sequence[int]) -> int | None:
+    pairs = enumerate(zip(was, now, strict=False))
+    place = next((n for n, (first, other) in pairs if first != other), None)
+    if place is None and len(was) != len(now):
+        return min(len(was), len(now))
+    return place
+
+
+def _words(answers: Sequence[Mapping[str, Any]], place: int) -> str:
+    return repr(dict(answers[place])) if place < len(answers) else "none"
+
+
+def _token(tokens: Sequence[int], place: int, tokenizer: Any) -> str:
+    if place >= len(tokens):
+        return "none"
+    return f"{tokens[place]} ({tokenizer.decode([tokens[place]])!r})"
