@@ -1,4 +1,4 @@
-"""Trains a policy by PPO, GRPO and other algorithms, with each role on the GPUs of your config.
+"""Trains a policy by PPO, GRPO and others, with roles on the GPUs of your config.
 
   verl-like ppo data.train_files=FILE actor_rollout_ref.model.path=FOLDER
                 [key=value ...]        or python -m trainer.main_ppo, in a checkout
