@@ -95,7 +95,7 @@ class Group:
 
     def __init__(self, workers: Sequence[Any]) -> None:
         self.workers, self.world_size = workers, len(workers)
-        # calls past the queue have threads of their own
+        # concurrent calls have their own threads
         self.pool = ThreadPoolExecutor(4 * len(workers))
 
     def shares_processes_with(self, other: Any) -> bool:

@@ -171,7 +171,7 @@ class PythonRun:
         return self.run_with(self._length(steps))
 
     def run_with(self, length: dict[str, int]) -> RunResult:
-        """Run to the end that this setting sets."""
+        """Run until the length that this setting defines."""
         with surviving_broken_pipes():
             return run(self._config(length), callbacks=self.callbacks)
 

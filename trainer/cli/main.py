@@ -151,7 +151,7 @@ def find_modules_here() -> None:
 
 
 def only_prints(command: str, arguments: list[str]) -> bool:
-    """Return whether a command starts no process that it writes to.
+    """Return True if a command writes to no processes of its own.
 
     Other commands detect a child's death by an error on its pipe, so they must not end silently on
     such an error.

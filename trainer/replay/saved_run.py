@@ -89,8 +89,8 @@ class SavedRun:
             wrote = read_marker(start)["versions"].get(PACKAGE, here)
             if wrote != here:  # a checkpoint warns of other packages itself
                 raise CheckpointError(
-                    f"{start} was written by {PACKAGE} {wrote}, here is {here}: its steps may be "
-                    f"others. Install {PACKAGE}=={wrote} to replay them."
+                    f"{start} was written by {PACKAGE} {wrote}, and {here} is installed: its steps "
+                    f"may differ. Install {PACKAGE}=={wrote} to replay them."
                 )
             return start
 

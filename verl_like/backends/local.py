@@ -134,7 +134,7 @@ class InlineTransport(_LocalTransport):
 
     A call runs when it is made, and its future stores the result or the error. Values are copied on
     the way in and out. Calls of several threads take turns, whichever inline group they are for. A
-    call past the queue runs in its own thread, next to the others.
+    concurrent call runs in its own thread.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class InlineTransport(_LocalTransport):
         self._construct(self.host.construct_again)
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Run the call now, or in a thread if it goes past the queue, because it may take long."""
+        """Run the call now, or in a thread if it is concurrent, because it may take long."""
         isolated, answer = copy.deepcopy(call), Future[Any]()
         if call.concurrent:
             work = isolated, (), answer
@@ -265,7 +265,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
             raise
 
     def submit(self, rank: int, call: Call, parts: Sequence[Any]) -> Pending:
-        """Queue the call for the child's pipe, or send it at once if it goes past the queue."""
+        """Queue the call for the child's pipe, or send it at once if it is concurrent."""
         if call.concurrent:
             return self.call_concurrently(rank, call)
         answer = self.children[rank].ask_in_turn("call", call, list(parts))

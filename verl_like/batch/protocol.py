@@ -47,7 +47,7 @@ _Slice = slice  # the class below has a method of this name
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of a split batch that a worker's chunk has."""
+    """The range of rows of a split batch that are in one chunk."""
 
     index: int
     """Number of this chunk, 0..count-1."""

@@ -162,8 +162,8 @@ def all_ranks(target: CallTarget) -> list[int]:
 class Mode:
     """A way to split a call and to collect its results.
 
-    `form` tells what the results make together: one `batch`, a `list`, the `first` of them, or a
-    value of the collect function's `own`. `collecting_ranks` returns the places whose results
+    `form` is the form of the collected result: `batch`, `list`, `first` (the first worker's), or
+    `own` (defined by the collect function). `collecting_ranks` returns the places whose results
     count.
     """
 

@@ -108,7 +108,7 @@ class WorkerHost:
         self._master: tuple[str, int] | None = None
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._making_loop = threading.Lock()  # two calls past the queue may need it at once
+        self._making_loop = threading.Lock()  # two concurrent calls may need it at once
 
     def open_store(self, address: str, port: int = 0) -> tuple[str, int]:
         """Bind the group's rendezvous store on this node, and keep it so that its port stays taken.
@@ -148,7 +148,7 @@ class WorkerHost:
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
         """Run one method. Its header carries whatever the method raises.
 
-        A call past the queue comes in its own thread, and shares random state and log with the
+        A concurrent call comes in its own thread, and shares random state and log with the
         others.
         """
         return self._answer(call.method, lambda: self._run(call, parts), call.role)

@@ -183,7 +183,7 @@ def test_a_run_of_another_version_is_refused(copied: Path) -> None:
     facts = json.loads(marker.read_text())
     facts["versions"]["verl-like"] = "0.0.0"
     marker.write_text(json.dumps(facts))
-    with pytest.raises(CheckpointError, match=r"was written by verl-like 0\.0\.0, here is"):
+    with pytest.raises(CheckpointError, match=r"was written by verl-like 0\.0\.0, and "):
         replay(copied, 3)
 
 

@@ -47,7 +47,7 @@ class RayHost:
         return self._host.facts
 
     def location(self) -> Answer:
-        """Return the `Location` where a driver connects to ask past the queue of calls."""
+        """Return the `Location` where a driver connects for concurrent calls."""
         return combine_answer(*self._host.located(self._wait_for_driver))
 
     def _wait_for_driver(self) -> Location:

@@ -1,7 +1,7 @@
 """The transport of Ray: calls are tasks of actors.
 
 Payloads stay in the object store and go from worker to worker as references. Requests for stacks
-and calls past the queue take a separate connection (`verl_like.backends.rpc`).
+and concurrent calls take a separate connection (`verl_like.backends.rpc`).
 
 Calls and batches are pickled before Ray sees them, because Ray's own pickler takes several times as
 long (`pack`). Equal batches are put into the store once (`put_once`), because several roles read
