@@ -330,7 +330,7 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
             "=4 samples hold no batch of 16",
         ),
         (["async_training.prompts_per_call=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
-        (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy answer"),
+        (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy response"),
         (["role_mapping.rollout=trainer_pool"], "is the pool of .* too: a generator"),
         (["async_training.sample_routes=[[0,3]]"], "names trainer 3"),
         (["async_training.topology=2x"], "topology '2x' is none"),

@@ -298,7 +298,7 @@ FILES = [
     (reward_model_without_score, ["rewards[0].path=", "has no score.weight"]),
     (model_with_half_a_config, ["config.json is damaged: Expecting value"]),
     (row_without_prompt, ["p.jsonl, line 2", "nothing in column 'prompt'", "data.on_bad_row=skip"]),
-    (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "custom_reward_function.path"]),
+    (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "reward=FILE.py:FUNCTION"]),
     (
         asserts_as_tests,
         ["ground_truth has an assert", "forge its score", "reward.trust_programs=true"],

@@ -121,11 +121,11 @@ def test_it_writes_nowhere_else_and_reaches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_script_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(recorder, "DEADLINE_S", 5.0)
     script = recorder.Script(["-c", "python -m train; while :; do :; done"], os.getcwd(), {})
     begin = time.monotonic()
     recording = recorder.run(script)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     assert recording.ending == "passed its deadline"
     assert [command.words for command in recording.commands] == [["python", "-m", "train"]]
 
