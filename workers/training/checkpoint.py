@@ -36,7 +36,6 @@ from workers.parallel.collectives import Ranks
 from workers.training.file_copies import BackgroundSaves
 from workers.training.hf_export import export_huggingface
 from workers.training.manifest import loaded_files, read_manifest, reject_damaged, write_manifest
-from workers.training.model import whole_tensors
 from workers.training.shards import read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
 
@@ -98,9 +97,8 @@ class Checkpointed(BackgroundSaves):
         if "extra" in contents:
             ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
         if engine.model_config.lora_rank > 0:
-            trained = ((n, w) for n, w in engine.module.named_parameters() if w.requires_grad)
             with engine.running():  # collective
-                adapter = [(name, whole.cpu()) for name, whole in whole_tensors(engine, trained)]
+                adapter = [(name, whole.cpu()) for name, whole in engine.full_trained_tensors()]
             folder, module = part / "lora_adapter", engine.whole_module
             ranks.run_on_first(
                 lambda: save_adapter(folder, module, engine.model_config, adapter, writer)

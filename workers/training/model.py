@@ -204,6 +204,11 @@ class Model:
 
         return whole_tensors(self, named_state(self.module), arrange, on_all_ranks)
 
+    def full_trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the trained weights, by the names of this module, whole; collective."""
+        named = self.module.named_parameters()
+        return whole_tensors(self, ((n, weight) for n, weight in named if weight.requires_grad))
+
     def without_copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that this rank writes, without copies that belong to another stage."""
         copies = tuple(f".{name}" for name in self.layers.copies)
