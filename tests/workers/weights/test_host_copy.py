@@ -168,12 +168,15 @@ def test_what_is_neither_sent_nor_held_is_named_and_comes_with_a_full_sync(
 # ------------------------------------------------------------------------------------------- LoRA
 
 
-def lora_pair(one_layer_dir: Path, engine: str, dtype: str | None = None) -> tuple[Group, Group]:
+def lora_pair(
+    one_layer_dir: Path, engine: str, dtype: str | None = None, merges: bool = True
+) -> tuple[Group, Group]:
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=8)
     config.actor_rollout_ref.model.lora_rank = 2
     config.actor_rollout_ref.model.lora_alpha = 5
     config.actor_rollout_ref.rollout.name = engine
     config.actor_rollout_ref.rollout.sync = "changed"
+    config.actor_rollout_ref.rollout.merge_lora = merges
     config.actor_rollout_ref.rollout.dtype = dtype
     config.actor_rollout_ref.actor.optim.lr = 0.02
     actor = Group([started(ActorWorker, config, 20)])
@@ -257,3 +260,14 @@ def test_vllm_gets_the_merged_weights_of_the_factors_that_travelled(one_layer_di
         actor.update_actor(make_batch(8, seed=version))
         assert 0 < num_bytes(sync_weights(actor, rollout, version)) < 0.1 * whole
         assert rollout.weights_checksum() == actor.weights_checksum(True)
+
+
+@pytest.mark.vllm
+def test_vllm_gets_only_the_adapter_unless_it_is_merged(one_layer_dir: Path) -> None:
+    actor, rollout = lora_pair(one_layer_dir, "vllm", merges=False)
+    num_adapter = sum(w.nbytes for w in actor.workers[0].engine.parameters())
+    for version in (0, 1):
+        assert num_bytes(sync_weights(actor, rollout, version)) == num_adapter
+        assert rollout.weights_checksum() == actor.weights_checksum(True)
+        actor.update_actor(make_batch(8, seed=version))
+    assert rollout.weights_checksum() != actor.weights_checksum(True)
