@@ -36,7 +36,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often a batch is trained on, and how many batches belong to one weight version."""
+    """Number of updates per batch, and number of batches per weight version."""
 
     update_steps: int
     train_epochs: int
@@ -85,8 +85,8 @@ class Rounds:
 
     def num_fresh(self, steps: int) -> int:
         """Count the fresh batches of the run's first `steps` steps."""
-        whole, rest = divmod(steps, self.length)
-        return whole * self.update_steps + min(rest, self.update_steps)
+        cycles, rest = divmod(steps, self.length)
+        return cycles * self.update_steps + min(rest, self.update_steps)
 
     def ends_with(self, step: int) -> bool:
         """Return whether this step is the last one of its round."""

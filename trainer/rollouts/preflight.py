@@ -20,8 +20,7 @@ from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import plays, rewards_of
 from workers.models.folder import factor_border, model_folder, read_hf_config
-from workers.models.load import check_score_head
-from workers.models.random_init import check_weights
+from workers.models.load import check_score_head, check_weights
 from workers.rollout.build import user_engine
 from workers.rollout.vllm.setup import check_version
 from workers.training.row_proof import SPLITS

@@ -11,8 +11,8 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config.rows import LONGEST_ROW
 from workers.memory import HeldModel, LargestPass, RoleMemory
+from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
-from workers.models.random_init import check_weights
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 

@@ -369,16 +369,16 @@ def _path_of(name: str) -> Path | None:
 
 def digest(path: Path) -> str:
     """Return a digest of a file, or of a folder's file names and contents without hidden files."""
-    whole = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     if path.is_file():
-        _add(path, whole)
-        return whole.hexdigest()
+        _add(path, hasher)
+        return hasher.hexdigest()
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path)
         if file.is_file() and not any(part.startswith((".", "__")) for part in name.parts):
-            whole.update(f"{name.as_posix()}\0".encode(errors="surrogateescape"))
-            _add(file, whole)
-    return whole.hexdigest()
+            hasher.update(f"{name.as_posix()}\0".encode(errors="surrogateescape"))
+            _add(file, hasher)
+    return hasher.hexdigest()
 
 
 def _add(path: Path, to: Any) -> None:

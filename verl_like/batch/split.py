@@ -134,13 +134,13 @@ class TensorDictRows(DataProto):
                 {key: NonTensorData(value) for key, value in self.meta_info.items()}, batch_size=[]
             )
         dense = {n: c for n, c in columns.items() if not isinstance(c, Ragged)}
-        whole = tensordicts.merge_parts(len(self), dense, self.non_tensor_batch, self.meta_info)
+        merged = tensordicts.merge_parts(len(self), dense, self.non_tensor_batch, self.meta_info)
         for name, column in columns.items():
             if isinstance(column, Ragged):
-                whole.set(name, tensordicts.nested_of_ragged(column))
+                merged.set(name, tensordicts.nested_of_ragged(column))
         if self.shard is not None:
-            whole.shard = self.shard
-        return whole
+            merged.shard = self.shard
+        return merged
 
 
 def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:

@@ -250,16 +250,16 @@ def sampling_params(
     return SamplingParams(**settings)
 
 
-def _refusal(name: str, value: Any, what: str) -> ConfigError:
-    return ConfigError(f"rollout.sampling_kwargs.{name}={value} cannot work; it must be {what}.")
+def _refusal(name: str, value: Any, valid: str) -> ConfigError:
+    return ConfigError(f"rollout.sampling_kwargs.{name}={value} cannot work; it must be {valid}.")
 
 
 def _stop_ids_in(settings: dict[str, Any]) -> tuple[int, ...]:
     ids = settings.get("stop_token_ids", ())
     ids = ids if isinstance(ids, Iterable) and not isinstance(ids, str) else (ids,)
     if not all(_is_whole(token) and token >= 0 for token in ids):
-        what = "token ids, such as [32007]; for text there is stop_strings"
-        raise _refusal("stop_token_ids", list(ids), what)
+        valid = "token ids, such as [32007]; for text there is stop_strings"
+        raise _refusal("stop_token_ids", list(ids), valid)
     return tuple(ids)
 
 
@@ -277,8 +277,8 @@ def _biases_in(settings: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     try:
         return tuple((int(token), float(value)) for token, value in dict(bias).items())
     except (TypeError, ValueError):
-        what = "a number for each of some token ids, such as {32007: -5}"
-        raise _refusal("logit_bias", bias, what) from None
+        valid = "a number for each of some token ids, such as {32007: -5}"
+        raise _refusal("logit_bias", bias, valid) from None
 
 
 def check_sampling(config: RolloutConfig, max_tokens: int) -> None:

@@ -106,8 +106,8 @@ def test_other_versions_are_warned_of(
 
 
 def test_a_module_of_a_reward_is_the_file_that_it_is_imported_from() -> None:
-    found = resume._path_of("trainer.run_folder.resume")
-    assert found == Path(resume.__file__)
+    path = resume._path_of("trainer.run_folder.resume")
+    assert path == Path(resume.__file__)
     assert resume._path_of("no.such.module") is None
     assert resume._path_of("organisation/model") is None
 

@@ -57,10 +57,10 @@ def test_a_reference_and_a_reward_model_score_rows(
         with pytest.raises(FailedError, match="400: the role ref does not sample"):
             client.sample(reference, 9, TEXT)
 
-        whole = TEXT * 6  # longer than a prompt of a sample
-        scores = score(client.sampler(base_model="reward_model"), [*rows, whole])
+        long_row = TEXT * 6  # longer than a prompt of a sample
+        scores = score(client.sampler(base_model="reward_model"), [*rows, long_row])
         hf = LlamaForSequenceClassification.from_pretrained(classifier)
-        for scored, row in zip(scores, [*rows, whole], strict=True):
+        for scored, row in zip(scores, [*rows, long_row], strict=True):
             assert len(scored) == len(row)
             assert np.isnan(scored[:-1]).all()
             assert scored[-1] == pytest.approx(hf(torch.tensor([row])).logits.item(), abs=1e-4)

@@ -425,7 +425,7 @@ WANTED = "hello"
 
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a program in the place of `docker`, and return its folder."""
+    """Replace `docker` by a program, and return its folder."""
     home = tmp_path / "docker"
     (home / "image/app").mkdir(parents=True)
     (home / "containers").mkdir()

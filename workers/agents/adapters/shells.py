@@ -94,9 +94,9 @@ class Container:
         while BEGUN not in lines:
             lines.append(process.stdout.readline().strip())
             if process.poll() is not None:
-                said = " ".join([*lines, process.stdout.read()])
+                output = " ".join([*lines, process.stdout.read()])
                 raise RuntimeError(
-                    f"the container of {task.name} does not start: {said[-500:]} "
+                    f"the container of {task.name} does not start: {output[-500:]} "
                     "(environment.kwargs.runtime=local takes no container)"
                 )
         self.run("mkdir -p /logs/agent; chmod 777 /logs /logs/agent", user=0)
