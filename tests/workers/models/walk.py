@@ -92,7 +92,7 @@ def _cell(part: str, result: str) -> str:
     if kind == "right":
         return rest.strip("()") if part == "training" else "yes"
     if kind == "refused":
-        return "hf" if part == "native" else "refused"
+        return "hf" if part == "native" else "rejected"
     return "**not right yet**" if kind else "–"
 
 
