@@ -1,8 +1,7 @@
 """The names that users import: `GRPO`, `Environment`, `Worker`, `DataProto`, `register`, ...
 
-Each is imported when it is first used, so `import verl_like` is quick and loads neither torch nor
-ray. The names of `trainer` and `workers` make this module the only one of the package that names
-higher packages.
+Each name is imported on first use, so `import verl_like` is quick and loads neither torch nor ray.
+This is the only module of the package that names `trainer` and `workers`, which are above it.
 """
 
 from __future__ import annotations

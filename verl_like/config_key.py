@@ -87,7 +87,7 @@ class When:
     says: str
     """The condition in words for the docs: "there is a critic"."""
     holds: Callable[[Any, Any], bool]
-    """(section of the key, whole configuration) -> whether the key is read."""
+    """A function of the key's section and the whole configuration: whether the key is read."""
     otherwise: str
     """What is missing if the condition is false, for errors: "this run has no critic".
 
@@ -215,8 +215,8 @@ def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
 
         def my_loss(log_prob, ..., *, beta: Annotated[float, KeyRules(above=0)] = 0.1): ...
 
-    These are the keyword-only parameters of a function, and all parameters of a class, that have a
-    default. A function may pass its arguments on to others, which its attribute
+    These are the keyword-only parameters of a function, or all parameters of a class, if they have
+    a default. A function may pass its arguments on to others, which its attribute
     `takes_arguments_of` lists.
     """
     arguments = {}
@@ -240,7 +240,7 @@ def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
 
 
 def arguments_for(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that this entry takes."""
+    """Return the arguments that this registry entry takes."""
     return {name: arguments[name] for name in arguments_of(entry) if name in arguments}
 
 

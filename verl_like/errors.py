@@ -55,7 +55,7 @@ class PlacementError(VerlLikeError, ValueError):
 
 
 class NoRoomError(PlacementError):
-    """The living nodes have too little for a pool; another node would help."""
+    """The living nodes lack resources for a pool; another node would help."""
 
 
 class WorkerError(VerlLikeError, RuntimeError):
@@ -91,7 +91,7 @@ class WeightSyncError(VerlLikeError, RuntimeError):
 
 
 class LedgerError(VerlLikeError, RuntimeError):
-    """The ledger of an asynchronous run does not add up: a sample was lost, or counted twice."""
+    """The sample log does not add up: a sample was lost, or counted twice."""
 
 
 class CheckpointError(VerlLikeError, RuntimeError):

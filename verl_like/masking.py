@@ -3,9 +3,9 @@
     masked({"env_vars": {"HF_TOKEN": "hf_abc..."}})     # {"env_vars": {"HF_TOKEN": "***"}}
     mask_text("refused: hf_abc...")                      # "refused: ***"
 
-The name of a value in the configuration or the environment decides whether it is a secret.
-`mask_text` knows the secrets of this process's environment and those that `masked` has seen: in the
-driver a run's configuration, in a worker the arguments of its roles.
+A value in the configuration or the environment is a secret if its name looks like one. `mask_text`
+knows the secrets of this process's environment and those that `masked` has seen: in the driver a
+run's configuration, in a worker the arguments of its roles.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def check_method(owner: Any, name: str, subject: str, call: Call) -> None:
 
 
 def call_of(method: Any) -> Call:
-    """Return the shortest call that a method of ours accepts, without `self` and the like."""
+    """Return the shortest call that a method of this project accepts, without `self`."""
     function = method.__func__ if isinstance(method, BOUND_OTHERWISE) else method
     signature = signature_of(function)
     if signature is None:

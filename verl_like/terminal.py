@@ -31,7 +31,7 @@ def exit_on_broken_pipe() -> None:
 
 
 def survive_broken_pipes() -> None:
-    """Make prints of this process safe: output that its console cannot take or show is dropped.
+    """Keep prints of this process from failing: output that its console cannot show is dropped.
 
     A standard stream that other code has replaced is not changed.
     """

@@ -1,4 +1,4 @@
-"""The local backend: worker groups without a cluster, with the numbers of Ray bit for bit.
+"""The local backend: worker groups without a cluster. Its results equal those of Ray bit for bit.
 
 A pool of one process runs in the caller's own thread (`InlineTransport`), so `breakpoint()` works
 in a worker. Larger pools, and pools with `own_processes`, are child processes (`ChildTransport`).
@@ -35,7 +35,7 @@ from verl_like.process.worker import Worker
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """A worker group of this process, or of child processes."""
+    """A worker group in this process, or in child processes."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class LocalWorkerGroup(WorkerGroup):
     ) -> None:
         """The arguments are those of `RayWorkerGroup`.
 
-        With `own_processes`, a pool of one is a child process, too. Inline groups with the same
-        `neighbours` are siblings.
+        With `own_processes`, a pool of one process is a child process, too. Inline groups with the
+        same `neighbours` are siblings.
         """
         if detached:
             raise PlacementError(
@@ -103,12 +103,12 @@ def _resolve(value: Any) -> Any:
 
 
 class _LocalTransport(Transport):
-    """A transport whose references are futures, or parts of what a future gives."""
+    """A transport whose references are futures, or parts of their results."""
 
     kind = "local"
 
     def wait(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Return the references that are answered or have failed: at least one before the time."""
+        """Return the references that are answered or have failed; none only if the time is over."""
         futures = {getattr(reference, "answer", reference) for reference in references}
         done = wait_futures(futures, seconds, FIRST_COMPLETED).done
         return [
@@ -290,5 +290,5 @@ class ChildTransport(_LocalTransport, ProcessTransport):
             child.process.kill()
         deadline = time.monotonic() + 5.0
         for child in self.children:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the process hangs in the kernel
                 child.process.wait(max(0.1, deadline - time.monotonic()))

@@ -321,7 +321,7 @@ class ProcessTransport(Transport):
         """A subclass starts the processes, and makes the connections."""
         super().__init__(facts, deadlines)
         self._stopped_since: dict[int, float] = {}
-        """Since when a process has been stopped, by its id, as far as `lost` has seen."""
+        """Process id -> the time when `lost` first saw that the process was stopped."""
         self.requests: Sequence[Requests] = ()
         """The connections by rank, after the processes have started."""
 
@@ -331,7 +331,7 @@ class ProcessTransport(Transport):
         return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Ask every process past its queue, and a silent process on this machine by a signal."""
+        """Ask every process outside its queue, and a silent process on this machine by a signal."""
         answers = [requests.ask("stacks") for requests in self.requests]
         wait_futures(answers, seconds)
         stacks = {}

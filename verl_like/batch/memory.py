@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 LARGE_BYTES = 1 << 22
-"""Columns of at least this size get a block; numpy also asks for large pages from this size on."""
+"""Columns of at least this size get a block; from this size on, numpy also requests huge pages."""
 UNKEPT_BYTES = 1 << 18
 """Values of a ragged column of at least this size get their own pages."""
 KEPT_BYTES = 1 << 28

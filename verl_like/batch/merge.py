@@ -56,7 +56,7 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
     try:
         return bool(left == right)
     except (TypeError, ValueError, RuntimeError):
-        return False  # an `==` without a yes or no, such as a list against a tensor
+        return False  # `==` returned no boolean, for example for a list and a tensor
 
 
 def _same_layout(left: AnyColumn, right: AnyColumn) -> bool:

@@ -47,10 +47,10 @@ _Slice = slice  # the class below has a method of this name
 
 @dataclass(frozen=True)
 class Shard:
-    """The range of rows of a split batch that are in one chunk."""
+    """The rows of a split batch that one chunk holds."""
 
     index: int
-    """Number of this chunk, 0..count-1."""
+    """Index of this chunk, 0..count-1."""
     count: int
     """Number of chunks that the batch was split into."""
     start: int

@@ -152,7 +152,7 @@ class Ragged:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the rectangle that `padded` returns."""
+        """The rectangle's shape, as `padded` returns it."""
         return torch.Size([*self.lengths.shape, self.width, *self.values.shape[1:]])
 
     @property
@@ -167,7 +167,7 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it stores and sends."""
+        """The number of bytes that the column stores and sends."""
         return self.values.nbytes + self.lengths.nbytes + self.starts.nbytes
 
     def __repr__(self) -> str:

@@ -178,8 +178,9 @@ def prepare_dynamic_batch(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], Partitions]:
-    """Split a `DataProto` into micro-batches of at most `max_token_len` tokens; return their rows,
-    too.
+    """Split a `DataProto` into micro-batches, and return them and the row numbers of each.
+
+    A micro-batch has at most `max_token_len` tokens.
 
     Tokens are counted by `attention_mask`. Micro-batches have all columns and meta entries of the
     batch. For the arguments see `rearrange_micro_batches`.

@@ -69,7 +69,7 @@ class Deadlines:
     call_s: float = 7200.0
     """For each call on a group; on CPUs also for each collective inside a call."""
     collective_s: float = 1800.0
-    """A collective of GPUs, from when the first rank enters it: then NCCL ends the process."""
+    """For each collective of GPUs, after its first rank; then NCCL ends the process."""
     late_s: float = 60.0
     """The shortest limit of a method's later calls: ten times the median of its earlier calls, or
     this if it is longer."""
@@ -142,7 +142,7 @@ class CallTimes:
         )
 
     def add(self, name: str, seconds: float, rows: int) -> None:
-        """Note a call that has ended; `rows` is 0 if they are not known."""
+        """Record a call that has ended; `rows` is 0 if their number is not known."""
         self._calls[name].append((seconds, rows))
 
     def median_s(self, name: str) -> float | None:
@@ -349,7 +349,7 @@ def _lock_of(stack: str) -> str | None:
 
 
 class Pool(Protocol):
-    """The part of a transport that shows the processes of its pool."""
+    """The interface of a transport that this module uses."""
 
     world_size: int
 

@@ -1,7 +1,7 @@
 """Split a call on a group into one call per worker, and collect the results into one value.
 
-`@register` marks a worker's method; `WorkerGroup` reads the mark and grows a method of the same
-name. A dispatch mode is a pair:
+`@register` marks a worker's method, and `WorkerGroup` gets a method of the same name. A dispatch
+mode is a pair:
 
     dispatch_fn(target, *args, **kwargs) -> (args, kwargs)   # every value a list by rank
     collect_fn(target, outputs) -> result                    # outputs by rank
@@ -80,7 +80,7 @@ class CallTarget:
 
 
 class Group(Protocol):
-    """The part of a group that a call reads."""
+    """The interface of a group that a call uses."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -94,7 +94,7 @@ class Group(Protocol):
 
 
 class Dispatch:
-    """A dispatch mode that has a name: it compares, hashes, prints and pickles by that name.
+    """A named dispatch mode: it compares, hashes, prints and pickles by its name.
 
     `register_dispatch_mode` adds one. `mode` holds its functions.
     """
@@ -143,7 +143,7 @@ class Dispatch:
 
 
 class Execute(Enum):
-    """The workers that run a method: all of them, or only rank 0."""
+    """Which workers run a method: all of them, or only rank 0."""
 
     ALL = "ALL"
     RANK_ZERO = "RANK_ZERO"
@@ -175,7 +175,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Registration:
-    """The mark that `@register` leaves on a method."""
+    """The settings that `@register` attaches to a method."""
 
     dispatch_mode: Any
     execute_mode: Execute
@@ -224,13 +224,13 @@ def _per_argument(split: Callable[[CallTarget, Any, int | str], list[Any]]) -> C
 
 @_per_argument
 def dispatch_one_to_all(target: CallTarget, value: Any, key: int | str) -> list[Any]:
-    """Every worker gets the same arguments."""
+    """Give every worker the same arguments."""
     return [value] * target.world_size
 
 
 @_per_argument
 def dispatch_all_to_all(target: CallTarget, value: Any, key: int | str) -> list[Any]:
-    """Every worker gets its element of a `Scatter`; other arguments go to all workers."""
+    """Give every worker its element of a `Scatter`, and all workers the other arguments."""
     if isinstance(value, Scatter):
         return _checked_list(target, value, key)
     return [value] * target.world_size
@@ -238,20 +238,20 @@ def dispatch_all_to_all(target: CallTarget, value: Any, key: int | str) -> list[
 
 @_per_argument
 def dispatch_dp_compute(target: CallTarget, value: Any, key: int | str) -> list[Any]:
-    """Every worker gets its element of a list or tuple that the caller has split."""
+    """Give every worker its element of a list or tuple that the caller has split."""
     return _checked_list(target, value, key)
 
 
 @_per_argument
 def dispatch_dp_compute_proto(target: CallTarget, value: Any, key: int | str) -> list[Any]:
-    """Every worker gets a contiguous chunk; chunks have equal length, with marked pad rows."""
+    """Give every worker a contiguous chunk; chunks have equal length, with marked pad rows."""
     return split_over(target, value, key, target.world_size)
 
 
 def dispatch_dp_compute_proto_with_func(
     target: CallTarget, func: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """The first argument is a function and goes to every worker; the others are split."""
+    """Give every worker the first argument, a function, and split the others."""
     if not callable(func):
         raise DispatchError(
             f"{target.call_site}: {target.argument(0)} must be a function, got "
@@ -275,17 +275,17 @@ def _checked_list(target: CallTarget, value: Any, key: int | str) -> list[Any]:
 
 
 def collect_list(target: CallTarget, outputs: list[Any]) -> list[Any]:
-    """One result per worker, in rank order."""
+    """Return one result per worker, in rank order."""
     return outputs
 
 
 def collect_first(target: CallTarget, outputs: list[Any]) -> Any:
-    """The result of rank 0."""
+    """Return the result of rank 0."""
     return outputs[0]
 
 
 def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
-    """One batch of the workers' batches, in rank order, without chunks that hold only padding."""
+    """Concatenate the workers' batches in rank order, without chunks that hold only padding."""
     if any(type(output) is not type(outputs[0]) for output in outputs):
         raise DispatchError(
             f"{target.call_site} returned a TensorDict on some ranks and a DataProto on others: "
@@ -400,7 +400,7 @@ def register(
 
 
 def registered_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any], Registration]]:
-    """Every registered method of a worker class, inherited ones too."""
+    """Return every registered method of a worker class, including inherited methods."""
     for name, method in inspect.getmembers(cls, callable):
         mark = getattr(method, ATTRIBUTE, None)
         if isinstance(mark, Registration):

@@ -8,7 +8,7 @@ A future holds references to chunks on the workers; `get()` brings them to the d
     ref, values = gather(ref, values)               # waits for both, also when one fails
 
 `wait_for` is the only loop that waits. It reads all answers by one request if they come within a
-second. Otherwise it looks for ranks that are lost, late, or stand still.
+second. Otherwise it looks for ranks that are lost, late, or stuck.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AFTER_DEATH_S = 1.0
 The death explains their failures.
 """
 MOST_NOTES = 8
-"""The notes of a raised failure name this many others."""
+"""Number of other failures that the notes of a raised failure name."""
 Outcome = tuple[Any, Exception | None]
 """The value of a future, or its error."""
 
@@ -110,7 +110,7 @@ class WorkerFuture:
 
     @property
     def lost_ranks(self) -> list[int]:
-        """The ranks that were lost while this call was waited for."""
+        """Ranks that were lost during the wait for this call."""
         return [rank for rank, why in self._failures.items() if isinstance(why, WorkerDiedError)]
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class WorkerFuture:
         return few([self.transport.describe(p.rank, p.role) for p in self._open.values()])
 
     def note(self, reference: Any, answer: Any) -> None:
-        """Note the answer of a rank, or the error that it died or that its answer cannot travel."""
+        """Record a rank's answer, or the error that it died or that its answer cannot be sent."""
         call = self._open.pop(reference)
         if isinstance(answer, WorkerError):
             self._failures[call.rank] = type(answer)(f"{self.where(call)}: {answer}")
@@ -232,7 +232,7 @@ class _Wait:
     def end_if_failed(self) -> bool:
         """Settle the future if its other ranks have had their grace after the first failure.
 
-        They may be stuck in a collective that a rank has left.
+        The other ranks may be stuck in a collective that the failed rank has left.
         """
         failures = self.future._failures
         if not failures:

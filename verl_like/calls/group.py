@@ -67,7 +67,7 @@ class ClassWithInitArgs:
 
     @property
     def prefixed(self) -> frozenset[str]:
-        """The roles whose methods are called `<role>_<method>` on a group of all."""
+        """The roles whose methods are named `<role>_<method>` on a fused group."""
         return frozenset(self._colocated)
 
     @property
@@ -103,7 +103,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
 
 
 class BoundMethod:
-    """A registered method on a group: call it, or call `.remote` to get a future in any case."""
+    """A registered method on a group: call it, or call `.remote`, which always returns a future."""
 
     def __init__(
         self,
@@ -228,14 +228,14 @@ class BoundMethod:
 
 
 def _resolved(value: Any) -> Any:
-    """Return the value of a future that is no chunk of a batch: only the driver has all of it."""
+    """Return the value of a future that is not a batch: only the driver has all of it."""
     if isinstance(value, WorkerFuture):
         return value.batch() if value.form == "batch" else value.get()
     return value
 
 
 class GroupState:
-    """The state that groups on the same processes share: their meshes, and whether they ended."""
+    """State shared by groups on the same processes: their meshes, and whether they ended."""
 
     def __init__(self, name: str, world_size: int) -> None:
         self.name, self.world_size, self.ended = name, world_size, threading.Event()
@@ -246,7 +246,7 @@ class GroupState:
         """(mesh, role) -> its layout, checked since a worker last registered a mesh."""
 
     def learn(self, headers: Sequence[Header]) -> None:
-        """Note the meshes that workers registered.
+        """Record the meshes that workers registered.
 
         The first header of a rank carries them, and so do later ones if a call registered more.
         """
@@ -353,7 +353,7 @@ class WorkerGroup(VerlGroup):
         return self.transport.process_key == other.transport.process_key
 
     def mesh_facts(self, mesh_name: str) -> MeshFacts:
-        """Return (dp rank, collects?) of every rank on a mesh of the group's first role."""
+        """Return every rank's data-parallel rank on a mesh, and whether its result is collected."""
         return self.state.mesh(mesh_name, role=next(iter(self.roles)), where=self.name)
 
     def shutdown(self) -> None:

@@ -36,14 +36,14 @@ BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of the value of part number `part`."""
+    """A placeholder in a call for the value of part number `part`."""
 
     part: int
 
 
 @dataclass(frozen=True)
 class ChunkSlot:
-    """The place of one chunk of another group's result.
+    """A placeholder for one chunk of another group's result.
 
     `payload` is the number of its part, and `headers` are the numbers of all chunks' headers.
     """
@@ -96,7 +96,7 @@ class RemoteError(NamedTuple):
         """
         text = "".join(traceback.format_exception(error))
         pickled: bytes | None = None
-        with contextlib.suppress(Exception):  # user exceptions may fail in any way
+        with contextlib.suppress(Exception):  # exceptions of users may fail in any way
             pickled = cloudpickle.dumps(error)
             if not _can_be_shown(pickle.loads(pickled)):
                 pickled = None
@@ -146,7 +146,7 @@ class Header(NamedTuple):
     returned: str = ""
 
     def packed(self) -> bytes:
-        """Return the values in the fastest format: a header comes with every call."""
+        """Return the values in the fastest format, because every call has a header."""
         error: Any = None if self.error is None else tuple(self.error)
         return marshal.dumps(tuple(self._replace(error=error)))
 
@@ -276,14 +276,14 @@ def _headers_of(slot: ChunkSlot, parts: Sequence[Any]) -> list[Header]:
 
 
 class Chunk(NamedTuple):
-    """The number of rows of a split batch that a method got, with padding, and their `Shard`."""
+    """The row count, with padding, of the chunk that a method got, and the chunk's `Shard`."""
 
     num_rows: int
     shard: Shard
 
 
 def chunk_of(arguments: Iterable[Any]) -> Chunk | None:
-    """Return the first chunk among the arguments, which the result's rows are compared with."""
+    """Return the first chunk among the arguments, to compare the result's rows with."""
     for value in arguments:
         if isinstance(value, DataProto) and value.shard is not None:
             return Chunk(len(value), value.shard)

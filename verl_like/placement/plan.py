@@ -45,7 +45,7 @@ class PoolPlan:
 
     @property
     def device_kind(self) -> str:
-        """The devices that its processes compute on: cpu or cuda."""
+        """ "cpu" or "cuda", the devices that the pool's processes compute on."""
         return "cuda" if self.gpus_per_process else "cpu"
 
     @property
@@ -55,7 +55,7 @@ class PoolPlan:
 
     @property
     def needs(self) -> ProcessNeeds:
-        """The resources that one process takes of its node."""
+        """Resources of its node that one process takes."""
         gpus = self.gpus_per_process or None
         return ProcessNeeds(self.device_kind, self.cpus_per_process, gpus, self.resources)
 
@@ -77,7 +77,7 @@ class Placement:
     ) -> Placement:
         """Choose the nodes of every pool, after all checks that need no started process.
 
-        `needs` has the resources of one process for pools that need other than one device and
+        `needs` has the resources per process of pools that do not take one device and
         `cpus_per_process`.
         """
         counts = {
@@ -152,7 +152,7 @@ class Placement:
 
 
 def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield first entry, last entry and their number for nodes that form one row of the table."""
+    """Yield the first entry, the last entry and the number of entries of each row of the table."""
     entries = range(len(plan.nodes))
     if not folds or len(entries) <= NODES_ALONE:
         yield from ((entry, entry, 1) for entry in entries)
@@ -180,7 +180,7 @@ def _needs_with_cpus(
     nodes: Sequence[Node],
     cpus_per_process: float | None,
 ) -> dict[str, ProcessNeeds]:
-    """Return every pool's needs with CPUs: its own, `cpus_per_process`, or an equal share."""
+    """Return every pool's needs, with CPUs from its settings or an equal share."""
     if cpus_per_process is not None and cpus_per_process <= 0:
         raise PlacementError(f"cpus_per_process must be above 0, got {cpus_per_process}.")
     result = {pool: needs.get(pool, ProcessNeeds()) for pool in counts}

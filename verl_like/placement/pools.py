@@ -33,14 +33,14 @@ class Node:
 
 @dataclass(frozen=True)
 class ProcessNeeds:
-    """The resources that one process of a pool takes of its node."""
+    """Resources of its node that one process of a pool takes."""
 
     device: str = "auto"
     """cpu, cuda, or auto: a GPU if the node has any."""
     cpus: float | None = None
     """None takes an equal share of the CPUs that the other pools leave."""
     gpus: float | None = None
-    """A share of a GPU; None takes a whole one."""
+    """A share of a GPU; None takes a whole GPU."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of custom resources."""
 
@@ -52,7 +52,7 @@ class ProcessNeeds:
 
 
 def cpu_share(cpus: float, num_processes: int) -> float:
-    """Return the CPUs per process if so many processes share `cpus`, at most one.
+    """Return the CPUs per process, at most one, if `num_processes` processes share `cpus`.
 
     It is rounded down to ten-thousandths, which Ray counts, so that the sum never exceeds `cpus`.
     """
@@ -98,7 +98,7 @@ class ResourcePool:
         return sum(self._store)
 
     def add_node(self, process_count: int) -> None:
-        """Add a node with that many processes."""
+        """Add a node with this many processes."""
         self._store.append(process_count)
 
     def local_world_size_list(self) -> list[int]:
@@ -106,11 +106,11 @@ class ResourcePool:
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """Return its number on its node, for every rank."""
+        """Return the rank on its node, for every rank."""
         return [local for count in self._store for local in range(count)]
 
     def node_list(self) -> list[int]:
-        """Return the position of its node in `store`, for every rank."""
+        """Return the node's position in `store`, for every rank."""
         return [node for node, count in enumerate(self._store) for _ in range(count)]
 
     def facts(
@@ -152,7 +152,7 @@ class ResourcePool:
 
 
 class PoolManager:
-    """The pools of a run and their mapping: makes every pool once and finds the pool of a role."""
+    """The pools of a run, each made once, and the pool of every role."""
 
     pool_cls: ClassVar[type[ResourcePool]] = ResourcePool
     """The class of the pools."""
@@ -177,7 +177,7 @@ class PoolManager:
         }
 
     def get_resource_pool(self, role: str) -> ResourcePool:
-        """Return the pool of a role, which is named by its own name or an alias."""
+        """Return the pool of a role or of an alias."""
         mapping = {**expand_roles(self.mapping), **self.mapping}
         if role not in mapping:
             raise PlacementError(

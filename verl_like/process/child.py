@@ -42,7 +42,7 @@ def start_child(
     theirs.close()
     try:
         ours.send([os.path.abspath(folder) for folder in sys.path])
-    except OSError:  # it ended at once
+    except OSError:  # the child ended at once
         ours.close()
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""The facts of a process that are known before it starts, and its environment variables.
+"""Facts of a process that are known before it starts, and its environment variables.
 
 Facts are its rank and its log, for example. Variables are torchrun's, threads, and the protected
 ones: the backends start processes with them, and `verl_like.process.host` sets those that are known
@@ -47,7 +47,7 @@ class ProcessFacts:
     """True if all processes that this process may talk to, other pools included, are on its
     node."""
     secret: str = field(default="", repr=False)
-    """Secret of the group's ranks, which sign with it their values in the group's store."""
+    """Secret of the group's ranks, with which they sign their values in the group's store."""
     role: str = "worker"
     """The role that an instance plays in this process."""
     master: tuple[str, int] | None = None
@@ -66,7 +66,7 @@ class ProcessFacts:
 
 
 OWN_PROCESS = "VERL_LIKE_PROCESS"
-"""The variable that marks the process of a worker or of a command, and no notebook."""
+"""Environment variable that marks the process of a worker or of a command, not of a notebook."""
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -93,7 +93,7 @@ def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) ->
 
     `LOCAL_RANK` is the index of the worker's GPU among those it sees, because torch, transformers
     and users pass it to `set_device`; on CPUs it is the rank on the node, as `RAY_LOCAL_RANK`
-    always is. `init_process_group()` meets in the store that rank 0 holds.
+    always is. `init_process_group()` uses the store of rank 0.
     """
     values: dict[str, object] = {
         "RANK": facts.rank,

@@ -30,7 +30,7 @@ def ignore_old_objects() -> Iterator[None]:
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Inside the block, nothing is collected: imports make many objects, and no garbage."""
+    """Inside the block, nothing is collected, because imports make many objects and no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -47,6 +47,9 @@ class FrozenObjects:
 
     @classmethod
     def keep_objects(cls) -> bool:
-        """Return whether there are any; Python takes 40 ms to count them, so it does so once."""
+        """Return whether such objects exist.
+
+        Python takes 40 ms to count them, so they are counted once.
+        """
         cls.are_known = cls.are_known or gc.get_freeze_count() > OF_PYTHON
         return cls.are_known

@@ -1,8 +1,8 @@
 """`WorkerHost` runs in a worker process: it has one instance per role, and runs one call at a time.
 
 Each backend has a host in every process (a Ray actor, a child process, the caller's thread) and
-carries `Call`s to it. The host gives every role its own random state and log file, passes batches
-as private copies, and turns exceptions into headers.
+sends `Call`s to it. The host gives every role its own random state and log file, passes batches as
+private copies, and turns exceptions into headers.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class WorkerHost:
         return self._answer(START, self._construct_again)[1]
 
     def located(self, place: Callable[[], Any]) -> tuple[Any, Header]:
-        """Return where the process is; the header carries an error of `place`."""
+        """Return the location of the process; the header carries an error of `place`."""
         return self._answer("location", lambda: (place(), {}))
 
     def call(self, call: Call, parts: Sequence[Any]) -> tuple[Any, Header]:
@@ -343,7 +343,7 @@ class WorkerHost:
         return is_in_turn and isinstance(failure, SystemExit)
 
     def _finished(self, value: Any) -> Any:
-        """Return the value, or the result of a coroutine, which runs in a loop's own thread."""
+        """Return the value; run a coroutine in the thread of an event loop."""
         if not isinstance(value, CoroutineType):
             return value
         with self._making_loop:

@@ -33,7 +33,7 @@ def address_toward(host: str) -> str:
 def process_state(pid: int) -> str | None:
     """Return Linux's letter for a process: R if it runs, T if it is stopped, Z for a zombie.
 
-    None if there is no such process, or no /proc.
+    Return None if there is no such process, or no /proc.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Stores through which processes coordinate, at one address each, writable only with a secret.
+"""Stores through which processes coordinate; each has one address, and is writable with a secret.
 
     server = open_store("127.0.0.1")                          # in one process
     store = SignedStore(server, secret, "sync 3")             # in each that has the secret
@@ -55,7 +55,7 @@ class SignedStore(Store):
         return self._store.port
 
     def over(self, store: TCPStore) -> SignedStore:
-        """Return this namespace over another connection to the store.
+        """Return this namespace with another connection to the store.
 
         A request that waits blocks all other requests on its connection.
         """

@@ -131,7 +131,9 @@ def fork_confined(
         if os.getppid() != parent:  # it died before the line above
             os._exit(code)
         os.setsid()
-        first_free = max(descriptors) + 1  # one that dup2 must still copy is not overwritten there
+        first_free = (
+            max(descriptors) + 1
+        )  # there dup2 overwrites no descriptor that it must still copy
         copies = {to: fcntl(ours, F_DUPFD, first_free) for to, ours in descriptors.items()}
         for to, copy in copies.items():
             os.dup2(copy, to)
@@ -161,7 +163,7 @@ def watch(
 ) -> str | None:
     """Watch the child until it ends or exceeds a limit, and return the reason.
 
-    None of its processes is left then. A function of `outputs` receives what comes from a pipe and
+    Then none of its processes is left. Each function of `outputs` receives the output of a pipe and
     may return an error. Return None if the other end of the socket `starter` is closed.
     """
     poll = select.poll()
@@ -193,7 +195,7 @@ def watch(
                 ending = ending or excess(sandbox, folder)
                 next_look = time.monotonic() + WATCH_S
 
-    _kill(os.killpg, child)  # at once: no fork escapes between two kills
+    _kill(os.killpg, child)  # immediately, so that no fork escapes between two kills
     kill_descendants()
     problem = None
     for output in list(open_outputs):
@@ -355,7 +357,7 @@ class Supervised:
         """Kill the child with its process group, safely even if its process id was reused."""
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
-                # one that has been stopped does not go while its group is killed by number
+                # a stopped process does not end while its group is killed by number
                 signal.pidfd_send_signal(self._handle, signal.SIGSTOP)
                 _kill(os.killpg, self._pid)
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)

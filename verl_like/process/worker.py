@@ -43,7 +43,7 @@ _construction: ContextVar[tuple[ProcessFacts, dict[str, Worker]] | None] = Conte
 
 @contextmanager
 def construction(facts: ProcessFacts, siblings: dict[str, Worker]) -> Iterator[None]:
-    """Workers constructed inside the block have these facts and these siblings."""
+    """Give these facts and siblings to the workers that are constructed inside the block."""
     token = _construction.set((facts, siblings))
     try:
         yield
@@ -52,7 +52,7 @@ def construction(facts: ProcessFacts, siblings: dict[str, Worker]) -> Iterator[N
 
 
 def _facts_from_environment() -> ProcessFacts:
-    """Return the facts that torchrun's variables give, for a worker made outside a group."""
+    """Return the facts in torchrun's variables, for a worker that is made outside a group."""
     env = os.environ
     port = env.get("MASTER_PORT")
     facts = ProcessFacts(
@@ -71,7 +71,8 @@ def _facts_from_environment() -> ProcessFacts:
 def device_of(facts: ProcessFacts) -> torch.device:
     """Return the device that a process computes on, by its index among those it sees.
 
-    A process asks once: the devices that it sees may change while an engine starts.
+    Each process calls this once, because the devices that it sees may change while an engine
+    starts.
     """
     if facts.device_kind != "cuda":
         return torch.device("cpu")
@@ -97,7 +98,7 @@ class Worker(VerlWorker):
         return self
 
     def __init__(self) -> None:
-        """Takes no arguments: rank, role and device are known before any `__init__` runs."""
+        """Take no arguments: rank, role and device are known before any `__init__` runs."""
 
     def close(self) -> None:
         """Free what garbage collection would not free, before this role is constructed again."""
@@ -215,17 +216,18 @@ class Worker(VerlWorker):
     ) -> None:
         """Register the data-parallel slice of a mesh that this rank computes.
 
-        `is_collect`: among the ranks of the slice, the result of this one is collected.
+        `is_collect`: the result of this rank is collected, and those of the slice's other ranks are
+        not.
         """
         self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def ping(self) -> None:
-        """Answer at once, while the process computes."""
+        """Return immediately, even while the process computes."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def answer_in_turn(self) -> None:
-        """Answer after all earlier calls have ended."""
+        """Return after all earlier calls have ended."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:

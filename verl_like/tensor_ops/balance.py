@@ -58,7 +58,7 @@ def _spread(parts: _Parts, k: int) -> int:
 
 
 def _merge_opposed(first: _Parts, other: _Parts, k: int) -> _Parts:
-    """Join the heaviest part of one side with the lightest of the other, and so on.
+    """Join the heaviest part of one side with the lightest part of the other, and so on.
 
     Missing parts count as empty.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 CHUNK_BYTES = 4 * 2**20
 """Bytes of fp32 logits in a chunk; at most four buffers of this size are alive at once."""
 BYTES_ON_CARD = 32 * 2**20
-"""The same on a GPU, where only the start time of a kernel limits how small a chunk should be."""
+"""`CHUNK_BYTES` on a GPU, where chunks are larger so that kernel launches do not dominate."""
 
 
 class _TokenStats(torch.autograd.Function):

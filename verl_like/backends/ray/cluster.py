@@ -39,18 +39,20 @@ from verl_like.process.facts import ONE_THREAD, environment
 
 logger = logging.getLogger(__name__)
 RELEASE_S = 5.0
-"""Time to end workers and to give their places back; a cluster may not answer."""
+"""Time to end workers and to release their places; a cluster may not answer."""
 SHUTDOWN_S = 10.0
 """Time for Ray's shutdown; then its daemons are killed."""
 DAEMONS = ("gcs_server", "raylet")
-"""The processes of a head and of a node without which nothing runs."""
+"""The processes that a head and a node cannot run without."""
 TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LONGEST_PATH = 22
 """Longest path of the session folders' parent: a Unix socket's path has 107 characters, and Ray
 takes 85 of them."""
 OUTLIVES_A_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**9)}
-"""Without it, Ray's client ends this process a minute after its head is gone, even if the process
-has joined another cluster by then."""
+"""Without this setting, Ray ends this process a minute after its head is gone.
+
+This happens even if the process has joined another cluster by then.
+"""
 WITHOUT_METRICS = {
     "RAY_enable_metrics_collection": "0",
     # every process would send its calls each second, for the dashboard's page of tasks
@@ -137,7 +139,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
                 "program again to try again."
             )
     except BaseException:
-        atexit.unregister(ray.shutdown)  # it waits for the lock that the thread may hold
+        atexit.unregister(ray.shutdown)  # this call waits for a lock that the thread may hold
         raise
     done.result()
     if in_main_thread:  # Ray's handler is C++ that aborts the process 3 s after the signal
@@ -148,7 +150,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
 
 
 def _guard_token() -> None:
-    """Make the file with Ray's token, unless it is elsewhere: Ray would let everyone read it."""
+    """Make the file with Ray's token, unless it exists: Ray would let everyone read it."""
     if any(name in os.environ for name in TOKEN_PLACES):
         return
     path = Path.home() / ".ray" / "auth_token"
@@ -225,14 +227,14 @@ def amounts(resources: dict[str, float]) -> str:
 
 
 class ClusterProbe:
-    """Finds out whether the head and the nodes of a cluster still listen.
+    """Checks whether the head and the nodes of a cluster still listen.
 
     Ray waits for a minute without its head (the GCS), and takes half a minute to declare a node
     dead.
     """
 
     def __init__(self) -> None:
-        """Read the addresses, which only a living head can tell."""
+        """Read the addresses, which only a living head knows."""
         self._nodes: dict[str, dict[str, Any]] = {node["NodeID"]: node for node in ray.nodes()}
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = host, int(port)
@@ -415,7 +417,7 @@ def nodes_without_path(path: Path, nodes: Iterable[Node]) -> list[str]:
     for answer, node in node_of_answer.items():
         try:
             sees = ray.get(answer, timeout=max(until - time.monotonic(), 0.0))
-        except RayError:  # it cannot answer, or not in time
+        except RayError:  # the node cannot answer, or not in time
             sees = False
         if not sees:
             missing.append(f"{node.name} ({node.key[:8]})")

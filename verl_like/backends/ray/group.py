@@ -73,8 +73,8 @@ class RayWorkerGroup(_RunningWorkers):
     ) -> None:
         """Start one actor per process of the pool, and construct the roles.
 
-        The actors have unique names. They compute on `device_name` ("cpu" or "cuda"; the default is
-        what the pool has). Detached actors outlive this driver.
+        The actors have unique names. They compute on `device_name`: "cpu" or "cuda", by default the
+        pool's devices. Detached actors outlive this driver.
         """
         if not isinstance(resource_pool, RayResourcePool):
             raise PlacementError(
@@ -109,7 +109,8 @@ class RayWorkerGroup(_RunningWorkers):
             device_kind=device_name or pool_device,
             seed=seed,
             log_dir=log_dir,
-            # a lost node counts: another one may come, and must reach this one's processes
+            # lost nodes count, because a node may join later and must reach the processes of this
+            # one
             one_node=len(ray.nodes()) == 1,
         )
         run = uuid.uuid4().hex[:8]
@@ -130,7 +131,7 @@ class RayWorkerGroup(_RunningWorkers):
         """Return a group of the running workers with these names.
 
         `ray_cls_with_init` has the classes of their roles; nothing is constructed. `name_prefix` is
-        the one of the group that started them, and may be left out.
+        the prefix of the group that started them, and may be omitted.
         """
         try:
             actors = [ray.get_actor(name) for name in worker_names]
@@ -179,7 +180,7 @@ def _start_actors(
 def _actor_options(
     roles: Mapping[str, ClassWithInitArgs], worker_env: dict[str, str]
 ) -> dict[str, Any]:
-    """Return the options of the actor that holds all the roles, with the variables of all."""
+    """Return the options of an actor for all roles, with their environment variables."""
     options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
     variables, runtime_env = dict(worker_env), {}
     for role, recipe in roles.items():

@@ -51,7 +51,7 @@ class RayHost:
         return combine_answer(*self._host.located(self._wait_for_driver))
 
     def _wait_for_driver(self) -> Location:
-        # on one machine no driver comes from another one
+        # on one machine, no driver connects from another machine
         one_node = self._host.facts.one_node
         address = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()

@@ -43,7 +43,7 @@ from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.facts import ProcessFacts
 
 MOST_APART = 64
-"""A task gets up to this many references to headers one by one."""
+"""Maximum number of header references that a task gets as separate arguments."""
 ONLY_FOR_RAY = (b"__main__", b"\x03ray", b"ray.")
 r"""Marks in a pickle that only Ray may unpickle.
 
@@ -158,7 +158,7 @@ class RayTransport(ProcessTransport):
             raise WorkerError(pickling_message(error.cause)) from None
         except RaySystemError as error:
             reason = error.client_exc
-            if isinstance(reason, Exception):  # raised by a class that was to be unpickled here
+            if isinstance(reason, Exception):  # raised by a class that could not be unpickled here
                 text = pickling_message(f"{type(reason).__name__}: {reason}")
                 raise WorkerError(text) from None
             raise WorkerError(f"Ray cannot bring the answer: {error}") from None
@@ -166,7 +166,7 @@ class RayTransport(ProcessTransport):
             raise WorkerError(f"Ray cannot bring the answer: {error}") from None
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
-        """Fetch all values by one request, or return None if one failed: `fetch` explains it."""
+        """Fetch all values in one request; None if one failed, whose error `fetch` raises."""
         if any(isinstance(reference, Part) for reference in references):
             return super().fetch_together(references, seconds)
         try:
@@ -290,7 +290,7 @@ def _value_of(head: bytes, buffers: Sequence[Any]) -> Any:
 
 
 def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes | None:
-    """Pickle the value, with its buffers in that list; None if only Ray can do it."""
+    """Pickle the value and append its buffers; return None if only Ray can pickle it."""
     if cloudpickle.list_registry_pickle_by_value():
         return None
     try:
