@@ -1,7 +1,7 @@
 """The driver: recipes, their loop, and their configuration. Names are imported on first use.
 
-`trainer.ppo.stages` is PPO; `trainer.loop` is the loop that every recipe shares. `PPO`, `GRPO`,
-`AsyncPPO`, `SFT`, `RewardModel` and `DPO` are runs from Python, of `trainer.api`.
+`trainer.ppo.stages` is PPO; `trainer.loop` is the loop that all recipes share. `trainer.api` has
+the classes that start runs from Python: `PPO`, `GRPO`, `AsyncPPO`, `SFT`, `RewardModel` and `DPO`.
 """
 
 from __future__ import annotations

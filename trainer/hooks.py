@@ -1,4 +1,4 @@
-"""The hooks of a run: methods that do nothing, which a subclass of a trainer overrides.
+"""Hooks of a run: methods that do nothing, which a subclass of a trainer overrides.
 
 `trainer.cls=my_module.MyTrainer` runs the subclass. `run(config, callbacks=[...])` also calls the
 hooks of objects: each hook right after the trainer's own, with the trainer as first argument. The
@@ -7,8 +7,8 @@ observers of `trainer.roadside` are such objects, and are called first.
     class Best:
         def on_step_end(self, trainer, metrics): ...
 
-This is the order. The indented hooks come in every step. The hooks of a validation come whenever a
-validation is due, which may be before the first step:
+The hooks are called in this order, the indented hooks in every step. The hooks of a validation are
+called whenever a validation is due, which may be before the first step:
 
     on_init_end
     on_train_begin
@@ -34,7 +34,7 @@ from verl_like.signatures import Call, call_of, check_method
 
 
 class Hooks:
-    """The hooks of a run: override them, and read `self`."""
+    """Hooks of a run: override them, and read `self`."""
 
     run: Any
     """The record of the run (`trainer.record`)."""
@@ -77,13 +77,13 @@ class Hooks:
         """Called before the samples of a step are made."""
 
     def on_samples(self, batch: DataProto) -> None:
-        """Called with samples as they were generated; a step may generate several times."""
+        """Called with newly generated samples; a step may generate several times."""
 
     def on_sample_end(self, batch: DataProto) -> None:
-        """Called with the samples as they go into the score stage."""
+        """Called with all samples of the step before the score stage."""
 
     def on_filter(self, reason: str, batch: DataProto) -> None:
-        """Called with the samples that the filter named `reason` has left."""
+        """Called with the samples that remain after the filter named `reason`."""
 
     def on_update(self, batch: DataProto) -> None:
         """Called when the update of this batch is launched, before the driver waits for it."""
@@ -105,7 +105,7 @@ class Hooks:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Reject objects without a hook, and methods that are no hooks or do not fit."""
+    """Reject objects without a hook, and methods that are not hooks or have other parameters."""
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]
     for callback in callbacks:
         name = f"the callback {type(callback).__qualname__}"

@@ -1,6 +1,6 @@
-"""The start of a run of any recipe: all checks come first, then the processes start.
+"""Start a run of any recipe: first all checks, then the processes.
 
-`run(config)` makes a whole run, for commands and for `trainer.api`.
+`run(config)` makes a complete run, for commands and for `trainer.api`.
 
 `check(config)` makes all checks of a run before its first process, and stops (`verl-like check`).
 Only the first rows of large files are read then (`trainer.data.files.row_limit`).
@@ -52,7 +52,7 @@ def run(
     trainer_cls: type[Trainer] | None = None,
     callbacks: Sequence[object] = (),
 ) -> RunResult:
-    """Make a whole run: checks, then data, then processes, then steps.
+    """Make a complete run: checks, data, processes, steps.
 
     With `trainer.dry_run` it only checks. `callbacks` have hooks (`trainer.hooks`).
     """
@@ -102,7 +102,7 @@ def check(
 ) -> RunResult:
     """Make the checks of a run, print the plan, and start nothing.
 
-    `plan` returns a text to print before files are read, in place of the short plan.
+    `plan` returns a text to print before files are read, instead of the short plan.
     """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
     with reproducible_arithmetic():
@@ -245,7 +245,7 @@ def _leftovers(trainer: TrainerConfig) -> str:
 
 
 def nominal_placement(config: RunConfig) -> Placement:
-    """Return the plan on the machines that the configuration names, without looking for them."""
+    """Return the plan on the configured machines, without looking for them."""
     trainer = config.trainer
     cpus, card = float(os.cpu_count() or 1), devices_of(trainer).card or "device"
     if trainer.simulate is not None:  # CPUs of simulated machines: one per process
@@ -271,7 +271,7 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
 
 
 def check_trainer(cls: type[Trainer]) -> None:
-    """Reject hooks and stages that do not fit their calls; with an own `step`, only hooks."""
+    """Reject hooks and stages that do not fit their calls; if `step` is overridden, only hooks."""
     ours = (parent for parent in cls.__mro__ if parent.__module__.startswith("trainer."))
     base = next(parent for parent in ours if issubclass(parent, Trainer))
     hooks = [name for name in vars(Hooks) if name.startswith("on_")]
@@ -283,7 +283,7 @@ ALL_FOUND = "Nothing is wrong that shows before a process starts."
 
 
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
-    """Return lines about the job; raise for anything that cannot work."""
+    """Return lines about the run; raise for anything that cannot work."""
     _check_machines(config)
     lines = [devices_in_words(config)]
     for role in config.role_workers:

@@ -40,11 +40,11 @@ STEP = "global_step"
 
 
 class EndOfSamples(Exception):
-    """There is no data for the current step, so the run ends with the step before it."""
+    """Raised if there is no data for the current step: the run ends with the previous step."""
 
 
 class ToldToStop(Exception):
-    """The run was told to stop while a step waited for something that may never come."""
+    """Raised if the run must stop while a step waits for something that may never come."""
 
 
 class Trainer(Hooks, ABC):
@@ -65,12 +65,10 @@ class Trainer(Hooks, ABC):
     learns_from_samples: ClassVar[bool] = False
     """True if each step trains on samples that it has generated, which the sample log follows."""
     origins: Any = None
-    """Facts for the observers about samples that come from a queue
-    (`trainer.async_training.origins`).
-    """
+    """Facts about samples from a queue, for the observers (`trainer.async_training.origins`)."""
 
     def __init__(self, run: Run) -> None:
-        """Load no model: the loop does that when it starts."""
+        """Load no model; the loop loads the models when it starts."""
         self.run: Run = run
         self.config: Any = run.config
         self.groups: WorkerGroups = run.groups
@@ -113,7 +111,7 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def wrote_all(cls, config: Any) -> bool:
-        """Return whether a run whose last step is saved has nothing more to write."""
+        """Return whether a run whose last step is saved has written all its files."""
         return True
 
     @classmethod
@@ -141,7 +139,7 @@ class Trainer(Hooks, ABC):
 
     @property
     def global_step(self) -> int:
-        """The number of the step that runs, or ran last."""
+        """Number of the current step, or of the last one."""
         return self.run.step
 
     def clock(self, stage: str) -> AbstractContextManager[None]:
@@ -200,7 +198,7 @@ class Trainer(Hooks, ABC):
         """Called once the models have their weights, before the first step or validation."""
 
     def replaceable_roles(self) -> frozenset[str]:
-        """Roles that can be restarted without a checkpoint."""
+        """Return the roles that can be restarted without a checkpoint."""
         return frozenset()
 
     def replace_lost(self, error: WorkerDiedError) -> None:

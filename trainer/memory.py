@@ -1,4 +1,4 @@
-"""Memory of a run's roles on their devices: the table of the plan, and the check against devices.
+"""Memory of a run's roles per device: the table of the plan, and the check against devices.
 
 `workers.memory` computes the memory of a role from the model that its class declares. A recipe
 determines the tokens of each role's largest pass (`trainer.ppo.memory`, `trainer.rows.preflight`).

@@ -6,8 +6,8 @@ Every recipe has `--cfg job`, `--multirun` and `--config-dir` for the user's own
 eval` also passes settings that the user has not set.
 
 A run that fails ends its command with one line for known errors, otherwise with a traceback
-(`ending_in_words`). Hydra, which would wrap every error in its own words, sees none of them. A job
-of `--multirun` that fails does not end the others.
+(`ending_in_words`). Hydra, which would wrap every error in its own message, does not see them. A
+job of `--multirun` that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_command(
     """Run with the settings among the arguments, several times for a sweep, or print the keys.
 
     `defaults` are settings of lower priority, which get no notice if this run does not read them.
-    `start` does something else than `trainer.launch.run` with the configuration.
+    `start` replaces `trainer.launch.run`.
     """
     if {"-sc", "--shell-completion"} & set(arguments):
         if not any(re.fullmatch(COMPLETION, argument) for argument in arguments):
@@ -160,7 +160,7 @@ def load_in_words(recipe: Recipe[C], settings: Sequence[str], defaults: Sequence
 
 
 def run_in_words(config: RunConfig, start: Callable[[Any], RunResult] | None = None) -> RunResult:
-    """Make the whole run; an error ends the process with its message."""
+    """Make the complete run; an error ends the process with its message."""
     os.environ.setdefault(OWN_PROCESS, "1")
     with ending_in_words(config.trainer.default_local_dir):
         from trainer.launch import run

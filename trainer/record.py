@@ -1,4 +1,4 @@
-"""The record of one run: the state that its loop and stages share, for every recipe.
+"""The record of one run: the state that its loop and stages share, in every recipe.
 
 run = Run(config, groups)
 trainer = MyTrainer(run, *inputs)
@@ -23,7 +23,7 @@ from trainer.run_folder.signals import StopSignals
 Metrics = dict[str, float]
 Call = Mapping[str, Any]
 IN_BACKGROUND = ("write_checkpoint", "hurry_checkpoint")
-"""Calls that belong to no stage of the step in which they end."""
+"""Calls that belong to no stage of the step in which they finish."""
 
 
 class Run:
@@ -46,14 +46,14 @@ class Run:
         self.stop = stop or StopSignals()
         self.restarts = restarts or Restarts(config)
         self.step = 0
-        """The number of the step that runs, or ran last."""
+        """Number of the current step, or of the last one."""
         self.timing: Metrics = {}
         """Stage -> seconds in this step."""
         self.calls: list[dict[str, Any]] = []
         """The workers' calls since `take_calls`."""
 
     def add_observer(self, observer: object) -> None:
-        """Call the hooks of one more observer, after those of the others."""
+        """Call the hooks of a further observer, after the other observers' hooks."""
         self.observers = [*self.observers, observer]
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Decide whether a run that lost a worker goes on, how often, after which pause, with which state.
+"""Decide whether, when and with which state a run that lost a worker continues.
 
 A lost group whose roles have no state of their own (rollout, frozen readers) is replaced within the
 step by `replace_within_step`; the other groups continue the step. After any other loss,
@@ -43,7 +43,7 @@ POISON = 3
 FIRST_WAIT_S = 2.0
 """The pause before a restart, which doubles with every restart that makes no progress."""
 FIRST_WORD_S, LOOK_AGAIN_S = 1.0, 1.0
-"""While a run waits for a node: the time until the first message, and between checks."""
+"""While a run waits for a node: seconds until the first message, and between checks."""
 TURN_S = 60.0
 """Time for the other processes to finish their calls; after it they count as lost, too."""
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Restarts:
         self._failures: Counter[int] = Counter()
         self._failed_at = 0.0
         self._last_failed = self._furthest = self._in_a_row = 0
-        """The step that failed last, the furthest one, and the restarts without progress."""
+        """The step that failed last, the furthest step, and the restarts without progress."""
 
     def begin(self, step: int, source: str) -> None:
         """Log that an attempt begins after `step`, with the state of `source`.
@@ -110,10 +110,11 @@ class Restarts:
         self._pause(seconds)
 
     def when_there_is_room(self, start: Callable[[], Result], since: float) -> Result:
-        """Return the result of `start`, once the cluster has room for it, perhaps on another node.
+        """Return the result of `start` once the cluster has room, possibly on another node.
 
         Raise NoRoomError if there is no room within `timeouts.placement_s` after the failure, which
-        was noticed at `since`, or at once if this is no restart. A request to stop ends the wait.
+        was noticed at `since`, or immediately if this is not a restart. A request to stop ends the
+        wait.
         """
         if not self._count:
             return start()
@@ -209,7 +210,7 @@ def replace_within_step(
 ) -> None:
     """Restart lost groups of `replaceable` roles, without their models.
 
-    Raise the error if another role is lost, or none.
+    Raise the error if another role is lost, or if none is.
     """
     since, roles_of = time.monotonic(), groups.roles_of_pools()
     lost = {pool: roles_of[pool] for pool in groups.lost_pools(TURN_S)}
@@ -239,7 +240,7 @@ def wait_for_room(
     since: float,
     look_again: Callable[[], None],
 ) -> Result:
-    """Return the result of `start`, once the cluster has room for it.
+    """Return the result of `start` once the cluster has room for it.
 
     Raise NoRoomError if that takes until `timeouts.placement_s` after `since`. `summary` names the
     wait in messages. `look_again` takes a moment, or raises to end the wait.

@@ -120,22 +120,22 @@ OF_TRL = {
     "output_dir": "save_to",
     "save_steps": "save_every",
 }
-"""Name of TRL's that is accepted -> our name for the same value."""
+"""TRL's name, which is accepted -> this project's name for the same value."""
 LIKE_TRL = {"per_device_train_batch_size": "batch_size", "report_to": "logger"}
-"""Name of TRL's -> our name for another value: a batch here is counted over all devices."""
+"""TRL's name -> this project's name; the values differ, because batches count over all devices."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
 """Key of a weight -> the key that enables it; the flat name with 0 disables it."""
 
 
 def named(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of these names that have a value; `values` is a call's `locals()`."""
+    """Return the arguments with these names that are not None; `values` is a call's `locals()`."""
     return {name: values[name] for name in names if values[name] is not None}
 
 
 def settings_of(
     keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
 ) -> dict[str, Any]:
-    """Return a call's keywords as dotted keys: flat names, sections as dicts, dotted keys."""
+    """Return a call's keywords (flat names, sections as dicts, dotted keys) as dotted keys."""
     keywords = _with_our_names(keywords, names)
     others = {name: value for name, value in keywords.items() if name not in names}
     for name in others:

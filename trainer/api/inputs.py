@@ -1,7 +1,7 @@
 """Write the objects of a call into files of the run folder: models, rows, prompts.
 
 A resumed run, the report and the command line then find them there. A function may make a model; it
-is called once before. Several models of one run are passed by their roles:
+is called once, before the run starts. Several models of one run are passed by their roles:
 
     PPO(model=make_policy, ...)                                    # def make_policy(): return ...
     PPO(model={"actor": policy, "critic": value_model}, ...)
@@ -105,7 +105,7 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
 
 
 def is_file_name(data: Any) -> bool:
-    """Return whether `data` names a file of rows or a list of files, and is not rows itself."""
+    """Return whether `data` names files of rows, one or a list, and is not rows itself."""
     if isinstance(data, str | Path):
         return True
     return isinstance(data, list | tuple) and bool(data) and all(map(_ends_like_a_file, data))
@@ -116,7 +116,7 @@ def _ends_like_a_file(item: Any) -> bool:
 
 
 def file_names(data: Any) -> Any:
-    """Return one file's name, or a list of names, as the configuration takes them."""
+    """Return the name of one file, or a list of names, for the configuration."""
     if isinstance(data, str | Path):
         return str(data)
     return [str(item) for item in data]
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 
 def prompt_row(item: Any, prompt_key: str) -> Row:
-    """Return a row in verl's schema for a text, a chat, or a dict, whose other columns stay."""
+    """Return a row in verl's schema for a text, a chat, or a dict, whose other columns are kept."""
     row = dict(item) if isinstance(item, Mapping) else {prompt_key: item}
     row.setdefault("data_source", DATA_SOURCE)
     if "reward_model" not in row:

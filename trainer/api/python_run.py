@@ -181,7 +181,7 @@ class PythonRun:
         return config
 
     def _settings(self, length: Mapping[str, int]) -> dict[str, Any]:
-        """Return the call's settings, with `length` in place of any other end."""
+        """Return the call's settings, with `length` instead of any other end."""
         ends = ENDS if length else ()
         return {key: self.settings[key] for key in self.settings if key not in ends} | dict(length)
 
@@ -193,7 +193,7 @@ class PythonRun:
         return {"trainer.total_training_steps": self.steps_made() + steps}
 
     def steps_made(self) -> int:
-        """Return the step that a run with these settings continues from."""
+        """Return the step from which a run with these settings continues."""
         start = self.settings.get("trainer.resume_from_path")
         mode = self.settings.get("trainer.resume_mode", "auto")
         if mode == "resume_path" and start is not None:
@@ -202,7 +202,7 @@ class PythonRun:
 
 
 def _has_pools_apart(config: RunConfig) -> bool:
-    """Return whether several pools would take turns in this process."""
+    """Return whether the run has several pools, which would take turns in this process."""
     return len(config.resource_pool_spec.keys() - config.child_pools) > 1
 
 

@@ -76,18 +76,18 @@ class PPO(PythonRun):
     ) -> None:
         """Write the arguments to the run folder, and check the configuration.
 
-        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`; of
-          several roles a dict of actor, critic, reward_model, ref; or a function that returns it.
-        - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
-          `datasets.Dataset`, any iterable of them), or file names.
-        - `reward`: a function, or a module's `forward`; its parameters name what it reads:
-          `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`, ..., or
-          `**row` for all. Or a reward model of transformers. Without one, the rule of each row's
-          data_source. `rewards=[...]` is the configuration's list, in which these may stand.
-        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
-        - `n`: samples of each prompt; `save_to`: the run folder; `devices`: processes on a node.
-          All keywords from `lr` to `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration, or names of TRL such as `num_generations`.
+        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`; for
+        several roles a dict of actor, critic, reward_model, ref; or a function that returns any of
+        these. - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
+        `datasets.Dataset`, any iterable of them), or file names. - `reward`: a function, or a
+        module's `forward`; its parameters name what it reads: `prompt`, `response`, columns of the
+        row, verl's `solution_str`, `ground_truth`, ..., or `**row` for all. Or a reward model of
+        transformers. By default, the rule of each row's data_source. `rewards=[...]` is the
+        configuration's list, which may contain functions and models. - `callbacks`: objects with
+        hooks of `trainer.hooks`, called with the trainer first. - `n`: samples per prompt;
+        `save_to`: the run folder; `devices`: processes per node. All keywords from `lr` to `logger`
+        have the configuration's default if they are None. - `keys`: keys of the configuration, or
+        names of TRL such as `num_generations`.
         """
         settings = {**keys, **named(OF_PPO, locals())}
         if reward is not None and "rewards" in settings:
@@ -109,9 +109,9 @@ class PPO(PythonRun):
         """Run `steps` more steps, or without `steps`, to the end that the keys set.
 
         The run continues from the newest checkpoint of the run folder, and saves one after its last
-        step. You can also pass `num_episodes` of `max_timesteps` rollouts each, of which
-        `update_timesteps` together make a step: `data.train_batch_size` prompts. A last step with
-        fewer rollouts is trained, too.
+        step. You can also pass `num_episodes` of `max_timesteps` rollouts each. Then
+        `update_timesteps` rollouts make one step (`data.train_batch_size`), and a shorter last step
+        is trained, too.
         """
         counts = {
             "num_episodes": num_episodes,
@@ -213,15 +213,15 @@ class RowsRun(PythonRun):
     ) -> None:
         """Write the arguments to the run folder, and check the configuration.
 
-        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
-        - `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
-          iterable of them), or file names.
-        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
-        - `save_to`: the run folder; `devices`: processes on a node. All keywords from `lr` to
-          `logger` have the configuration's default if they are None.
-        - `keys`: keys of the configuration, or names of TRL such as `output_dir`.
+        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`. -
+        `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
+        iterable of them), or file names. - `callbacks`: objects with hooks of `trainer.hooks`,
+        called with the trainer first. - `save_to`: the run folder; `devices`: processes per node.
+        All keywords from `lr` to `logger` have the configuration's default if they are None. -
+        `keys`: keys of the configuration, or names of TRL such as `output_dir`.
 
-        `model` and `rows` may be given by name; beside a model, `model={...}` is its section.
+        `model` and `rows` may be passed by name. If a model is passed by position, `model={...}`
+        sets keys of the section `model`.
         """
         settings = {**keys, **named(OF_ROWS, locals())}
         model = settings.pop("model", None) if model is None else model

@@ -1,9 +1,9 @@
 """Convert reward functions of a call to items of the list `rewards`.
 
 A function runs in another process, which does not have the user's session and must not start the
-user's script. A function that can be imported there is named by its file or module. Any other (of a
-script or notebook, a closure, a lambda) is pickled into the run folder, next to a Python file that
-loads it.
+user's script. A function that can be imported there is named by its file or module. Any other
+function (of a script or notebook, a closure, a lambda) is pickled into the run folder, next to a
+Python file that loads it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def reward_list(
 
 
 def model_folder_of(model: Any, path: Path) -> str:
-    """Write a reward model in memory to a folder for its own role, and return that."""
+    """Write a reward model in memory to a folder for its role, and return the folder."""
     if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
         raise ConfigError(
             f"a reward is a {type(model).__name__}: of models of transformers a reward is a "
@@ -114,7 +114,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return the file or module that has the function, and its name; None if it has none."""
+    """Return the file or module that defines the function, and its name; None if there is none."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
     if module is None or module.__name__ == "__main__" or vars(module).get(name) is not function:

@@ -1,4 +1,4 @@
-"""Record what each generator and the trainer do: busy, waiting, or syncing weights.
+"""Record the state of each generator and of the trainer: busy, waiting, or syncing weights.
 
 The driver's threads enter these states, each step logs their seconds, and the report of a stall
 names who waits for what:
@@ -29,7 +29,7 @@ VERBS = {
 
 
 class State(NamedTuple):
-    """The state of a role, and the time when it began."""
+    """A role's state, and the time when it began."""
 
     name: str
     what: str
@@ -40,8 +40,8 @@ class Activity:
     """The states of named roles, such as `generator 0` and `trainer`.
 
     After the first block of any role, every role is always in one state: that of its innermost open
-    block, or waiting if no block is open. Its seconds add up to the wall time, except for the time
-    in which it is gone. One thread enters the blocks of a role; any thread may read them.
+    block, or waiting if no block is open. Its seconds add up to the wall time, minus the time in
+    the state `gone`. One thread enters the blocks of a role; any thread may read them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,7 +52,7 @@ class Activity:
         self.lock = threading.RLock()
 
     def of(self, role: str) -> RoleActivity:
-        """Return the states of a role, which waited until it was first named."""
+        """Return the states of a role; before the first call it counts as waiting."""
         with self.lock:
             return self._roles.setdefault(role, RoleActivity(self))
 
@@ -114,9 +114,9 @@ class RoleActivity:
     waiting = partialmethod(_enter, "waiting")
     """The state of a role that waits for something, such as `the buffer to have room`."""
     syncing = partialmethod(_enter, "syncing")
-    """The state of a role that takes or gives weights, such as `weights of version 4`."""
+    """The state of a role that sends or receives weights, such as `weights of version 4`."""
     gone = partialmethod(_enter, "gone")
-    """The state of a role whose processes are lost, until others have come."""
+    """The state of a role whose processes are lost, until new ones have started."""
 
     def leave(self, task: str) -> None:
         """Enter the state `gone` for good."""

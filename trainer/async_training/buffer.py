@@ -5,8 +5,8 @@
     experiences = buffer.take(Demand(16))            # the trainer waits for a batch
     buffer.publish(version)                          # there are newer weights
 
-`async_training.max_inflight_samples` and the largest age of samples bound how many samples may be
-open, that is, queued or in generation. One lock guards the buffer and the log of samples.
+`async_training.max_inflight_samples` and the largest age of samples limit the open samples, which
+are queued or in generation. One lock guards the buffer and the log of samples.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
 LOOK_S = 1.0
-"""Seconds between two checks of a wait: has it lasted too long, do the trainers live?"""
+"""Seconds between two checks of a wait: its duration, and whether the trainers are alive."""
 LOOK_SHARE = 0.05
-"""Share of a wait that may go into asking the trainers: thousands of them take long."""
+"""Maximum fraction of a wait spent on pinging the trainers: thousands of them take long."""
 LOST = "lost with its generator"
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds the queued samples."""
@@ -79,9 +79,12 @@ class ExperienceBuffer:
         lock = threading.RLock()
         self.log = SampleLog(lock)
         self._changed = threading.Condition(lock)
-        """The trainer waits on it."""
+        """The condition on which the trainer waits."""
         self._has_turn = threading.Condition(lock)
-        """Generators wait on it: a finished piece gives no generator room, so it wakes none."""
+        """The condition on which generators wait.
+
+        A finished piece makes no room, so it wakes no generator.
+        """
         self._queued_at_save: list[Experience] = []
         self._to_validate: list[Experience] = []
         self._generators: set[int] = set()
@@ -101,13 +104,14 @@ class ExperienceBuffer:
     # -------------------------------------------------------------------------- generators' side
 
     def join(self, generator: int) -> None:
-        """Count a generator's thread in."""
+        """Register a generator's thread."""
         with self._change():
             self._generators.add(generator)
 
     def leave(self, generator: int, error: BaseException | None = None) -> None:
-        """A generator's thread has ended. If it failed, its error is raised in the trainer's
-        thread.
+        """Unregister a generator's thread.
+
+        If it failed, its error is raised in the trainer's thread.
         """
         with self._change():
             self._generators.discard(generator)
@@ -116,8 +120,8 @@ class ExperienceBuffer:
     def begin(self, generator: int, weights: Weights, waits: bool = True) -> Experience | None:
         """Return the next piece for a generator with these weights; wait for its turn.
 
-        Return None if it has to take newer weights first, if the run is over, or if there
-        is nothing to do now and the generator does not wait.
+        Return None if the generator has to take newer weights first, if the run is over, or if
+        there is nothing to do now and the generator does not wait.
         """
         most = f"at most {self.settings.max_staleness} versions old"
         room = f"room: weights of version {weights.version} may be {most}"
@@ -152,7 +156,7 @@ class ExperienceBuffer:
                 self._look_again()
 
     def lost(self, generator: int) -> int:
-        """Hand back the pieces of a lost generator, to be generated again; return their samples."""
+        """Return the pieces of a lost generator to the stream; return their samples' names."""
         with self._change():
             lost = self.in_flight(generator)
             for piece in lost:
@@ -168,7 +172,7 @@ class ExperienceBuffer:
     def take(self, demand: Demand) -> list[Experience]:
         """Wait for the pieces of a batch, as the sampler chooses them, and return them.
 
-        Raise the error of a generator's thread, `StalledError` if nobody can go on, and
+        Raise the error of a generator's thread, `StalledError` if no thread can continue, or
         `EndOfSamples` if no samples are left.
         """
         with self._changed, self._activity.of("trainer").waiting("samples"):
@@ -177,12 +181,12 @@ class ExperienceBuffer:
             try:
                 return self._wait_for(self._take_chosen)
             finally:
-                # before the lock is free: what was taken is no longer asked for
+                # before the lock is released, because taken samples are no longer in demand
                 self._demand = replace(demand, num_samples=0, attempt=0)
                 self._look_again()
 
     def validate(self, rows: DataProto, generators: Sequence[int]) -> DataProto:
-        """Return the samples of a validation's rows; each of these generators generates a part.
+        """Return the samples of a validation's rows, which are divided among these generators.
 
         Call it within `paused`. The part of a lost generator goes to its successor or another
         generator.
@@ -207,7 +211,7 @@ class ExperienceBuffer:
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
-        """Announce weights of that version, which generators take before their next piece."""
+        """Announce weights of this version, which generators take before their next piece."""
         with self._change():
             swaps = self.weights.num_swaps + (version == self.version)
             self.weights = Weights(swaps, version)
@@ -229,7 +233,7 @@ class ExperienceBuffer:
                 self.is_paused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the prompts, the log, and the queued pieces without samples."""
+        """Return the position in the prompts, the log, and the queued pieces (no samples)."""
         with self._changed:
             self._queued_at_save = list(self.open.ready)
             return {
@@ -251,7 +255,10 @@ class ExperienceBuffer:
             piece.samples.save_to_disk(checkpoint / SAMPLES / f"{piece.number}.safetensors")
 
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path | None) -> None:
-        """Continue from there. Queued pieces whose samples are not restored are generated again."""
+        """Continue from a `state_dict`.
+
+        Queued pieces without stored samples are generated again.
+        """
         restores = self.settings.on_resume == "restore"
         folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
         queued = [Experience.from_state(facts, folder) for facts in state["queued"]]
@@ -266,7 +273,7 @@ class ExperienceBuffer:
                 self.log.restore(piece.generator, tokens_by_sample(piece.samples))
 
     def close(self) -> None:
-        """Hand out no more pieces, so that generators' threads end."""
+        """Stop handing out pieces, so that generators' threads end."""
         with self._change():
             self.is_closed = True
 
@@ -341,7 +348,7 @@ class ExperienceBuffer:
         )
 
     def _take_chosen(self) -> list[Experience]:
-        """Return the batch that the sampler chooses, with a share for each routed trainer rank."""
+        """Return the batch that the sampler chooses, with a part for each routed trainer rank."""
         whole = Choice()
         for stock in self.open.stocks(self._demand, self.version, self._num_taken):
             choice = chosen(self._sampler, stock)
@@ -360,7 +367,7 @@ class ExperienceBuffer:
         return whole.taken
 
     def _begin_next(self, generator: int, version: int) -> Experience | None:
-        """Hand out the first piece that this generator may make, if there is room for it."""
+        """Return the first piece that this generator may generate, if there is room for it."""
         if self.is_paused:
             others = self._generators - {generator}
             piece = next((p for p in self._to_validate if p.generator not in others), None)

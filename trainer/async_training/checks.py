@@ -1,4 +1,4 @@
-"""Rules between fields of an asynchronous run, checked before a device is taken."""
+"""Rules between fields of an asynchronous run, checked before any device is allocated."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _check_algorithm(config: AsyncConfig, topology: Topology) -> None:
 
 
 def _check_sizes(config: AsyncConfig, topology: Topology) -> None:
-    """Check that batches divide among trainer ranks and pieces, and that rounds are whole."""
+    """Check that batches divide among trainer ranks and pieces, and batches fill rounds."""
     async_training, ranks = config.async_training, len(topology.routed_ranks)
     batch, total = config.data.train_batch_size, config.data.total_prompts
     last = batch if total is None else total % batch
@@ -169,7 +169,7 @@ def check_start(config: AsyncConfig) -> None:
 
 
 def check_engines(config: AsyncConfig) -> None:
-    """Check that each generator's engine is here and can do what its settings ask for."""
+    """Check that each generator's engine is installed and supports its settings."""
     for generator, role in enumerate(config.topology.roles()):
         config_of_generator = config.of_role(role)
         try:
@@ -181,9 +181,7 @@ def check_engines(config: AsyncConfig) -> None:
 
 
 def _check_generator_settings(config: AsyncConfig, topology: Topology) -> None:
-    """A generator's settings are those of a generator that there is, and keep the rules of their
-    keys.
-    """
+    """Check that `generator_settings` name existing generators and have valid values."""
     for generator, settings in config.async_training.generator_settings.items():
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
@@ -200,7 +198,7 @@ def _check_generator_settings(config: AsyncConfig, topology: Topology) -> None:
 
 
 def _check_weights_in_flight(config: AsyncConfig, topology: Topology) -> None:
-    """Reject engines that cannot take weights when they come."""
+    """Reject engines that cannot take weights in the middle of a generation."""
     at_once = config.async_training.weight_update == "immediate"
     for generator, role in enumerate(topology.roles()):
         rollout = config.rollout_of(generator)
@@ -214,8 +212,9 @@ def _check_weights_in_flight(config: AsyncConfig, topology: Topology) -> None:
 
 
 def _check_scoring(config: AsyncConfig) -> None:
-    """Roles with which generators score have names of their own, and weights that do not move
-    alone.
+    """Check that the roles with which generators score have unique names.
+
+    Their weights must be fixed or synced.
     """
     async_training, roles = config.async_training, config.score_roles
     if async_training.score_on == "generator" and not roles:

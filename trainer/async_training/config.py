@@ -23,7 +23,7 @@ ROLLOUT_WORKER = "workers.roles.rollout.RolloutWorker"
 REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
 CRITIC_COPY_WORKER = "workers.roles.critic.CriticCopyWorker"
 ASYNC_TRAINER = "trainer.async_training.step.AsyncTrainer"
-"""The trainer of an asynchronous run, or what a user's is a subclass of."""
+"""The trainer of an asynchronous run; a user's trainer is a subclass of it."""
 BY_NUMBERS = when("topology", None, otherwise="async_training.topology gives the numbers")
 HAS_MAX_AGE = When(
     "`sampler` is version_window or your own",
@@ -48,7 +48,7 @@ class GeneratorSettings(Section):
     gpu_memory_utilization: float | None = None
 
     def chosen(self) -> dict[str, Any]:
-        """The keys that are set."""
+        """Return the keys that are set, with their values."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -135,7 +135,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def child_pools(self) -> frozenset[str]:
-        """Generators' pools: they generate while the driver trains."""
+        """The generators' pools, because they generate while the driver trains."""
         pools = expand_roles(self.role_mapping)
         return frozenset(
             pools[generator_role(generator)] for generator in range(self.async_training.generators)
@@ -160,7 +160,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def steps_per_version(self) -> int:
-        """Steps of a round, which a version of the weights ends."""
+        """Steps of a round, after which new weights are published."""
         return self.async_training.update_steps * self.steps_per_batch
 
     @property
@@ -170,14 +170,12 @@ class AsyncConfig(PPOConfig):
 
     @property
     def piece_size(self) -> int:
-        """Prompts of a piece: as configured, or a batch in equal parts for the generators."""
+        """Prompts per piece: as configured, or a batch divided equally among the generators."""
         prompts = self.async_training.prompts_per_call
         return self.topology.piece_size(self.data.train_batch_size) if prompts is None else prompts
 
     def pieces_at_once(self, generator: int) -> int:
-        """Pieces that a generator begins together: where a batch is in equal parts, all of its
-        part.
-        """
+        """Number of pieces that a generator begins together."""
         if self.async_training.prompts_per_call is not None or self.topology.routed_ranks == [
             ANY_RANK
         ]:
@@ -186,7 +184,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def score_roles(self) -> dict[str, str]:
-        """Roles with which every generator scores, as generator 0 has them -> their classes."""
+        """Names at generator 0 of the roles with which every generator scores -> their classes."""
         if self.async_training.score_on == "trainer":
             return {}
         inactive, roles = inactive_roles(self), {}
@@ -219,8 +217,9 @@ class AsyncConfig(PPOConfig):
         return self.piece_size if role in self.generator_roles else super().prompts_per_call(role)
 
     def of_role(self, role: str) -> AsyncConfig:
-        """With `async_training.generator_settings` for a generator that has some; a further
-        generator's reward model is told the one reward that is its.
+        """Return the configuration of a role, with the `generator_settings` of its generator.
+
+        A further generator's reward model gets only its own entry of the rewards.
         """
         kind, generator = self.generator_roles.get(role, (role, 0))
         if kind != role and self.rewards and kind in model_rewards(self):
@@ -234,13 +233,13 @@ class AsyncConfig(PPOConfig):
         return dataclasses.replace(self, actor_rollout_ref=of_generator)
 
     def rollout_of(self, generator: int) -> RolloutConfig:
-        """Return the rollout settings of a generator, including its own."""
+        """Return the rollout settings of a generator, with its `generator_settings`."""
         return self.of_role(generator_role(generator)).actor_rollout_ref.rollout
 
     def validators(self, living: Sequence[int]) -> list[int]:
-        """Return the generators that validate: those with the settings of the first live generator.
+        """Return the generators that validate: all with the first live generator's settings.
 
-        With `async_training.score_on=generator` that first generator also scores.
+        With `async_training.score_on=generator` the first generator also scores.
         """
         generators = living or [0]
         first = self.rollout_of(generators[0])

@@ -32,10 +32,9 @@ from workers.config import plays
 from workers.rollout.client import RolloutClient, Submission
 
 SLICE_S = 0.25
-"""Seconds per take. New weights and the end of a run wait that long."""
+"""Seconds per take. New weights and the end of a run wait up to this long."""
 TAKES_PER_S = 250
-"""The most takes per second of all generators' ranks together; each take is a call by the driver.
-"""
+"""Maximum takes per second by all generators' ranks together; each take is a call by the driver."""
 METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
 """Role -> its method. All other roles are reward models."""
 REWARD_METHOD = "compute_rm_score"
@@ -59,8 +58,8 @@ class Generator:
         """The thread begins with `start`. `goes_on_after` handles the loss of its processes.
 
         With `max_new_tokens_per_call` a take draws that many tokens of each response and does not
-        wait for slow environments. Then pieces begin next to unfinished pieces, and weights arrive
-        between two takes.
+        wait for slow environments. Then new pieces may begin before others are finished, and
+        weights arrive between two takes.
         """
         config, self._trainer, self._groups = trainer.config, trainer, trainer.groups
         self._number, self._role = number, generator_role(number)
@@ -85,7 +84,7 @@ class Generator:
             self._thread.start()
 
     def wait_for_end(self, seconds: float) -> None:
-        """Wait until the thread has ended, at most so long."""
+        """Wait until the thread has ended or the timeout has passed."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
@@ -160,7 +159,7 @@ class Generator:
             experience.samples, experience.metrics = scored
 
     def _replace(self, error: WorkerDiedError) -> None:
-        """Hand back the pieces of a group that lost a process, and restart it if allowed.
+        """Return the pieces of a group that lost a process, and restart it if allowed.
 
         Raise if the run cannot go on.
         """

@@ -1,7 +1,8 @@
-"""What generates while the trainer trains: generators, their queue, and the weights sent to them.
+"""Generators that run while the trainer trains, their queue, and the weights sent to them.
 
-It stands beside the loop as an observer of one attempt: after every step it checks that the sample
-log and the queue agree, checkpoints store its state, and the end of the run stops its threads.
+`Generators` observes one attempt of the run from outside the loop. After every step it checks that
+the sample log and the queue agree, checkpoints store its state, and the end of the run stops its
+threads.
 
 A lost generator ends the run, or the run goes on without it, or it is restarted.
 """
@@ -37,9 +38,9 @@ from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
 
 PAUSE_S = 600.0
-"""How long a validation waits for generators to finish what they are generating."""
+"""Seconds that a validation waits for generators to finish their pieces."""
 END_S = 10.0
-"""How long the end of a run waits for generators; a failed run reports soon."""
+"""Seconds that the end of a run waits for generators; short, so that a failed run reports soon."""
 
 
 class Generators:
@@ -61,7 +62,7 @@ class Generators:
             for number in range(config.async_training.generators)
         ]
         self._validation_began = 0.0
-        """When generators last came to rest for a validation, by `time.time`."""
+        """The time (`time.time`) when generators last paused for a validation."""
 
     def start(self) -> None:
         """Start the generators' threads, the first time."""
@@ -83,11 +84,11 @@ class Generators:
             yield
 
     def validate(self, prompts: DataProto) -> DataProto:
-        """The samples of these rows; each validating generator generates an equal number."""
+        """Return the samples of these rows; each validating generator generates an equal number."""
         return self.buffer.validate(prompts, self._validators())
 
     def model_role(self, role: str) -> str:
-        """Return the role that scores a validation in place of this reward model's."""
+        """Return the role that scores a validation instead of this reward model's role."""
         return role_on(role, self._validators()[0]) if role in self.config.score_roles else role
 
     def _validators(self) -> list[int]:
@@ -104,12 +105,12 @@ class Generators:
     # ------------------------------------------------------------------- checks, state, the end
 
     def others(self) -> dict[str, Any]:
-        """Return the groups of all roles but the generators'."""
+        """Return the groups of all roles except the generators'."""
         groups, roles = self.run.groups, self.config.generator_roles
         return {role: groups[role] for role in groups if role not in roles}
 
     def check_trainers(self) -> None:
-        """Ping every process that trains: nobody else would notice a lost one meanwhile."""
+        """Ping every process that trains, because no call would notice a lost process now."""
         pools = expand_roles(self.config.role_mapping)
         by_pool = {pools[role]: group for role, group in self.others().items()}
         gather(*(group.ping.remote() for group in by_pool.values()))
@@ -123,7 +124,7 @@ class Generators:
         return self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; samples that were being generated are generated again."""
+        """Continue from a `state_dict`; samples that were being generated are generated again."""
         self.buffer.load_state_dict(state, self.run.checkpoints.resume.start)
 
     def write_files(self, folder: Path) -> None:
@@ -163,8 +164,8 @@ class LostGenerators:
         self._gone: set[int] = set()
 
     def __call__(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
-        """Return whether this generator goes on; raise if the run cannot."""
-        if self._is_alive(generator):  # then a trainer died while it sent weights
+        """Return whether this generator continues; raise if the run cannot."""
+        if self._is_alive(generator):  # a trainer died while it sent weights
             raise error
         policy = self._config.async_training.on_generator_loss
         now = generator, self._buffer.version
@@ -193,7 +194,10 @@ class LostGenerators:
         return True
 
     def _comes_back(self, generator: int, error: WorkerDiedError) -> bool:
-        """Restart the generator, if allowed. A stopping run lets the others end the step."""
+        """Restart the generator, if allowed.
+
+        A run that is stopping leaves the step to the others.
+        """
         pool = self._pools[generator_role(generator)]
         restart = partial(self._groups.restart, pool)
         subject, since = f"generator {generator}", time.monotonic()

@@ -27,7 +27,7 @@ class Origins:
     """Answers the observers' questions about a step's samples."""
 
     def __init__(self, num_trainers: int, log: SampleLog, weights: WeightFeed) -> None:
-        """Rows of a batch go to so many trainer ranks, in equal chunks.
+        """`num_ranks` trainer ranks get the rows of a batch, in equal chunks.
 
         `log` is the log in which generators begin their samples.
         """
@@ -35,14 +35,14 @@ class Origins:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the draws of the step before."""
+        """Forget the draws of the previous step."""
         self._uids: list[str] = []
         self._scoring: list[Metrics] = []
         """Metrics of the generators' scores in this step."""
         self._num_tokens = 0
 
     def batch_of(self, pieces: list[Experience]) -> DataProto:
-        """Return the samples of these pieces in their order, with the column of generators."""
+        """Return the samples of these pieces in order, with the column of generators."""
         pieces.sort(key=lambda piece: (piece.rank, piece.number))
         samples = [piece.samples for piece in pieces if piece.samples is not None]
         batch, sizes = concat_rows(samples), [len(rows) for rows in samples]

@@ -1,4 +1,4 @@
-"""Where the pieces of a run's batches are: in the stream of prompts, in flight, or queued.
+"""Track the pieces of a run's batches: in the stream of prompts, in flight, or queued.
 
 Nothing here waits or locks: the buffer (`trainer.async_training.buffer`) calls it under its lock.
 
@@ -31,7 +31,7 @@ class Demand:
     rest_of_version: int = 0
     """Fresh samples needed after these and before the next version of the weights."""
     rest_of_run: int | None = None
-    """Fresh samples needed after these; None: unknown."""
+    """Fresh samples needed after these until the end of the run; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Rounds:
     seed: int
     max_staleness: int = 0
     has_filter: bool = False
-    """True if nobody knows how many samples a step needs: `algorithm.filter_groups`."""
+    """True if a step may need any number of samples (`algorithm.filter_groups`)."""
 
     @classmethod
     def of(cls, config: AsyncConfig) -> Rounds:
-        """The rounds of a run."""
+        """Return the rounds of a run."""
         async_training = config.async_training
         return cls(
             update_steps=async_training.update_steps,
@@ -72,12 +72,12 @@ class Rounds:
         return self.place(step)[1] == 0
 
     def batch_of(self, step: int) -> int:
-        """The place of the step's batch among the fresh batches of its round."""
+        """Return the position of the step's batch among the fresh batches of its round."""
         number, epoch, place = self.place(step)
         return self.order(number, epoch)[place]
 
     def order(self, number: int, epoch: int) -> list[int]:
-        """The order of a round's batches in that epoch; the first epoch keeps their arrival."""
+        """Return the order of a round's batches in an epoch; the first keeps the arrival order."""
         if epoch == 0:
             return list(range(self.update_steps))
         order = np.random.default_rng([self.seed, number, epoch]).permutation(self.update_steps)
@@ -95,7 +95,7 @@ class Rounds:
     def demand(
         self, step: int, total_steps: int, samples_of: Callable[[int], int], attempt: int = 0
     ) -> Demand:
-        """Return the samples of one draw of a step, and those that later steps will need.
+        """Return the number of samples of one draw of a step, and the number that later steps need.
 
         `samples_of` returns the number of samples in one of the loader's batches.
         """
@@ -105,7 +105,8 @@ class Rounds:
         if not self.has_filter:
             total = self.num_fresh(total_steps)
             last_of_version = min(last_of_version, total)
-            # generators may run ahead no further than this: the bound of staleness is lower there
+            # generators may run ahead no further than this, because the staleness limit is lower
+            # there
             ahead = (self.max_staleness + 1) * self.update_steps
             rest_of_run = sum(map(samples_of, range(batch + 1, min(total, batch + 1 + ahead))))
         rest_of_version = sum(map(samples_of, range(batch + 1, last_of_version)))
@@ -116,20 +117,21 @@ class Loader(Protocol):
     """The part of `trainer.data.prompts.PromptLoader` that the buffer uses."""
 
     def batch(self, number: int) -> DataProto:
-        """The prompts of that batch."""
+        """Return the prompts of a batch."""
 
     def num_prompts(self, number: int) -> int:
-        """The number of prompts in that batch; 0 after the last batch."""
+        """Return the number of prompts in a batch; 0 after the last batch."""
 
 
 class PieceStream:
     """The loader's batches, cut into pieces in the order of the prompts.
 
-    A piece whose generator was lost is handed back, and is handed out again before any later piece.
+    A piece whose generator was lost returns to the stream, and is handed out before any later
+    piece.
     """
 
     def __init__(self, config: AsyncConfig, loader: Loader) -> None:
-        """Trainer ranks with generators of their own get equal parts of every batch."""
+        """Trainer ranks with their own generators get equal parts of every batch."""
         self._loader, self._topology = loader, config.topology
         self._prompts_per_call = config.piece_size
         self._samples_per_prompt = config.actor_rollout_ref.rollout.n
@@ -145,9 +147,9 @@ class PieceStream:
         return self._loader.num_prompts(self._next_batch) == 0
 
     def offer(self, generator: int) -> Experience | None:
-        """The first waiting piece that this generator may make; it stays in the stream.
+        """Return the first waiting piece that this generator may generate; it stays in the stream.
 
-        None: no prompts are left for this generator.
+        Return None if no prompts are left for this generator.
         """
         while True:
             for piece in self.waiting:
@@ -158,11 +160,11 @@ class PieceStream:
             self._cut()
 
     def hand_back(self, pieces: Iterable[Experience]) -> None:
-        """Put these pieces back in their order; they are handed out next."""
+        """Return these pieces to the stream, in order; they are handed out next."""
         self.waiting = sorted([*self.waiting, *pieces], key=lambda piece: piece.number)
 
     def rows(self, piece: Experience) -> DataProto:
-        """A row for each sample of a piece."""
+        """Return a row for each sample of a piece."""
         if piece.batch not in self._batches:
             # pieces come batch by batch: two are enough for those that overlap
             self._batches = dict(list(self._batches.items())[-1:])
@@ -173,11 +175,11 @@ class PieceStream:
         return rows
 
     def num_samples(self, batch: int) -> int:
-        """The number of samples in that batch."""
+        """Return the number of samples in a batch."""
         return self._loader.num_prompts(batch) * self._samples_per_prompt
 
     def state_dict(self, being_made: Iterable[Experience] = ()) -> dict[str, Any]:
-        """The stream's place, with the pieces that a resume has to generate again."""
+        """Return the stream's position, with the pieces that a resume has to generate again."""
         waiting = sorted([*self.waiting, *being_made], key=lambda piece: piece.number)
         return {
             "next_batch": self._next_batch,
@@ -186,7 +188,7 @@ class PieceStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from a `state_dict`."""
         self._next_batch, self._next_number = state["next_batch"], state["next_number"]
         self.waiting = [Experience(**place) for place in state["waiting"]]
 
@@ -211,12 +213,10 @@ class PieceStream:
 
 
 class OpenPieces:
-    """The pieces that are queued or in flight, and how many there may be."""
+    """Pieces that are queued or in flight, and the limit of their number."""
 
     def __init__(self, config: AsyncConfig, stream: PieceStream) -> None:
-        """`async_training.max_inflight_samples` and the largest age of samples bound the open
-        pieces.
-        """
+        """Limit the open pieces by `async_training.max_inflight_samples` and the age of samples."""
         self._settings, self._seed = config.async_training, config.trainer.seed
         self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
         self._limit = open_at_once(config)
@@ -229,7 +229,7 @@ class OpenPieces:
 
     @property
     def is_too_full(self) -> bool:
-        """True if the oldest piece has to go, with `on_buffer_full=evict_oldest`."""
+        """True if the oldest piece must be evicted, with `on_buffer_full=evict_oldest`."""
         return self._evicts and num_samples_of(self.ready) > self._limit
 
     def has_room(self, piece: Experience, lag: int, demand: Demand) -> bool:
@@ -246,7 +246,7 @@ class OpenPieces:
         return num_samples_of(of_rank) <= room // len(self._stream.ranks)
 
     def stocks(self, demand: Demand, version: int, number: int) -> Iterator[Stock]:
-        """Yield the pieces for each trainer rank with generators of its own, or for any rank.
+        """Yield the stock of each trainer rank with its own generators, or the stock for all ranks.
 
         `number` counts the batches before this one.
         """

@@ -11,7 +11,7 @@ MOMENTS = {"between_batches": "between two pieces", "immediate": "in the middle 
 def plan_lines(
     config: AsyncConfig, max_columns: int | None = None, brief: bool = False
 ) -> list[str]:
-    """Describe routes, the lead of generators, and when weights reach them."""
+    """Describe routes, how far generators run ahead, and when weights reach them."""
     async_training, topology = config.async_training, config.topology
     generators, num_open = topology.generators, open_at_once(config)
     staleness, num_batches = async_training.max_staleness, async_training.update_steps
@@ -66,5 +66,5 @@ def _idle_generators(config: AsyncConfig) -> int:
 
 
 def _count(number: int, noun: str) -> str:
-    """`1 piece`, `2 pieces`."""
+    """Return words such as `1 piece` and `2 pieces`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -34,7 +34,7 @@ from verl_like.registry import load_object
 
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"async": {TRAINER_POOL: TRAINER_ROLES, "generator_0_pool": ["rollout"]}}
-"""The roles of a run. It has a pool per generator, so no preset could name them all."""
+"""No placement presets: a run has a pool per generator, so no preset could name all pools."""
 
 
 def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, Sequence[str]]:
@@ -71,7 +71,7 @@ def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, S
 
 
 def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
-    """`{1: ...}` of a dict or of YAML, and `.1` of a command, are both of generator 1."""
+    """Return the settings with numbers as keys: `{1: ...}` in a dict or YAML, `.1` in a command."""
     settings = config.async_training.generator_settings
     for generator in settings:
         if not str(generator).isdecimal() or (
@@ -95,7 +95,7 @@ def _workers(config: AsyncConfig) -> dict[str, str]:
 
 
 def _other_weights(config: AsyncConfig) -> str:
-    """Say which key of an asynchronous run lets samples come from other weights."""
+    """Name the key of an asynchronous run because of which samples may come from other weights."""
     async_training = config.async_training
     if async_training.max_staleness:
         staleness = f"async_training.max_staleness={async_training.max_staleness}"
@@ -108,7 +108,7 @@ def _other_weights(config: AsyncConfig) -> str:
 
 
 def check_async(config: AsyncConfig) -> None:
-    """The rules between fields of an asynchronous run."""
+    """Check the rules between fields of an asynchronous run."""
     from trainer.async_training.checks import check_run
 
     check_run(config)

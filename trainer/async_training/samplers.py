@@ -4,8 +4,8 @@
     class NewestFirst(Sampler):
         def choose(self, stock: Stock) -> Choice: ...
 
-A sampler of your own is named by its dotted path. The buffer calls it whenever something has
-changed. It returns pieces that make exactly one batch, or none: then the trainer waits.
+Name your own sampler by its dotted path. The buffer calls it whenever something has changed. It
+returns pieces that make exactly one batch, or none if the trainer has to wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Experience:
     """
 
     number: int
-    """The piece's place in the order of the run's prompts."""
+    """The piece's position in the order of the run's prompts."""
     num_samples: int
     batch: int = 0
     start: int = 0
@@ -45,11 +45,11 @@ class Experience:
     generator: int = 0
     """The number of the generator that generates it."""
     version: int = 0
-    """The version of the generator's weights when it began: no token is older."""
+    """The version of the generator's weights when the piece began; no token is older."""
     attempt: int = 0
     """The number of the draw within its step."""
     uids: list[str] = field(default_factory=list)
-    """One for each prompt."""
+    """The uid of each prompt."""
     rows: DataProto | None = field(default=None, repr=False)
     """One row per sample, while they are being generated."""
     samples: DataProto | None = field(default=None, repr=False)
@@ -59,7 +59,7 @@ class Experience:
 
     @property
     def is_validation(self) -> bool:
-        """True if the piece has rows of a validation."""
+        """True if the piece holds rows of a validation."""
         return self.number < 0
 
     @property
@@ -74,13 +74,13 @@ class Experience:
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompts, the generator and the version of a finished piece, without its samples."""
+        """Return a finished piece's prompts, generator and version, without its samples."""
         facts = {"generator": self.generator, "version": self.version, "uids": self.uids}
         return {"piece": self.place(), **facts}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], folder: Path | None) -> Experience:
-        """The piece of a `state_dict`, with its samples if they are in the folder."""
+        """Return the piece of a `state_dict`, with its samples if they are in the folder."""
         facts = {name: state[name] for name in ("generator", "version", "uids")}
         piece = cls(**state["piece"], **facts)
         path = None if folder is None else folder / f"{piece.number}.safetensors"
@@ -90,13 +90,13 @@ class Experience:
 
 
 def num_samples_of(experiences: Iterable[Experience]) -> int:
-    """The number of samples in these pieces."""
+    """Return the number of samples in these pieces."""
     return sum(piece.num_samples for piece in experiences)
 
 
 @dataclass(frozen=True)
 class Stock:
-    """The facts that a sampler may use."""
+    """Pieces to choose from, and facts about the run, as a sampler sees them."""
 
     ready: Sequence[Experience]
     """Finished pieces, in the order in which they came."""
@@ -119,7 +119,7 @@ class Stock:
     """`async_training.max_sample_age`, where it is set."""
 
     def room_after(self, made_by: int) -> int:
-        """Count the samples that later batches take before samples of that version are too old."""
+        """Count the samples that later batches take before samples of this version are too old."""
         versions_left = made_by + self.max_staleness - self.version
         return max(self.rest_of_version + versions_left * self.samples_per_version, 0)
 
@@ -141,11 +141,11 @@ class Sampler(ABC):
 
 
 class SamplerError(VerlLikeError, RuntimeError):
-    """A sampler's choice is no batch, or one that is too old."""
+    """A sampler's choice is not a batch, or is too old."""
 
 
 def chosen(sampler: Sampler, stock: Stock) -> Choice:
-    """Return the sampler's choice; raise unless it is one batch or nothing, and not too old."""
+    """Return the sampler's choice; raise unless it is one batch or empty, and not too old."""
     choice, name = sampler.choose(stock), type(sampler).__name__
     num_samples = num_samples_of(choice.taken)
     if choice.taken and num_samples != stock.num_samples:
@@ -165,7 +165,7 @@ def chosen(sampler: Sampler, stock: Stock) -> Choice:
 
 
 def _check(sampler: Any, subject: str) -> None:
-    """Reject an object that is no class of samplers, or that needs arguments."""
+    """Reject an object that is not a sampler class, or that needs arguments."""
     if not (isinstance(sampler, type) and issubclass(sampler, Sampler)):
         raise ConfigError(
             f"{subject} is no class of samplers: make it a subclass of "
@@ -179,7 +179,7 @@ SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)
 
 
 def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experience]:
-    """Return the first pieces that make exactly so many samples; none if they do not."""
+    """Return the first pieces that add up to exactly `num_samples` samples, or none."""
     taken: list[Experience] = []
     for experience in experiences:
         if experience.num_samples <= num_samples:
@@ -189,10 +189,11 @@ def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experienc
 
 
 def most_urgent_first(stock: Stock, ready: Sequence[Experience]) -> list[Experience] | None:
-    """Return `ready` with the pieces at the head that this batch must have, or they grow too old.
+    """Return `ready`, with the pieces first that would be too old for the next batch.
 
-    For every version, no more samples of it and of older versions may be left over than later
-    batches take in time. None: a piece that this batch must have is still being generated.
+    For every version, the samples of this and older versions that are left over must not exceed
+    what later batches take in time. Return None if a piece that this batch needs is still being
+    generated.
     """
     head: dict[int, Experience] = {}
     for made_by in sorted({piece.version for piece in [*ready, *stock.coming]}):
@@ -217,10 +218,10 @@ def _in_time(stock: Stock, ready: Sequence[Experience]) -> Choice:
 
 @SAMPLERS.register("in_order")
 class InOrder(Sampler):
-    """Takes prompts in their order, and waits for a slow piece."""
+    """Takes prompts in order, and waits for slow pieces."""
 
     def choose(self, stock: Stock) -> Choice:
-        """Choose the lowest numbers, once all of them are there."""
+        """Choose the pieces with the lowest numbers, once all of them are finished."""
         taken = up_to(sorted(stock.ready, key=lambda piece: piece.number), stock.num_samples)
         waits = any(
             piece.number < taken[-1].number for piece in [*stock.coming, *stock.lost] if taken
@@ -230,28 +231,29 @@ class InOrder(Sampler):
 
 @SAMPLERS.register("random")
 class RandomOrder(Sampler):
-    """Draws by the run's seed and the batch's number, without replacement."""
+    """Draws pieces without replacement, seeded by the run's seed and the batch's number."""
 
     def choose(self, stock: Stock) -> Choice:
-        """Choose any finished pieces, in time."""
+        """Choose random finished pieces, after those that would grow too old."""
         order = np.random.default_rng(list(stock.seed)).permutation(len(stock.ready))
         return _in_time(stock, [stock.ready[place] for place in order])
 
 
 @SAMPLERS.register("ready_first")
 class ReadyFirst(Sampler):
-    """Long responses come later than short ones: a batch's lengths are biased by its place."""
+    """Takes pieces as they finish.
+
+    Long responses finish later, so the lengths in a batch are biased.
+    """
 
     def choose(self, stock: Stock) -> Choice:
-        """Choose the first pieces that came, in time."""
+        """Choose the pieces that finished first, after those that would grow too old."""
         return _in_time(stock, stock.ready)
 
 
 @SAMPLERS.register("version_window")
 class VersionWindow(Sampler):
-    """Drops old pieces, within the bound that paces the generators
-    (`async_training.max_staleness`).
-    """
+    """Drops old pieces, in addition to the limit of `async_training.max_staleness`."""
 
     def choose(self, stock: Stock) -> Choice:
         """Choose the first pieces within the window, the oldest versions first."""

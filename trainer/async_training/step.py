@@ -2,9 +2,9 @@
 
     generators ─> queue ─> score ─> advantages ─> { critic ‖ actor } ─> weights ─> generators
 
-`AsyncTrainer.step` is the whole loop. What generates meanwhile stands beside it
-(`trainer.async_training.generators`): the generators' threads, the bounded queue, the weights on
-their way to generators, and the recovery of lost generators.
+`AsyncTrainer.step` is the whole loop. `trainer.async_training.generators` has the rest: the
+generators' threads, the bounded queue, the delivery of weights to generators, and the recovery of
+lost generators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from workers.rewards.weighted import Rewards
 
 
 class AsyncTrainer(PPOTrainer):
-    """PPO's stages on samples that generators generate meanwhile."""
+    """Runs PPO's stages on samples while generators generate the next ones."""
 
     config: AsyncConfig
     origins: Origins
@@ -49,7 +49,7 @@ class AsyncTrainer(PPOTrainer):
         """The scored batches of this round, which later epochs train on again."""
 
     def step(self) -> Metrics:
-        """One step: PPO's stages on a batch of the queue, or on one that its round repeats."""
+        """Run PPO's stages on a batch of the queue, or on a batch that its round repeats."""
         self.generators.start()
         with self.generators.training(), self.origins.naming_samples(self.run):
             batch, sampled = self.stage("gen", self.next_batch)
@@ -64,7 +64,7 @@ class AsyncTrainer(PPOTrainer):
         return sampled | scored | estimated | updated | synced | speed(self, batch) | aged
 
     def next_batch(self) -> tuple[DataProto, Metrics]:
-        """Return a fresh batch of the queue, or one of this round with its scores."""
+        """Return a fresh batch of the queue, or a batch of this round with its scores."""
         rounds, step = self.rounds, self.global_step
         place, epoch = rounds.batch_of(step), rounds.place(step)[1]
         metrics = {}
@@ -80,7 +80,7 @@ class AsyncTrainer(PPOTrainer):
         return batch, sampled | self.origins.draw_metrics() | metrics
 
     def draw(self, attempt: int = 0) -> DataProto:
-        """Take samples from the queue, and wait for generators where it has too few."""
+        """Take samples from the queue, and wait for generators if it has too few."""
         samples_of = self.buffer.stream.num_samples
         demand = self.rounds.demand(self.global_step, self.total_steps, samples_of, attempt)
         batch = self.origins.batch_of(self.buffer.take(demand))
@@ -101,23 +101,23 @@ class AsyncTrainer(PPOTrainer):
         with self.generators.paused():
             return super().validation_metrics()
 
-    # -------------------------------------------------------------- what the loop asks for
+    # -------------------------------------------------------------- methods that the loop calls
 
     @property
     def can_save(self) -> bool:
-        """Return whether the step ends a round, whose batches no checkpoint holds."""
+        """Return whether the step ends a round; checkpoints do not hold a round's batches."""
         return self.rounds.ends_with(self.global_step)
 
     def replaceable_roles(self) -> frozenset[str]:
-        """None: `async_training.on_generator_loss` says what happens when a generator is lost."""
+        """Return no roles: `async_training.on_generator_loss` handles lost generators."""
         return frozenset()
 
     def saved_groups(self) -> dict[str, Any]:
-        """All groups but the generators', which may come and go during a run."""
+        """Return all groups except the generators', which may come and go during a run."""
         return self.generators.others()
 
     def stage_of(self, call: Call, ended_in: str) -> str:
-        """Generators' calls belong to `gen`, whatever the trainer does, except in a validation."""
+        """Return `gen` for generators' calls, whatever the trainer does, except in a validation."""
         return self.generators.stage_of(call, ended_in)
 
     @classmethod

@@ -1,12 +1,10 @@
-"""Who sends what to whom: generators give experience to trainer ranks, which give weights to
-generators.
+"""Routes: generators send samples to trainer ranks, which send weights to generators.
 
     topology = Topology.of(*counts("2m1t"))
     print(topology.describe())
 
-It follows from the configuration, before anything is started. Generator 0 is the role `rollout`,
-generator 1 `rollout_1`, and so on, each on a pool of its own; the trainers are the ranks of one
-pool.
+The configuration determines them before anything is started. Generator 0 is the role `rollout`,
+generator 1 `rollout_1`, and so on, each on its own pool; the trainers are the ranks of one pool.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ weights.
 TRAINER_POOL = "trainer_pool"
 """The pool whose ranks are the trainers."""
 PRESETS = ("1m1t", "2m1t", "1m2t", "2m2t")
-"""Names that messages show as examples; there is `<N>m<M>t` for any two numbers."""
+"""Names that messages show as examples; `<N>m<M>t` exists for any two numbers."""
 
 
 def role_on(role: str, generator: int) -> str:
@@ -40,17 +38,17 @@ def role_on(role: str, generator: int) -> str:
 
 
 def generator_role(generator: int) -> str:
-    """The role of a generator that generates."""
+    """Return the name of a generator's rollout role."""
     return role_on("rollout", generator)
 
 
 def generator_pool(generator: int) -> str:
-    """The pool of a generator."""
+    """Return the name of a generator's pool."""
     return f"generator_{generator}_pool"
 
 
 def counts(preset: str) -> tuple[int, int]:
-    """Generators and trainers of a name such as `2m1t`."""
+    """Return the numbers of generators and trainers in a name such as `2m1t`."""
     match = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
     if match is None:
         raise ConfigError(
@@ -79,9 +77,9 @@ class Topology:
     ) -> Topology:
         """Return the topology with these routes, or with those of the default rule; checked.
 
-        Experience: with at least as many trainers as generators every trainer has one generator,
-        with more generators every generator has one trainer. Weights: every generator has one
-        trainer, and trainers may send nothing.
+        Default sample routes: if there are more generators than trainers, every generator has one
+        trainer; otherwise every trainer has one generator. Default weight routes: every generator
+        has one trainer, and some trainers may send nothing.
         """
         for noun, number in (("generators", generators), ("trainers", trainers)):
             if type(number) is not int or number < 1:
@@ -116,9 +114,9 @@ class Topology:
 
     @property
     def routed_ranks(self) -> list[int]:
-        """The trainer ranks that have their own generators.
+        """Return the trainer ranks that have their own generators, or `[ANY_RANK]`.
 
-        If every generator serves every rank, the result is `[ANY_RANK]`.
+        `ANY_RANK` means that every generator serves every rank.
         """
         if len(self.experience) == self.generators * self.trainers:
             return [ANY_RANK]
@@ -130,7 +128,7 @@ class Topology:
 
     @property
     def lopsided(self) -> str:
-        """Say which rank has more generators than another; empty if none has."""
+        """Describe ranks that have more generators than others; "" if there are none."""
         part = [1 / len(self.trainers_of(generator)) for generator in range(self.generators)]
         ranks = self.routed_ranks
         shares = {r: sum(part[generator] for generator in self.generators_for(r)) for r in ranks}
@@ -145,7 +143,7 @@ class Topology:
         )
 
     def piece_size(self, batch: int) -> int:
-        """Prompts of a piece, so that all generators have one of a batch of so many prompts."""
+        """Return the prompts per piece such that each generator has one piece of a batch."""
         ranks = self.routed_ranks
         part = batch // len(ranks)
         generators = max(len(self.generators_for(rank)) for rank in ranks)
@@ -167,7 +165,7 @@ class Topology:
         }
 
     def describe(self, width: int | None = None) -> str:
-        """The table of routes, no wider than `width` columns."""
+        """Return the table of routes, no wider than `width` columns."""
         rows = [("sender", "role or rank", "pool", "experience to", "weights to")]
         for generator, (role, pool) in enumerate(self.roles().items()):
             to = _named("trainer", self.trainers_of(generator))
@@ -204,7 +202,7 @@ class Topology:
 
 
 def by_first(pairs: Iterable[tuple[int, Other]]) -> dict[int, list[Other]]:
-    """Return, by the first member of a pair, the second members in their order."""
+    """Group pairs: first member -> second members in order."""
     seconds: dict[int, list[Other]] = defaultdict(list)
     for first, second in pairs:
         seconds[first].append(second)
@@ -238,5 +236,5 @@ def _pairs(
 
 
 def _named(noun: str, numbers: Sequence[int]) -> str:
-    """`trainer 0, 2`; a dash for none."""
+    """Return words such as `trainer 0, 2`, or a dash if there is none."""
     return f"{noun} {', '.join(map(str, numbers))}" if numbers else "-"

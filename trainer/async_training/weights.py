@@ -1,5 +1,4 @@
-"""Weights on their way from the trainers to the generators: published once, taken by each in its
-time.
+"""Transfer of weights from the trainers to the generators: published once, fetched by each.
 
 `publish` is called between two updates, and copies; `deliver` is called in a generator's thread,
 and sends that copy while the trainers go on. A generator that has a copy of the critic gets the
@@ -34,7 +33,7 @@ class SyncLog:
     """Bytes, seconds and the driver's memory of each delivery; generators' threads call it."""
 
     def __init__(self, folder: str | Path) -> None:
-        """A run that is gone on with adds to its file."""
+        """A resumed run appends to its file."""
         self._path = Path(folder) / SYNCS_FILE
         self._lock = threading.Lock()
 
@@ -60,7 +59,7 @@ class WeightFeed:
     def __init__(
         self, run: Run, buffer: ExperienceBuffer, rounds: Rounds, activity: Activity
     ) -> None:
-        """`buffer` tells the generators of new versions, which rounds end."""
+        """`buffer` announces new versions to the generators."""
         config: AsyncConfig = run.config  # type: ignore[assignment]
         self._run, self._groups, self._topology = run, run.groups, config.topology
         self._buffer, self._rounds, self._activity = buffer, rounds, activity.of("trainer")
@@ -72,7 +71,7 @@ class WeightFeed:
         self._critic_version: int | None = None
 
     def send_next(self) -> Metrics:
-        """Publish the weights for the generators, as a new version where a round has ended.
+        """Publish the weights for the generators, as a new version if a round has ended.
 
         The averaged weights of a validation, and the policy's own weights after it, keep the
         number of their version.
@@ -89,12 +88,13 @@ class WeightFeed:
         return metrics
 
     def publish(self, version: int) -> Metrics:
-        """Copy the present weights as that version, on the ranks that send."""
+        """Copy the current weights as this version, on the ranks that send."""
         senders = sorted({sender for sender, _ in self._topology.weights})
         copies = {}
-        # a version comes again where a validation has had other weights: the critic has one set
+        # a version is published again after a validation with other weights; the critic's stay the
+        # same
         if CRITIC_COPY in self._groups and version != self._critic_version:
-            # before the actor's: who gets those finds the critic's no older
+            # before the actor's, so that a generator never gets older critic weights
             figures = publish_weights(self._groups["critic"], version, senders, self._bucket_mb)
             self._critic_version = version
             copies = {"timing_s/publish_critic_weights": figures["timing_s/publish_weights"]}

@@ -44,7 +44,7 @@ ONLY_IN_TRAINING = (
 
 @dataclass(kw_only=True)
 class SampledPolicyConfig(Section):
-    """The policy that is sampled."""
+    """Settings of the sampled policy."""
 
     model: ModelConfig = key(factory=ModelConfig)
     """Model."""
@@ -73,7 +73,7 @@ class SelectionConfig(Section):
     file: str = key(
         "", allows="a .parquet or .jsonl file, written when the run ends", may_change_on_resume=True
     )
-    """Where they go; empty: `selected.jsonl` in the run folder."""
+    """Output file; empty: `selected.jsonl` in the run folder."""
 
 
 @dataclass(kw_only=True)
@@ -111,7 +111,7 @@ class BestOfNConfig(SamplingOnlyConfig):
             max_ckpt_to_keep=1,
         )
     )
-    """The run; its checkpoints hold a position, and no weights."""
+    """The run; its checkpoints hold a position but no weights."""
 
 
 def inactive_roles(config: Any) -> dict[str, str]:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class BestOfNTrainer(SamplingOnlyTrainer):
-    """Drives the role `rollout`, and reward models, through all prompts."""
+    """Samples all prompts with the role `rollout`, and scores the samples."""
 
     config: BestOfNConfig
     stages = ("gen", "score", "select")
@@ -131,7 +131,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return self.batch_metrics(batch) | scored | selected
 
     def draw(self, step: int) -> DataProto:
-        """Return the samples of that step, which are the same whenever they are generated."""
+        """Return the samples of a step, which are the same whenever they are generated."""
         size = self.config.data.train_batch_size
         chosen = self.prompts.rows[(step - 1) * size : step * size]
         prompts = self.prompts.batch(chosen.tolist(), epoch=0)

@@ -44,7 +44,7 @@ class BrokenRelation(AssertionError):
 def check_loss(
     target: Any, kind: str | None = None, *, skip: Sequence[str] = (), **settings: Any
 ) -> list[str]:
-    """Try every relation on small batches, and return their names; raise `BrokenRelation` if not.
+    """Check every relation on small batches, and return their names; raise `BrokenRelation`.
 
     `target` is a function, or a name as the command takes it; `kind` is policy, value, preference
     or estimator; `skip` names relations to leave out; `settings` fill parameters of these names.
@@ -60,7 +60,7 @@ def check_loss(
     batches = all_batches()
     _try(subject, chosen, batches)
     for mode in AGGREGATIONS if "loss_agg_mode" in subject.reads else ():
-        with suppress(ConfigError):  # it does not take every aggregation
+        with suppress(ConfigError):  # the loss does not support every aggregation
             _try(replace(subject, mode=mode), chosen, batches[1::3])
     return [relation.__name__ for relation in chosen]
 

@@ -171,7 +171,7 @@ def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subjec
 def with_actor(
     subject: Subject, actor: Any, kl_penalty: Callable[..., Tensor], agg_loss: Callable[..., Tensor]
 ) -> Subject:
-    """Return the policy loss with the constant and the KL that its actor's section asks for."""
+    """Return the policy loss with the constants and the KL term of its actor's section."""
 
     def call(batch: Batch) -> Tensor:
         scale = actor.loss_scale_factor or batch["loss_scale_factor"]

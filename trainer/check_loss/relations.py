@@ -29,7 +29,7 @@ STEPS = (1e-5, 1e-3)
 
 
 def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
-    """The arguments are unchanged after a call.
+    """Check that a call does not change its arguments.
 
     Likely cause: an operation in place (`x[...] =`, `x +=`, `x.mul_()`) on an argument; clone it.
     """
@@ -46,7 +46,7 @@ def no_side_effects(subject: Subject, batch: Batch) -> Pairs:
 
 
 def same_twice(subject: Subject, batch: Batch) -> Pairs:
-    """Another call gives the same.
+    """Check that a second call gives the same result.
 
     Likely cause: it draws random numbers (dropout, randperm), or keeps something between calls.
     """
@@ -56,7 +56,7 @@ def same_twice(subject: Subject, batch: Batch) -> Pairs:
 
 
 def finite_numbers(subject: Subject, batch: Batch) -> Pairs:
-    """The result is finite where there are rows to compare, with tokens, and nothing is extreme.
+    """Check that ordinary batches with tokens and rows to compare give a finite result.
 
     Likely cause: the logarithm or root of zero or of a negative number, a division by zero, or an
     infinite constant.
@@ -67,7 +67,7 @@ def finite_numbers(subject: Subject, batch: Batch) -> Pairs:
 
 
 def prompt_tokens(subject: Subject, batch: Batch) -> Pairs:
-    """Gradients and advantages are zero outside the mask: of prompts, observations and padding.
+    """Check that gradients and advantages are zero for prompts, observations and padding.
 
     Likely cause: the mask is not applied, or after a sum, or it is inverted or shifted.
     """
@@ -78,7 +78,7 @@ def prompt_tokens(subject: Subject, batch: Batch) -> Pairs:
 
 
 def numbers_outside(subject: Subject, batch: Batch) -> Pairs:
-    """Other numbers outside the mask change nothing.
+    """Check that numbers outside the mask have no effect.
 
     Likely cause: a sum, mean or maximum that runs over positions outside the mask.
     """
@@ -86,7 +86,7 @@ def numbers_outside(subject: Subject, batch: Batch) -> Pairs:
 
 
 def padding_width(subject: Subject, batch: Batch) -> Pairs:
-    """More padding changes nothing.
+    """Check that more padding has no effect.
 
     Likely cause: a mean over all positions, a division by the mask's width, or a shift that wraps
     around (`roll`).
@@ -96,7 +96,7 @@ def padding_width(subject: Subject, batch: Batch) -> Pairs:
 
 
 def row_permutation(subject: Subject, batch: Batch) -> Pairs:
-    """The order of rows changes nothing.
+    """Check that the order of rows has no effect.
 
     Likely cause: rows are taken by position, such as groups by a stride instead of their index.
     """
@@ -106,7 +106,7 @@ def row_permutation(subject: Subject, batch: Batch) -> Pairs:
 
 
 def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
-    """A mini-batch gives the same in micro-batches as at once.
+    """Check that a mini-batch in micro-batches gives the same result as in one pass.
 
     Likely cause: each micro-batch is divided by its own count; divide its sum by
     batch_num_tokens or global_batch_size, the counts of the whole mini-batch.
@@ -115,7 +115,7 @@ def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
 
 
 def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
-    """A mini-batch gives the same on several ranks as on one.
+    """Check that a mini-batch gives the same result on several ranks as on one rank.
 
     Likely cause: each rank is divided by its own count, or scaled by dp_size the wrong way.
     """
@@ -123,7 +123,7 @@ def data_parallel_split(subject: Subject, batch: Batch) -> Pairs:
 
 
 def every_token(subject: Subject, batch: Batch) -> Pairs:
-    """On-policy and with an advantage of 1, more log-prob (value) of any token is less loss.
+    """Check that on-policy, with advantage 1, a higher log-prob (value) lowers the loss.
 
     Likely cause: a mask or column is shifted by a position, the sign is wrong, or the gradient is
     cut on the way.
@@ -134,7 +134,7 @@ def every_token(subject: Subject, batch: Batch) -> Pairs:
 
 
 def holes_in_the_mask(subject: Subject, batch: Batch) -> Pairs:
-    """A token outside the mask in the middle of a row is as if it were not there.
+    """Check that a token outside the mask in the middle of a row has no effect.
 
     Likely cause: a recursion or sum takes a step at such a token, a tool's answer for example.
     """
@@ -144,7 +144,7 @@ def holes_in_the_mask(subject: Subject, batch: Batch) -> Pairs:
 
 
 def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
-    """Tokens of long and short rows have the weights that the declared loss_agg_mode gives them.
+    """Check that tokens of long and short rows have the weights of the declared loss_agg_mode.
 
     Likely cause: another aggregation is computed: one mean over all tokens, or means over rows.
     """
@@ -186,7 +186,7 @@ class Recorder(TorchFunctionMode):
 
 
 def finite_differences(subject: Subject, batch: Batch) -> Pairs:
-    """The gradient is the slope of the loss, where detached values may be constant or not.
+    """Check the gradient against finite differences, with detached values constant or not.
 
     Likely cause: a backward written by hand, or numbers that are computed from .data or .item().
     """
@@ -208,7 +208,7 @@ def finite_differences(subject: Subject, batch: Batch) -> Pairs:
 
 
 def better_side(subject: Subject, batch: Batch) -> Pairs:
-    """If no response is preferred yet, a higher log-prob of the better one lowers the loss.
+    """Check that a higher log-prob of the better response lowers the loss.
 
     Likely cause: the chosen and the rejected response are swapped, or the sign is wrong.
     """
@@ -222,7 +222,7 @@ def better_side(subject: Subject, batch: Batch) -> Pairs:
 
 
 def extreme_ratios(subject: Subject, batch: Batch) -> Pairs:
-    """Loss and gradient are finite in float32 where a log-ratio is 100 or -100.
+    """Check that loss and gradient are finite in float32 if a log-ratio is 100 or -100.
 
     Likely cause: an exponential, which overflows above 88; clamp the log-ratio before it.
     """
@@ -235,7 +235,7 @@ def extreme_ratios(subject: Subject, batch: Batch) -> Pairs:
 
 
 def nan_outside(subject: Subject, batch: Batch) -> Pairs:
-    """NaN outside the mask changes nothing.
+    """Check that NaN outside the mask has no effect.
 
     Likely cause: a product with the mask, as 0 * NaN is NaN; use torch.where or masked_fill.
     """
@@ -243,7 +243,7 @@ def nan_outside(subject: Subject, batch: Batch) -> Pairs:
 
 
 def all_masked(subject: Subject, batch: Batch) -> Pairs:
-    """A mini-batch without a token gives zero.
+    """Check that a mini-batch without a token gives zero.
 
     Likely cause: a division by the number of tokens or rows, which is 0; clamp it to at least 1.
     """
@@ -254,7 +254,7 @@ def all_masked(subject: Subject, batch: Batch) -> Pairs:
 
 
 def group_size_one(subject: Subject, batch: Batch) -> Pairs:
-    """A row that is alone in its group, and a group of equal rewards, give finite advantages.
+    """Check that a group of one row, and a group of equal rewards, give finite advantages.
 
     Likely cause: the standard deviation of one number is NaN, and that of equal ones is 0.
     """
@@ -266,7 +266,7 @@ def group_size_one(subject: Subject, batch: Batch) -> Pairs:
 
 
 def reward_scale_and_shift(subject: Subject, batch: Batch) -> Pairs:
-    """A factor on all rewards, or a constant on a group's rewards, only scales the advantages.
+    """Check that scaling all rewards, or shifting a group's rewards, only scales the advantages.
 
     Estimators with groups of two or more rows promise it.
 

@@ -1,4 +1,4 @@
-"""A function under test: its parameters are filled by name, and its result is checked.
+"""A function under test, whose parameters are filled by name and whose result is checked.
 
     subject = subject_of("my_losses.py:my_loss")
     outcome = subject.measure(half, other_half)     # one rank with two micro-batches
@@ -42,7 +42,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "value": {"clipped": compute_value_loss},
     "estimator": ADVANTAGE_ESTIMATORS,
 }
-"""Kind -> our functions by name. A function whose parameters fit several is of the first."""
+"""Kind -> our functions by name.
+
+A function whose parameters fit several kinds has the first of them.
+"""
 VARIABLES = {"policy": ["log_prob"], "value": ["vpreds"], "preference": ["log_probs", "gap"]}
 """Kind -> the columns that may have the gradient."""
 SECTIONS = (PreferenceConfig, AlgorithmConfig, CriticConfig, ActorConfig)
@@ -70,13 +73,13 @@ class Subject:
     reads: Collection[str]
     """The columns, counts and settings that it gets."""
     call: Callable[[Batch], Any]
-    """(columns and counts of the mini-batch) -> the function's result."""
+    """Calls the function with the columns and counts of the mini-batch."""
     variable: str = ""
     """The column that has the gradient."""
     mode: str | None = None
     """The aggregation that it declares."""
     settings: Collection[str] = ()
-    """The names that a setting may have."""
+    """The valid names of settings."""
     exempt: Collection[str] = ()
     """The relations that it does not promise."""
     equal_cuts: bool = False
@@ -153,7 +156,7 @@ def look_up(
 
 
 def counts_of(*parts: Batch, ranks: int = 1) -> dict[str, Any]:
-    """Return the numbers of the whole mini-batch that a function may be told."""
+    """Return the counts of the whole mini-batch that a function may get as parameters."""
     masks = [part["response_mask"] for part in parts]
     return {
         "batch_num_tokens": sum(int(mask.sum()) for mask in masks),
@@ -165,7 +168,7 @@ def counts_of(*parts: Batch, ranks: int = 1) -> dict[str, Any]:
 
 
 def subject_of(target: Any, kind: str | None = None, **settings: Any) -> Subject:
-    """Return a function, or the one that a name or a path stands for, as a subject.
+    """Return the function, or the function of that name or path, as a subject.
 
     `settings` fill the parameters of these names.
     """
@@ -203,7 +206,7 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
 
     def call(batch: Batch) -> Any:
-        if "desirable" in reads:  # rows with a label, not pairs
+        if "desirable" in reads:  # labelled rows, not pairs
             batch = {k: v[:, 0] if getattr(v, "ndim", 0) > 1 else v for k, v in batch.items()}
         known = {**DEFAULTS, **batch, **settings, "loss_agg_mode": batch["loss_agg_mode"]}
         arguments = {name: known[key] for name, key in filled.items()}
@@ -220,7 +223,7 @@ def _columns(kind: str) -> list[str]:
 
 
 def _fit(function: Any, kind: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return what fills each parameter in a function of this kind, or "" if nothing does."""
+    """Return the value for each parameter of this kind of function, or "" if there is none."""
     columns, filled = _columns(kind), dict[str, str]()
     optional = {*columns, *counts_of(), *settings, "config", "rollout_is_weights", "loss_agg_mode"}
     optional -= set() if facts_of(function).choose_tokens else {"chosen_tokens"}
@@ -235,7 +238,7 @@ def _fit(function: Any, kind: str, settings: Mapping[str, Any]) -> dict[str, str
 
 
 def _canonical(parameter: str) -> str:
-    """Return the name here of a column or count that a parameter asks for."""
+    """Return this project's name of a column or count that a parameter names."""
     name = re.sub(r"^new_|per_token_", "", parameter)
     name = re.sub(r"log_?p(rob)?s?$", "log_prob", name)
     return next((key for key, others in ALIASES.items() if name in others.split()), name)

@@ -212,7 +212,7 @@ def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
 
 
 def _resized(setup: Setup, generators: int, trainers: int) -> Setup:
-    """Return the setup with so many generators and trainers, and the default edges between them."""
+    """Return the setup with these numbers of generators and trainers, and the default routes."""
     ranks = generators_by_rank(Topology.of(generators, trainers))
     return replace(
         setup, num_generators=generators, num_trainers=trainers, generators_by_rank=ranks

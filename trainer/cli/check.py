@@ -125,7 +125,7 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
 
 
 def watch_lines(config: PPOConfig) -> list[str]:
-    """Return the metrics that show whether estimator and policy loss do well; not for user code."""
+    """Return the metrics to watch for this estimator and policy loss; not for user code."""
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     chosen: dict[str, Callable[..., Any] | None] = {}
     if why_unused(config, "algorithm.adv_estimator") is None:
@@ -137,7 +137,7 @@ def watch_lines(config: PPOConfig) -> list[str]:
 
 
 def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return (formula, what to watch, source) from an algorithm's docstring, "" if missing."""
+    """Return formula, metrics to watch and source from an algorithm's docstring, or ""."""
     formula, fields = [], {"Watch": "", "Source": ""}
     for paragraph in inspect.cleandoc(algorithm.__doc__ or "").split("\n\n"):
         label, colon, text = paragraph.partition(": ")
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def full_plan(config: RunConfig, measured: str = "") -> str:
-    """Return all that is known of the run before it starts, as wide as the terminal."""
+    """Return the full plan of the run, as wide as the terminal."""
     width = terminal_width() or WIDTH_OF_A_FILE
     trainer_cls = trainer_class(config)
     if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):

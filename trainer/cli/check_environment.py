@@ -34,11 +34,11 @@ class Played:
     answers: list[dict[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     speakers: list[str] = field(default_factory=list)
-    """The players who speak next, where there are several."""
+    """The players who speak next, if there are several."""
 
     @property
     def problem(self) -> str:
-        """Why the trajectory failed, or ""."""
+        """The reason why the trajectory failed, or ""."""
         return str(self.answers[-1].get("failed", ""))
 
     @property

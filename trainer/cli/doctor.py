@@ -157,12 +157,12 @@ class Gpu:
 
     @property
     def driver_major(self) -> int:
-        """550 for 550.54.15."""
+        """The driver's major version: 550 for 550.54.15."""
         return int(self.driver.partition(".")[0])
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """Return every GPU, by the driver's own tool: torch may be built without CUDA."""
+    """Return every GPU that the driver's tool lists, because torch may be built without CUDA."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -202,7 +202,7 @@ def check_gpus(torch: Requirement) -> Finding:
 
 
 def _torch_for(driver: int, torch: Requirement) -> str:
-    """Return advice for a torch that runs with a driver; pip installs one for CUDA 13."""
+    """Advise a torch build that runs with the driver; pip installs a build for CUDA 13."""
     install = f"{PIP} --force-reinstall {_named(torch)}"
     newest = max(OLDEST_DRIVERS)
     if driver >= OLDEST_DRIVERS[newest]:

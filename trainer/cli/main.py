@@ -122,7 +122,7 @@ def help_of(command: str) -> str:
 
 
 def _run(command: str, arguments: list[str]) -> None:
-    """Run a command; one of our errors ends it with one line."""
+    """Run a command; an error of this project ends it with one line."""
     from verl_like.errors import VerlLikeError
     from verl_like.process.garbage import pause_collection
     from verl_like.registry import load_object

@@ -108,7 +108,7 @@ def wrong_settings(
 
 
 def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:
-    """Return the problem if gloo would listen at a host's name that is loopback or unknown."""
+    """Return the problem if gloo would listen at a host name that is loopback or unknown."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

@@ -74,7 +74,7 @@ def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
 
 
 def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the recipe, which may be named first, and the other arguments."""
+    """Return the recipe, which the first argument may name, and the other arguments."""
     first = arguments[0] if arguments else ""
     if not first or "=" in first or first.startswith("-"):
         return "ppo", arguments
@@ -94,7 +94,7 @@ def job_of(arguments: Sequence[str]) -> Job:
     recipe, rest = _recipe_of(arguments)
     options, keys = _parse(rest, recipe)
     if not any(key.startswith("data.train_files=") for key in keys):
-        keys = [*keys, "data.train_files=rows.parquet"]  # a file that is not opened here
+        keys = [*keys, "data.train_files=rows.parquet"]  # the plan does not open this file
     numbers = {name: options[name] for name in NUMBERS if name in options}
     device = device_of(options["device"], numbers)
     num_gpus, per_node = options["gpus"], options.get("per_node", 8)

@@ -37,7 +37,7 @@ class ComparedRun:
     """A run folder that was read."""
 
     name: str
-    """The part of its path in which it differs from the others."""
+    """The part of its path that differs from the other runs' paths."""
     data: RunData
     config: Mapping[str, Any]
     """Dotted key -> value."""
@@ -236,7 +236,7 @@ def phases(runs: Sequence[ComparedRun]) -> Rows:
 
 
 def placements(runs: Sequence[ComparedRun]) -> list[tuple[str, Rows]]:
-    """Return (the runs that have it, its table) for each placement."""
+    """Return each placement's table with the runs that have it."""
     tables: dict[str, tuple[list[str], Rows]] = {}
     for run in runs:
         rows = [list(row) for row in run.data.placement]

@@ -123,7 +123,7 @@ def check_checkpoint_of(config: RunConfig, role: str, model: HeldModel) -> None:
     """Reject a resume from a checkpoint of another model; the load rejects a damaged checkpoint."""
     trainer = config.trainer
     if trainer.resume_mode != "resume_path" or trainer.resume_from_path is None:
-        return  # a folder that a run resumes from by itself has the same settings
+        return  # with automatic resume, the folder has the same settings
     folder = Path(trainer.resume_from_path).resolve() / role
     if (folder / "shards").is_dir():
         from workers.training.checkpoint_export import check_checkpoint_model  # with torch
@@ -140,8 +140,8 @@ def check_passes(
 ) -> None:
     """Reject a mini-batch with fewer passes than pp ranks, because ranks would be idle.
 
-    `mini_batch` is (key, rows of a mini-batch), `at_once` (key, rows of a pass); None is a pass by
-    tokens.
+    `mini_batch` is (key, rows of a mini-batch), `at_once` (key, rows of a pass, or None if passes
+    are cut by tokens).
     """
     _, ranks = _pool_of(config, role)
     if ranks == 0 or (pp := (dims := dims_of(ranks, model.sharding)).pp) == 1:

@@ -1,4 +1,4 @@
-"""From settings to the checked configuration of a recipe: `load_config`.
+"""Compose the checked configuration of a recipe from settings: `load_config`.
 
 Hydra composes the recipe's YAML, the chosen presets and the user's files. The settings are then put
 into that tree, so that an error can name the setting. `as_object` makes it a dataclass, `settle`
@@ -59,12 +59,12 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def _divide(number: int, parts: int) -> int:
-    """`${divide:${data.max_response_length},5}`: rounded down, at least 1."""
+    """Resolve `${divide:${data.max_response_length},5}`: rounded down, at least 1."""
     return max(number // parts, 1)
 
 
 def _required(key: str, meaning: str) -> str:
-    """`${required:distillation.teacher_model.model_path,the teacher's folder}`, of a preset."""
+    """Resolve `${required:distillation.teacher_model.model_path,the teacher's folder}`."""
     raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {meaning}.")
 
 
@@ -126,11 +126,11 @@ def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Overrid
 
 
 SHORT_FOR = {"environment": "environment.path", "tools": "environment.tools"}
-"""A section's name, if it is set to a value -> the key that it abbreviates."""
+"""The name of a section -> the key that is set if the section is set to a single value."""
 
 
 def _in_full(setting: Override) -> list[Override]:
-    """Return the settings that this one abbreviates, or itself."""
+    """Return the settings that this setting abbreviates, or the setting itself."""
     value = setting.value()
     if setting.key_or_group == "reward" and isinstance(value, str):
         path, _, name = value.rpartition(":")
@@ -147,7 +147,7 @@ def _in_full(setting: Override) -> list[Override]:
 
 
 def _are_paths(values: dict[str, Any]) -> bool:
-    """True if the values are environments by name, and not keys of a section."""
+    """Return whether the values are environments by name, and not keys of a section."""
     is_section = values.keys() & {field.name for field in fields(EnvironmentConfig)}
     return not is_section and all(":" in str(value) for value in values.values())
 
@@ -186,7 +186,7 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
 
 
 def _is_preset(setting: Override, recipe: Recipe[Any]) -> bool:
-    """Return whether it is `algorithm=grpo`; `algorithm={...}` sets keys of that section."""
+    """Return whether a setting names a preset (`algorithm=grpo`, but not `algorithm={...}`)."""
     return setting.key_or_group in recipe.groups and not isinstance(setting.value(), dict)
 
 
@@ -304,7 +304,7 @@ def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:
 
 
 def left_out_of(tree: DictConfig, keys: Sequence[str], recipe: Recipe[Any]) -> set[str]:
-    """Return the keys of a composed tree that its run does not read; none if that is unknown.
+    """Return the keys of a composed tree that its run does not read; none if this is unknown.
 
     Conditions may import the user's losses and estimators.
     """

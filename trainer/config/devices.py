@@ -1,4 +1,4 @@
-"""The devices that a run plans with: this machine's, or those of `trainer.simulate`."""
+"""Devices for a run's plan: this machine's, or those of `trainer.simulate`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Devices:
     card: str = ""
     """The simulated GPU."""
     gib: float | None = None
-    """Its memory."""
+    """The memory of the simulated GPU."""
 
     @property
     def bytes(self) -> int | None:

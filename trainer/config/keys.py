@@ -23,7 +23,7 @@ KINDS: Mapping[Any, str] = {
     str: "a text",
     bool: "true or false",
 }
-"""Type of a key -> its values in words."""
+"""A key's type -> the description of its values."""
 _keys_of: dict[type, Mapping[str, Key]] = {}
 """Schema -> its keys, as a cache."""
 
@@ -45,7 +45,7 @@ class Key:
 
     @property
     def leaf(self) -> str:
-        """Its name in that section."""
+        """The key's name in its section."""
         return self.name.rpartition(".")[2]
 
     @cached_property
@@ -116,7 +116,7 @@ class Key:
 
     @property
     def rules_in_words(self) -> str:
-        """The key's rules on one line: values, when it is read, if it may change, verl's name."""
+        """The key's rules on one line: values, condition, whether it may change, verl's name."""
         words = [self.allowed]
         if self.rules.read_when:
             conditions = " and ".join(condition.says for condition in self.rules.read_when)
@@ -199,7 +199,7 @@ def field_docs(schema: type, prefix: str = "") -> dict[str, str]:
 
 
 def path_to(schema: type, name: str) -> list[Key]:
-    """Return the sections around a dotted key, the outermost first, and the key.
+    """Return the sections around a dotted key, outermost first, and the key.
 
     For a user's name, such as `role_mapping.judge`, the last is the key that takes it.
     """
@@ -209,7 +209,7 @@ def path_to(schema: type, name: str) -> list[Key]:
 
 
 def leaves_of(config: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield every key that is no section, with the object of its section."""
+    """Yield every key that is not a section, with the object of its section."""
     for key in leaf_keys(type(config)):
         yield key, read(config, key.section)
 
@@ -231,12 +231,12 @@ def leaves_of_items(config: Any) -> Iterator[tuple[Key, Any]]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that a key with `KeyRules.arguments_of` takes, as keys below it, by name."""
+    """Arguments of registered entries, as keys below a key with `KeyRules.arguments_of`."""
 
     kind: str
     """Kind of the registry, such as "policy loss"."""
     taken: Mapping[str, Key]
-    """The keys of the entry that the section names."""
+    """The keys of the entry that the section selects."""
     known: Mapping[str, Key]
     """The keys of all registered entries."""
 

@@ -30,7 +30,7 @@ Placements = Mapping[str, Mapping[str, Sequence[str]]]
 
 @dataclass(frozen=True, eq=False)
 class Recipe(Generic[C]):
-    """The facts about a recipe that are needed to compose and check a configuration."""
+    """Declares what the configuration needs to know of a recipe: schema, YAML, roles and checks."""
 
     name: str
     """The recipe in messages and on the command line; its schema is `<name>_schema` in YAML."""
@@ -53,7 +53,7 @@ class Recipe(Generic[C]):
         config,
         (),
     )
-    """Returns the configuration with values derived from the whole of it, and notices to show.
+    """Returns the configuration with derived values, and notices to show.
 
     It gets the keys that the user set, and runs before the checks.
     """
@@ -77,7 +77,7 @@ class Recipe(Generic[C]):
 
     @property
     def groups(self) -> list[str]:
-        """The groups of presets: `placement`, and every folder of YAML next to the recipe's own."""
+        """Groups of presets: `placement`, and every folder of YAML next to the recipe's file."""
         files = (path for folder in self._own_and_shared for path in folder.glob("*/*.yaml"))
         return sorted({"placement", *(path.parent.name for path in files)})
 

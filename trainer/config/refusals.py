@@ -122,7 +122,7 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
 
 
 def _key_above(name: str, recipe: Recipe[Any]) -> Key | None:
-    """Return the key with a value that a name continues, such as `rewards` in `rewards.name`."""
+    """Return the key whose name begins the given name, such as `rewards` in `rewards.name`."""
     known = keys_by_name(recipe.schema)
     while "." in name:
         name = name.rpartition(".")[0]

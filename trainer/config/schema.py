@@ -1,4 +1,4 @@
-"""The part of the configuration that every recipe has: the run, its cluster, its pools and roles.
+"""Base configuration of all recipes: the run, its cluster, its pools and roles.
 
 A recipe extends `RunConfig` with its own sections (PPO's are in `trainer.ppo.config`). The
 dataclasses declare every default and, by `key`, every rule of one field; a YAML file contains only
@@ -162,13 +162,13 @@ class PoolResources(Section):
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """cpu keeps the pool off the GPUs; auto is `trainer.device`."""
     cpus: float | None = key(None, above=0, read_when=ON_RAY)
-    """CPUs of a process; null takes `cpus_per_process`."""
+    """CPUs per process; null takes `cpus_per_process`."""
     gpus: float | None = key(
         None, above=0, at_most=1, hint="as a process computes on one GPU", read_when=ON_RAY
     )
-    """Share of a GPU of a process; null takes a whole one."""
+    """GPUs per process, such as 0.5; null takes a whole GPU."""
     resources: dict[str, float] = key(factory=dict, allows="resource: amount", read_when=ON_RAY)
-    """Custom resources of Ray's that a process takes."""
+    """Ray's custom resources per process."""
 
 
 HAS_FAULTS = When(
@@ -257,7 +257,7 @@ class RunConfig(Section):
         return frozenset()
 
     def has_own_processes(self, pool: str, world_size: int) -> bool:
-        """Return whether the pool has processes apart from the driver's."""
+        """Return whether the pool has its own processes, separate from the driver's."""
         return not self.is_inline(pool, world_size)
 
     def is_inline(self, pool: str, world_size: int) -> bool:
@@ -270,5 +270,5 @@ class RunConfig(Section):
         return self
 
     def kind_of(self, role: str) -> str:
-        """Return the role that this one is a copy of, if a recipe has several of a kind."""
+        """Return the role that this role copies, if a recipe has several roles of a kind."""
         return role

@@ -85,7 +85,7 @@ def jobs_of(settings: Sequence[str]) -> list[list[str]]:
 
 
 def flat_settings(schema: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value; the dict of a section has keys, any other dict is a value.
+    """Return dotted key -> value; a section's dict holds keys, any other dict is a value.
 
     A name may be dotted: `**{"optim.lr": 1e-5}`.
     """

@@ -1,4 +1,4 @@
-"""From a composed configuration to a run's configuration: `settle`, a pure function.
+"""Settle a composed configuration into a run's configuration: `settle`, a pure function.
 
     config, notices = settle(recipe, composed, keys)
 
@@ -30,13 +30,13 @@ from verl_like.registry import load_object
 from workers.config.rollout import RolloutConfig
 
 SEQUENCES_ON_GPUS, BUCKET_MB_ON_GPUS = 1024, 512.0
-"""Defaults of `max_num_seqs` for vLLM and of the buckets of weights, where devices are GPUs."""
+"""Defaults on GPUs of vLLM's `max_num_seqs` and of the size of weight buckets."""
 
 
 def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
     """Return the read-only configuration of the run, and notices to show.
 
-    `keys` are those that the user set. A key that this run does not read gets a notice and its
+    `keys` are the keys that the user set. A key that this run does not read gets a notice and its
     default value, so that it cannot have an effect anywhere. Roles that cannot work are errors.
     """
     unused: dict[str, list[str]] = {}
@@ -215,7 +215,7 @@ def _weight_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
-    """Give each one, and each further one to the smallest by weight, or to the first of equals."""
+    """Distribute devices: one each, and every further one to the smallest by weight."""
     shares = [1] * len(weights)
     for _ in range(total - len(shares)):
         shares[min(range(len(shares)), key=lambda i: shares[i] / weights[i])] += 1

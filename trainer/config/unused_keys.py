@@ -1,4 +1,4 @@
-"""Keys that are valid, but that this run does not read.
+"""Valid keys that this run does not read.
 
 A key declares at its field when it is read (`read_when`). A condition of a section covers all its
 keys. A key that the user set and that this run does not read is a notice, never an error, because

@@ -76,7 +76,7 @@ class DataConfig(Section):
 
 @dataclass(kw_only=True)
 class ValidatingTrainerConfig(TrainerConfig):
-    """The section `trainer` of a recipe that validates on `data.val_files`."""
+    """Section `trainer` of a recipe that validates on `data.val_files`."""
 
     test_freq: int = key(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
     """Steps between validations. 0: only after the last step; -1: never."""

@@ -1,7 +1,7 @@
 """Rows of parquet, CSV and JSONL files, of the hub's data sets, or of the user's own class.
 
-`rows_of_prompts` yields rows of prompts, and `rows_of_files` the rows of recipes that generate
-nothing. `good_rows` converts either, and names a bad row by its file and number.
+`rows_of_prompts` yields rows of prompts, and `rows_of_files` the rows of recipes without
+generation. `good_rows` converts either, and names a bad row by its file and number.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def good_rows(
             if not isinstance(row, dict):
                 raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
             result: T | None = make(where, row)
-        except ConfigError:  # it is about all rows, not about this one
+        except ConfigError:  # the error is about all rows, not about this row
             raise
         except ValueError as problem:
             if on_bad_row != "skip":
@@ -202,7 +202,7 @@ def names_of(files: str | int | Sequence[str] | None) -> list[str]:
 
 
 def check_files(config: DataConfig) -> None:
-    """Raise an error for a file that is not there, before anything is read."""
+    """Raise an error for a missing file, before anything is read."""
     if config.custom_cls.path:
         return  # the class defines the meaning of its names
     for setting in ("train_files", "val_files"):

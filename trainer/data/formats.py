@@ -8,7 +8,7 @@ Data sets of the Hugging Face hub come by name, through the library `datasets`:
     hub://openai/gsm8k/main:train       organisation/name, a configuration or folder, a split
     Dahoas/rm-static:test               `hub://` is optional if there is no such file
 
-The library takes a second to import. So files on this machine have readers of their own, which also
+The library takes a second to import. So files on this machine have separate readers, which also
 name a bad row by its line and never guess a column's type.
 """
 
@@ -38,7 +38,7 @@ PARQUET_OF_THE_HUB = "refs/convert/parquet"
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether `name` is a data set of the hub: it says so, or it cannot be a file here."""
+    """Return whether `name` is a data set of the hub, by its prefix or its form."""
     if name.startswith(SCHEME):
         return True
     is_file = name.endswith(FILE_ENDINGS) or Path(name).expanduser().parent.exists()

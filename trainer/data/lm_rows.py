@@ -66,7 +66,7 @@ class EncodedRow(NamedTuple):
 
 
 Encode = Callable[[Row, Any], EncodedRow]
-"""(row, tokenizer) -> its tokens. A ValueError tells how the row is wrong."""
+"""(row, tokenizer) -> its tokens. A ValueError describes what is wrong with the row."""
 
 
 def encode_rows(
@@ -138,7 +138,7 @@ def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
 
 
 def teaches(sides: Sequence[LMRow]) -> bool:
-    """Return whether every side has a token in the loss, and the others differ from the first."""
+    """Return whether every side has a token in the loss, and all differ from the first."""
     first, *others = sides
     has_loss = all(side.in_loss[1:].any() for side in sides)
     return has_loss and not any(np.array_equal(first.ids, side.ids) for side in others)
@@ -165,7 +165,7 @@ def cut_rows(
 ) -> tuple[list[EncodedRow], str]:
     """Return rows with sides of at most `max_length` tokens, and the counts in words.
 
-    A row that then has nothing to learn from is dropped; `lost` names what it lacks. The words call
+    A row that then has no token in the loss is dropped; `lost` names what it lacks. Messages call
     the rows `kind`.
     """
     good: list[EncodedRow] = []
@@ -299,7 +299,7 @@ def _encode_marked(messages: list[Row], tokenizer: Any) -> LMRow:
 
 
 def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Return where each of the assistant's messages begins and ends in the chat's text."""
+    """Return the begin and end of each assistant message in the chat's text."""
     spans = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -5,8 +5,8 @@ An epoch takes its prompts in their order, shuffled, or in the order of a user's
     def hardest_first(num_prompts: int, epoch: int, seed: int) -> Sequence[int]: ...
 
 `data.sampler=my_module.hardest_first` names it. It returns as many positions as there are prompts;
-a position may come twice or not at all. A resumed run calls it again, so the positions may depend
-on nothing but these arguments.
+a position may occur twice or not at all. A resumed run calls it again, so the positions may depend
+only on these arguments.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OTHER_ROWS = (
     "Give the data as it was, or train on this data in another trainer.default_local_dir, from the "
     "weights that `verl-like export` takes out of the checkpoint."
 )
-"""The way out if the rows differ from the rows of the run so far."""
+"""Advice for the case that the rows differ from the rows of the run so far."""
 
 
 def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """Hash tokens, texts and numbers; of other values only the type counts."""
+    """Hash tokens, texts and numbers; other values count only by their type."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         _add(row, digest)

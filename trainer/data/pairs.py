@@ -6,9 +6,9 @@
 
 A row has these columns, and may have a `margin` by which the chosen response is better:
 
-- `prompt`, `chosen` and `rejected`: a prompt with two responses (rm-static's columns);
-- `chosen` and `rejected` as chats, with the prompt's messages in front of both or in `prompt`;
-- `chosen` and `rejected` as texts: whole dialogues with a beginning in common (Anthropic-HH's).
+- `prompt`, `chosen` and `rejected`: a prompt with two responses (rm-static's columns); - `chosen`
+and `rejected` as chats, with the prompt's messages at the beginning of both or in `prompt`; -
+`chosen` and `rejected` as texts: whole dialogues with a common beginning (Anthropic-HH's).
 
 For KTO responses are good or bad on their own (`read_labelled`): a row is a `prompt` with a
 `completion` (or `response`), a text or messages, and a `label`, which is true (or 1) if the
@@ -244,9 +244,9 @@ def _with_mismatched(
 ) -> list[LabelledRow]:
     """Return the rows, each with the response of another row in an order from the seed.
 
-    In this order the rows of a prompt are neighbours. The other row is as many places further as
-    the largest such group has rows, so its prompt differs, unless more than half of the rows have
-    the same prompt.
+    In this order the rows of a prompt are neighbours. The other row is further away than the size
+    of the largest such group, so its prompt differs, unless more than half of the rows have the
+    same prompt.
     """
     order = np.random.default_rng([seed, len(labelled)]).permutation(len(labelled)).tolist()
     prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labelled]

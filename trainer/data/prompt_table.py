@@ -50,7 +50,7 @@ CACHED_FROM_BYTES = 64 * 2**20
 ROWS_PER_BLOCK = 1000
 """Rows in memory while an entry is written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
-"""An entry that no run has opened for so long is removed."""
+"""An entry that no run has opened for this long is removed."""
 FORMAT = 4
 ROWS, FACTS = "rows.arrow", "facts.json"
 
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
 
 
 def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | None:
-    """Hash all that the tokens depend on; None if these files are not cached."""
+    """Hash everything that the tokens depend on; None if these files are not cached."""
     paths = [Path(name) for name in files]
     if not all(path.is_file() for path in paths):
         return None  # on the hub; or missing, which the reader reports
@@ -92,7 +92,7 @@ def cached_rows(
 
     `columns` are names and Arrow types. `read` yields the values of every row, None for a bad row.
     `facts` is called after the last row and returns facts about all rows, in addition to "num_bad".
-    The result is None if the rows cannot be cached, or if there is no place for a cache.
+    Return None if the rows cannot be cached, or if no folder can hold the cache.
     """
     cache = cache_folder(kind)
     entry = _open(cache / key)
@@ -141,7 +141,7 @@ def _open(folder: Path) -> Entry | None:
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         table = pa.ipc.open_file(pa.memory_map(str(folder / ROWS))).read_all()
-        with contextlib.suppress(OSError):  # it belongs to another user
+        with contextlib.suppress(OSError):  # the folder belongs to another user
             os.utime(folder)
     except (OSError, ValueError, pa.ArrowInvalid) as error:
         logger.warning("%s is damaged and written again (%s)", folder, error)
@@ -218,7 +218,7 @@ class PromptTable:
         return {encoded.dictionary[code].as_py(): number for number, code in first_rows}
 
     def remembered(self, name: str, compute: Callable[[], str]) -> str:
-        """Return `compute()`, a text that depends on the rows and `name`; the entry stores it."""
+        """Return `compute()`, a text about the rows that the entry caches under `name`."""
         if self.folder is None:
             return compute()
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()}.txt"

@@ -17,7 +17,7 @@ OF_A_TEMPLATE = (
     *(TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError, MemoryError),
 )
-"""The errors that a template's own code may raise for unexpected messages."""
+"""Errors that a template's code may raise for unexpected messages."""
 LONGEST_TEXT = 4 * 2**20
 """Characters of a text that is still tokenized: seconds of work, a million tokens or more."""
 

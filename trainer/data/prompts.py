@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
-    """Load the tokenizer of the model folder that the key names; by default eos pads."""
+    """Load the tokenizer of the model folder that the key names; eos pads by default."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, weights=False)
@@ -91,7 +91,7 @@ class PromptSet:
 
     @property
     def data_sources(self) -> set[str]:
-        """The names that choose the rules for rewards."""
+        """Names of the rows' data sources, which select the rule-based rewards."""
         return set(self._table.first_of_sources(self.rows))
 
     @cached_property
@@ -116,12 +116,12 @@ class PromptSet:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the prompts in their order, with what their rewards read."""
+        """Hash of the prompts in order, with the columns that their rewards read."""
         return self._table.remembered(f"digest of rows: {self._cut}", self._digest_of_rows)
 
     @property
     def _cut(self) -> tuple[Any, ...]:
-        """The settings that decide which rows remain, and how long they are."""
+        """Settings that determine which rows remain, and their lengths."""
         config = self._config
         return config.max_prompt_length, config.truncation, config.filter_overlong_prompts
 
@@ -193,7 +193,7 @@ class PromptSet:
 
 
 class PromptRun(Protocol):
-    """The part of a run's configuration that a loader reads."""
+    """Interface of the configuration that a loader reads."""
 
     @property
     def data(self) -> DataConfig:
@@ -285,7 +285,7 @@ class PromptLoader:
 
     @property
     def data_sources(self) -> set[str]:
-        """The data sources of training and validation rows: each needs a reward."""
+        """Data sources of training and validation rows, each of which needs a reward."""
         return {name for prompts in self._sets for name in prompts.data_sources}
 
     @property

@@ -14,12 +14,12 @@ from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.terminal import draw_table, terminal_width
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
-"""The means that are shown; the bootstrap's deviations are only in metrics.jsonl."""
+"""The metrics in the printed table; standard deviations are only in metrics.jsonl."""
 AGENTS = "val-aux/agents/"
 
 
 class Evaluation(SamplingOnlyTrainer):
-    """Drives the role `rollout`, and reward models, once through all prompts."""
+    """Samples all prompts once with the role `rollout`, and scores the samples."""
 
     config: EvaluationConfig
     stages = ("gen",)

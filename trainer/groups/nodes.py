@@ -21,7 +21,7 @@ from verl_like.placement.pools import Node, ProcessNeeds
 
 
 def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
-    """Return what a process of every pool takes, by `pool_resources` or the run's keys."""
+    """Return the resources per process of every pool, by `pool_resources` or the run's keys."""
     needs = {}
     for pool in config.resource_pool_spec:
         section = config.pool_resources.get(pool, PoolResources())

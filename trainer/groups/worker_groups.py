@@ -1,4 +1,4 @@
-"""From a placement to running worker groups: roles, backends, and the lifetime of the processes.
+"""Start worker groups from a placement: roles, backends, and the lifetime of the processes.
 
     with WorkerGroups(config) as groups:
         print(groups.placement)
@@ -55,7 +55,7 @@ class PoolStarter:
                 )
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
-        """Return whether the pool has processes apart from the driver's."""
+        """Return whether the pool has its own processes, separate from the driver's."""
         return self.config.has_own_processes(plan.name, plan.world_size)
 
     def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
@@ -96,7 +96,7 @@ class PoolStarter:
             pool.release()
 
     def _ray_pool(self, plan: PoolPlan) -> RayResourcePool:
-        """Return the places of a pool: for a restart the same ones, unless they were released."""
+        """Return the places of a pool; a restart reuses them unless they were released."""
         from verl_like.backends.ray import RayResourcePool
 
         if plan.name not in self._ray_pools:
@@ -205,14 +205,14 @@ class WorkerGroups:
         self._fused = {name: self._fused[name] for name in self.placement.pools}
         for name, group in self._fused.items():
             self._groups.update(group.spawn(self._roles(name)))
-        # callers iterate over roles in the order in which they are constructed, whatever the
-        # order of the pools, because a role may compute with another's module
+        # callers iterate over roles in the order of construction, not of pools, because a role may
+        # compute with another role's module
         self._groups = {role: self._groups[role] for role in self._in_order(self._groups)}
         self._new_roles.update(self._groups)
         self._watch_each_other()
 
     def restart(self, pool: str) -> None:
-        """Restart the processes of one pool on its places, while other pools go on.
+        """Restart the processes of one pool on its places, while other pools continue.
 
         A lost node is replaced by another, or `NoRoomError` is raised. The pool's remaining
         processes are ended, so calls that wait for them fail. The roles are only constructed, and
@@ -241,7 +241,7 @@ class WorkerGroups:
 
     def _leave_lost_nodes(self, pool: str) -> bool:
         """Plan a pool that has lost a node on other nodes; return whether the plan has changed."""
-        with self._planning:  # so a second pool that moves knows where the first went
+        with self._planning:  # so that a second pool that moves sees the new nodes of the first
             before = self.placement
             self.placement = without_lost_nodes(self.config, before, pool)
         if self.placement.pools[pool] == before.pools[pool]:
@@ -285,7 +285,7 @@ class WorkerGroups:
         return list(by_key.values())
 
     def lost_pools(self, seconds: float) -> dict[str, str]:
-        """Return pools with a process that is gone, or does not answer in its turn in time -> why.
+        """Return the pools with a process that is gone or does not answer in time -> the reason.
 
         Afterwards the other pools have no call in progress.
         """

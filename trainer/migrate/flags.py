@@ -1,4 +1,4 @@
-"""The flags of a foreign command, and tables and rules that say what they become.
+"""Flags of a foreign command, and the tables and rules that translate them.
 
     flags = GivenFlags(Table("trl", "all", "sft"), as_flags(words), "TRL's sft has no field")
     flags.becomes("zero_stage", {"actor_rollout_ref.actor.strategy": "fsdp"})     # a rule in code
@@ -27,15 +27,11 @@ given is its `default` or None. A name may hold `*`. A row may also have:
 Rules take several flags together. They are the list `rules` of a section and apply before the rows,
 in their order, each only if the expression `when` holds. A rule may have:
 
-    let         name -> expression, for this rule and all later ones
-    set         settings, as a row has them
-    of          flags that become these settings where they are given
-    told        what becomes these settings, if it is no flag
-    theirs      their default: the settings hold as well if none of the flags is given
-    row         a flag that its row translates at this point
-    drop        keys that this rule deals with; a name may hold `*`
-    dropped     what to say of each of them
-    always, absent, refused, error      a line with values in braces
+    let name -> expression, for this rule and all later ones set settings, as a row has them of
+    flags that become these settings where they are given told what becomes these settings, if it is
+    no flag theirs their default: the settings hold as well if none of the flags is given row a flag
+    that its row translates at this point drop keys that this rule deals with; a name may hold `*`
+    dropped what to say of each of them always, absent, refused, error a line with values in braces
 """
 
 from __future__ import annotations
@@ -155,7 +151,7 @@ class Table:
                 if names != "rules":
                     self.rows |= dict.fromkeys(names.split(), Row.of(facts))
         self.older = {row.new: name for name, row in self.rows.items() if row.new}
-        """Later spelling -> name."""
+        """A newer spelling of a flag -> its name in the table."""
 
     def find(self, name: str) -> Row | None:
         """Return the row of that name, or of a pattern that matches the name."""
@@ -173,7 +169,7 @@ def read_table(system: str) -> dict[str, Any]:
 
 
 class GivenFlags:
-    """The flags of one command by the names of the table, and their translation so far."""
+    """Flags of one command, by the names of the table, and their translation so far."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The loss and estimator of a migrated command next to the original framework's own functions."""
+"""Compare the loss and estimator of a migrated command with the original framework's functions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REASONS: Mapping[str, Callable[[Batch], bool]] = {
 
 
 def prove(system: str, done: Translation) -> str:
-    """Return on how many batches both are equal, or the key that makes them differ."""
+    """Describe on how many batches both are equal, or which key makes them differ."""
     if system not in foreign.VERSIONS:
         return f"Proof: {system} has no functions that can be called by themselves"
     config: Any = composed(done)
@@ -109,7 +109,7 @@ OURS = {"sft": (_sft, "sft"), "reward-model": (_reward, "reward"), "dpo": (_pref
 def _compared(
     make: Callable[[Any], Subject], section: Any, name: str, fields: Mapping[str, Any]
 ) -> str:
-    """Return how two functions compare, and which change of one key would make them equal."""
+    """Compare two functions, and describe which change of one key would make them equal."""
     most, first, is_explained = _compare(make(section), name, fields)
     if is_explained:
         return first
@@ -128,7 +128,7 @@ def _compared(
 
 
 def _compare(ours: Subject, name: str, fields: Mapping[str, Any]) -> tuple[int, str, bool]:
-    """Return on how many batches two functions are equal, in words, and whether no key helps."""
+    """Describe on how many batches two functions are equal; also return whether no key helps."""
     theirs = foreign.subject_of(name, ours.kind, **fields)
 
     def as_theirs(subject: Subject, batch: Batch) -> Pairs:

@@ -45,10 +45,9 @@ CONTINUATION = re.compile(r"\\[ \t]+(?:#[^\n]*)?(?:\n|\Z)")
 """A backslash before blanks or a comment at the end of a line, which bash does not continue."""
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 MARKED = re.compile("\2[$](\\w+)\3")
-"""The value that the script sees of a variable that stays a variable; no other `$` looks like
-it."""
+"""Value that the script sees for a variable that stays a variable; no other `$` looks like it."""
 MARKED_BY_BASH = re.compile(r"\$'\\002(\$\w+)\\003([^']*)'")
-"""The same as bash prints it."""
+"""`MARKED` as bash prints it."""
 REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 OF_BASH = frozenset(
     """
@@ -61,7 +60,7 @@ OF_BASH = frozenset(
 
 
 def record(source: str, arguments: Sequence[str] = ()) -> Recording:
-    """Return what a script, or the text of one, runs in this folder with these arguments."""
+    """Return the commands that a script, or its text, runs in this folder with these arguments."""
     folder, raw = os.getcwd(), source_text(source)
     text, name = CONTINUATION.sub("\\\n", raw), "command.sh"
     if raw is not source:
@@ -114,8 +113,8 @@ def source_text(source: str) -> str:
 def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return variables that are never set: names that can stay `$NAME`, and names that cannot.
 
-    If a script tests whether a variable is set, or computes with it, it gets no `$NAME` for it.
-    Keys and tokens stay variables although they are set.
+    A variable that a script tests or computes with does not stay `$NAME`. Keys and tokens stay
+    variables although they are set.
     """
     code = re.sub(r"(?m)^\s*#.*", "", script)
     references, others = list[str](), list[str]()

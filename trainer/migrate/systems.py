@@ -1,4 +1,4 @@
-"""Translate commands of other systems. Settings that their run does not read are left out.
+"""Translate commands of other frameworks, without the settings that the run does not read.
 
 for done in migrate("verl", "run.sh"):
     print(done.command())
@@ -100,7 +100,7 @@ RECIPES: Mapping[str, Recipe[Any]] = {
 def migrate(
     system: str, source: str | Sequence[str], arguments: Sequence[str] = ()
 ) -> list[Translation]:
-    """Return every training that a script runs, or of one command, as settings that compose.
+    """Return the settings of every training that a script, or one command, starts.
 
     `source` is a file, a text, or a list of words; `arguments` are the script's.
     """
@@ -137,7 +137,7 @@ def migrate(
 
 
 def _tell_of_script(done: Translation, command: Command, recording: Recording) -> None:
-    """Add what the script contributes to a command."""
+    """Add the variables and notices of the script to a command's translation."""
     done.variables = [*done.variables, *recording.variables]
     done.source = command.words
     for name, value in sorted(command.environment.items()):
@@ -153,7 +153,7 @@ def _tell_of_script(done: Translation, command: Command, recording: Recording) -
 
 
 def _is_a_rest(command: Command) -> bool:
-    """Return whether it has settings or flags without a program, as after a missing backslash."""
+    """Return whether a command has settings but no program, as after a missing backslash."""
     return command.words[0].startswith("--") or verl.is_setting(command.words[0])
 
 
@@ -169,7 +169,7 @@ def _nothing_trains(programs: str, recording: Recording) -> str:
 
 
 def _finished(done: Translation) -> Translation:
-    """Leave out what nothing reads; reject what is another experiment or does not compose."""
+    """Drop unread settings; reject a different experiment or an invalid configuration."""
     if done.refused:
         lines = "\n  ".join(done.refused)
         raise ConfigError(
@@ -191,7 +191,7 @@ def _finished(done: Translation) -> Translation:
 
 
 def composed(done: Translation) -> RunConfig:
-    """Return the configuration, with a stand-in for variables in texts, without others."""
+    """Return the configuration; variables in texts get a stand-in, other variables are left out."""
     recipe = RECIPES[done.program]
     texts = {key.name for key in config_keys(recipe.schema) if _is_text(key)}
     names = "|".join(map(re.escape, done.variables)) or "(?!)"

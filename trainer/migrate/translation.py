@@ -1,4 +1,4 @@
-"""The translation of a foreign command line: our settings, and a line about every flag."""
+"""The translation of a foreign command line: this project's settings, and a line per flag."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from verl_like.terminal import fit
 
 @dataclass
 class Translation:
-    """Our settings, and the outcome of each flag."""
+    """This project's settings, and the outcome of each flag."""
 
     program: str = "ppo"
-    """Our command."""
+    """This project's command."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Prefix of a key as the rules write it -> its prefix in the recipe of this command."""
     settings: dict[str, str] = field(default_factory=dict)
@@ -33,11 +33,11 @@ class Translation:
     unread: list[str] = field(default_factory=list)
     """Settings that nothing would read in that run, which are left out of the command."""
     always: list[str] = field(default_factory=list)
-    """Flags that ask for something that always holds here."""
+    """Flags that request something that always holds in this project."""
     absent: list[str] = field(default_factory=list)
     """Flags without a counterpart, with what to do instead; the experiment is the same."""
     refused: list[str] = field(default_factory=list)
-    """Flags without which the experiment would be another one, so there is no translation."""
+    """Flags whose absence would change the experiment, so there is no translation."""
     environment: list[str] = field(default_factory=list)
     """`NAME=value` that the script sets for the run."""
     notices: list[str] = field(default_factory=list)
@@ -47,10 +47,10 @@ class Translation:
     given: Mapping[str, str] = field(default_factory=dict)
     """The command's own flags or keys, with their values."""
     source: Sequence[str] = ()
-    """The words of the command that this translates."""
+    """The words of the translated command."""
 
     def rename(self, told: str, settings: Mapping[str, Any]) -> None:
-        """Translate a flag that the user gave, `told` with its value, to these settings."""
+        """Translate a flag of the user, described by `told`, to these settings."""
         ours = self._placed(settings)
         self.settings |= ours
         for key in ours:
@@ -59,20 +59,20 @@ class Translation:
             self.renamed.append(f"{told} -> {', '.join(f'{k}={v}' for k, v in ours.items())}")
 
     def default(self, flag: str, value: Any, settings: Mapping[str, Any]) -> None:
-        """Set a default of theirs that differs from ours, unless the user set the key."""
+        """Set a default of the other framework, unless the user set the key."""
         for key, text in self._placed(settings).items():
             if key not in self.settings:
                 self.settings[key] = text
                 self.defaults[key] = f"{flag} is {value} there"
 
     def leave_out(self, key: str, reason: str) -> None:
-        """Drop a setting that nothing reads; a default of theirs is dropped without a line."""
+        """Drop a setting that nothing reads; a default of the other framework gets no line."""
         value = self.settings.pop(key)
         if self.defaults.pop(key, None) is None:
             self.unread.append(f"{key}={value}: {reason}")
 
     def overrides(self) -> list[str]:
-        """The settings as `load_config` takes them."""
+        """The settings, as arguments of `load_config`."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
     def command(self) -> str:
@@ -127,7 +127,7 @@ def shell_word(word: str, variables: Collection[str]) -> str:
 
 def as_setting(text: str) -> str:
     """Return the text for the parser of settings, quoted if necessary."""
-    if text.startswith("$(("):  # the shell computes it
+    if text.startswith("$(("):  # the shell computes the value
         return text
     try:
         if not parse(f"x={text}").is_sweep_override():

@@ -94,7 +94,7 @@ def read_yaml(text: str) -> Translation | None:
 
 
 def _is_program(name: str, words: Sequence[str]) -> bool:
-    """Return whether it is a command of `trl`, or a module, script or file of TRL's."""
+    """Return whether a command is `trl`, or a module, script or file of TRL."""
     if words[0].rpartition("/")[2] == "trl":
         return name in PROGRAMS
     is_file = any(word.endswith(f"{last_name(name)}.py") for word in words)

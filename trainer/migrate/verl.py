@@ -26,7 +26,7 @@ ONE_STEP_OFF, FULLY_ASYNC = "*one_step_off_policy*main_ppo", "*fully_async_main"
 BY_KEYS = ("*main_ppo", "*main_ppo_split", "*main_dapo", "*main_entropy", ONE_STEP_OFF, FULLY_ASYNC)
 """Drivers whose experiment is defined by their keys."""
 OTHERS = ("verl.*main_*", "recipe.*main_*")
-"""Drivers with code of their own."""
+"""Drivers with their own code."""
 SETTING = re.compile(r"\+{0,2}(?P<key>[\w./@-]+)=(?P<value>.*)", re.S)
 """A setting that may hold variables of the shell, which no parser of settings reads."""
 WITH_IMAGES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vision|llava|omni|internvl)(?![a-z])")
@@ -41,7 +41,7 @@ MODULES = {
 
 
 def translate(command: Command) -> Translation | None:
-    """Our settings, and a line on every key that is not the same; None if this is no training."""
+    """Return our settings and a line on every changed key; None if the command does not train."""
     words = command.words
     match = find_program(words, lambda name: _fits(name, *SFT, *BY_KEYS, *OTHERS))
     if match is None:

@@ -1,6 +1,6 @@
-"""Plan asynchronous runs on GPUs: the GPUs that train, and the generators that generate.
+"""Plan asynchronous runs on GPUs: the trainer's GPUs, and the generators.
 
-The trainer's roles share one pool, and all generators are alike. The seconds of a step are
+The trainer's roles share one pool, and all generators have the same size. The seconds of a step are
 simulated from the seconds of its phases (`trainer.planner.simulate`).
 """
 
@@ -20,7 +20,7 @@ from trainer.planner.simulate import Phases, Setup, bottleneck, setup_of, simula
 from verl_like.errors import ConfigError
 
 NUM_STEPS = 30
-"""Steps of a simulation: enough that the first steps, without overlap, count little."""
+"""Steps of a simulation: enough to make the first steps, without overlap, negligible."""
 NUMS_OF_GENERATORS = (1, 2, 4, 8)
 
 

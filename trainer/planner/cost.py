@@ -38,7 +38,7 @@ class Device:
     flops: float
     """Operations in dense bfloat16 products."""
     memory: float
-    """Bytes from its memory."""
+    """Bytes from the GPU's memory."""
     link: float
     """Bytes to another GPU of its node, one way."""
     network: float
@@ -46,7 +46,7 @@ class Device:
 
     @property
     def bytes(self) -> int:
-        """Size of its memory."""
+        """Bytes of the GPU's memory."""
         return int(self.gib * 2**30)
 
 
@@ -78,7 +78,7 @@ def data_sheet(name: str) -> Device | None:
 
 
 def device_of(name: str, numbers: dict[str, Any]) -> Device:
-    """Return the GPU of this name; the user's `numbers` replace the data sheet's."""
+    """Return the GPU with this name; the user's `numbers` replace the data sheet's."""
     device = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if device is not None:
         return replace(device, **numbers)
@@ -93,9 +93,9 @@ def device_of(name: str, numbers: dict[str, Any]) -> Device:
 
 
 FLOPS_REACHED = 0.5
-"""Share of a GPU's operations: prime-rl reports it for updates of Qwen3-4B on eight H100s."""
+"""Share of the peak operations that passes reach, from prime-rl's updates of Qwen3-4B on H100s."""
 BYTES_REACHED = 0.7
-"""Share of the bytes of memory and links."""
+"""Share of the peak bandwidth of memory and links that a call reaches."""
 CALL_S = 0.2
 """Overhead of each call in seconds, in addition to its passes."""
 DECODE_LAYER_S = 60e-6
@@ -148,7 +148,7 @@ class ModelCost:
         )
 
     def read_by(self, num_tokens: float) -> float:
-        """Return the weights that a number of tokens read, including only experts that they use."""
+        """Return the number of weights that these tokens read; of experts, only those they use."""
         read: float = 1 - (1 - self.expert_share) ** num_tokens
         return self.active + (read - self.expert_share) * self.in_experts
 
@@ -294,7 +294,7 @@ def decode_seconds(
 
 
 def sync_seconds(model: ModelCost, gpus: Gpus, is_shared: bool) -> float:
-    """Return the seconds until engines on these GPUs have new weights.
+    """Return the seconds of a weight sync to engines on these GPUs.
 
     On the trainer's GPUs, each GPU fetches the shards that it lacks. Other GPUs fetch all weights
     from another node.

@@ -41,7 +41,7 @@ from workers.training.parts import check_axes
 SIZES = (2, 4, 8)
 """Sizes of a parallel axis that are tried."""
 WORTH_A_KEY = 0.01
-"""Seconds that a key must save before it is changed."""
+"""Seconds per step that a changed key must save."""
 PLACING = ("placement", "resource_pool_spec", "role_mapping")
 """Keys that place roles, which the plan sets."""
 LONG = 8192
@@ -118,7 +118,7 @@ class Job(ABC):
 
     @property
     def least(self) -> tuple[float, ...]:
-        """Seconds of every stage that the driver needs, in parallel with the roles."""
+        """Seconds of every stage in which the driver itself works, in parallel with the roles."""
         return ()
 
     # ------------------------------------------------------------------ placements
@@ -192,7 +192,7 @@ class Job(ABC):
         return config
 
     def rejection(self, placement: PlannedPlacement) -> str | None:
-        """Return the error of a run with these keys; None if it would start."""
+        """Return the error of a run with these keys; None if the run would start."""
         try:
             config = self.configured(placement)
             nominal_placement(config)
@@ -207,7 +207,7 @@ class Job(ABC):
         return self.memories(config), devices_of(config.trainer)
 
     def check(self) -> None:
-        """Raise if the user places roles, or sets axes that a model cannot have."""
+        """Raise if the user places roles, or sets axes that a model does not support."""
         placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACING]
         if placing:
             raise ConfigError(f"{placing[0]}: the plan chooses where roles run; leave the key out.")
@@ -260,7 +260,7 @@ class Job(ABC):
             yield Layout(role, tuple(seconds.values()), memory, words)
 
     def _choices(self, role: str, axes: Sequence[Keys]) -> Iterator[Keys]:
-        """Yield the keys of every layout to try; those that the user has set stay."""
+        """Yield the keys of every layout to try; the user's keys keep their values."""
         model = self.models[role]
         again = f"{model.key.removesuffix('.path')}.enable_gradient_checkpointing"
         fsdp = f"{model.section or model.key.removesuffix('.path')}.fsdp_config"
@@ -311,7 +311,7 @@ class Job(ABC):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def _axes_error(self, role: str, dims: ParallelDims) -> ConfigError | None:
-        """Return the model's error for these axes; None if it can have them."""
+        """Return the model's error for these axes; None if they are supported."""
         model = self.models[role]
         schedule = model.sharding.pp_schedule
         try:
@@ -321,7 +321,7 @@ class Job(ABC):
         return None
 
     def _check_axes(self, role: str, dims: ParallelDims) -> None:
-        """Raise if the model cannot have these axes."""
+        """Raise if the model does not support these axes."""
         shard = dims.shard if dims.ep > 1 else 1
         of_model = ParallelDims(tp=dims.tp, sp=dims.sp, pp=dims.pp, ep=dims.ep, shard=shard)
         if of_model != ParallelDims() and (error := self._axes_error(role, of_model)):
@@ -353,7 +353,7 @@ def sizes_of(num_gpus: int, per_node: int) -> list[int]:
 
 
 def _has_few_factors(number: int) -> bool:
-    """Return whether it is a power of two, or three times one."""
+    """Return whether a size is a power of two, or three times a power of two."""
     while number % 2 == 0:
         number //= 2
     return number in (1, 3)

@@ -56,7 +56,7 @@ class PPOJob(Job):
 
     @property
     def least(self) -> tuple[float, ...]:
-        """Seconds of every stage that the driver needs, in parallel with the roles."""
+        """Seconds of every stage in which the driver itself works, in parallel with the roles."""
         return tuple(self.rewards * (stage == "score") for stage in self.stages)
 
     def models_in(self, config: PPOConfig) -> dict[str, HeldModel]:
@@ -135,7 +135,7 @@ class PPOJob(Job):
             return list(self.engines(role, gpus, self.rows(role)))
         candidates = super().layouts(role, num_gpus)
         if role in model_rewards(self.config) and may_rest(self.config, "cuda"):
-            # an engine on its GPUs is awake while it computes, and asleep during other roles' calls
+            # an engine on its own GPUs
             awake = [replace(layout.memory, beside_engine=True) for layout in candidates]
             return [replace(layout, memory=m) for layout, m in zip(candidates, awake, strict=True)]
         return candidates

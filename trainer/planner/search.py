@@ -23,13 +23,13 @@ Seconds = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay out a role on the GPUs of a pool."""
+    """A layout of a role on the GPUs of a pool."""
 
     role: str
     seconds: Seconds
     memory: RoleMemory
     keys: dict[str, str] = field(default_factory=dict, hash=False)
-    """Overrides that set it."""
+    """Overrides that set this layout."""
 
     @cached_property
     def total(self) -> float:
@@ -37,7 +37,7 @@ class Layout:
         return sum(self.seconds)
 
     def beats(self, other: Layout) -> bool:
-        """Return whether it is at least as good in time and memory, and better in one."""
+        """Return whether this layout is at least as good in time and memory, and better in one."""
         mine, others = (
             (layout.total, layout.memory.kept, layout.memory.call) for layout in (self, other)
         )
@@ -69,7 +69,7 @@ class PoolPlan:
 
     @cached_property
     def bytes(self) -> float:
-        """The most bytes on each GPU."""
+        """Maximum bytes on each GPU."""
         roles = [replace(layout.memory, pool="") for layout in self.layouts]
         return pool_bytes(roles)[""]
 
@@ -80,7 +80,7 @@ class PlannedPlacement:
 
     pools: tuple[PoolPlan, ...]
     least: Seconds = ()
-    """Seconds of every stage that the driver needs in parallel."""
+    """Seconds of every stage in which the driver itself works."""
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -109,7 +109,7 @@ class PlannedPlacement:
 
     @property
     def partition(self) -> Hashable:
-        """The groups of roles that share GPUs."""
+        """Groups of roles that share GPUs."""
         return frozenset(tuple(pool.roles) for pool in self.pools)
 
     def limit(self, stages: Sequence[str]) -> str:
@@ -132,7 +132,7 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[Layout, ...] | None:
-    """Choose a layout for every role so that a GPU has room for all; None if none has.
+    """Choose a layout for every role so that a GPU has room for all; None if this is impossible.
 
     Every role starts with its fastest layout. While bytes are missing, the layout changes that
     saves the most bytes per second lost.
@@ -175,8 +175,8 @@ def allocate(
 ) -> PlannedPlacement | None:
     """Return the fastest pools for these groups, with GPUs in proportion to their work.
 
-    A pool has half to four times its share, or otherwise the fewest GPUs that have room. Return
-    None if nothing fits.
+    A pool gets half to four times its share of the GPUs, or otherwise the fewest GPUs with enough
+    room. Return None if nothing fits.
     """
     rooms = [[pool for n in sizes if (pool := lay_out(group, n))] for group in groups]
     if not all(rooms):

@@ -30,7 +30,7 @@ from trainer.report.read import RunData, read_run
 from verl_like.errors import ConfigError
 
 STEPS = 200
-"""Enough steps that the first one, without overlap, does not count."""
+"""Number of steps, so many that the first step, without overlap, is negligible."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Phases:
     score: Sequence[float]
     update: Sequence[float]
     sync: Sequence[float] = (0.0,)
-    """Seconds in which one generator takes one version."""
+    """Seconds in which a generator takes one version of the weights."""
 
     def times(self, generate: float = 1.0, train: float = 1.0, sync: float = 1.0) -> Phases:
         """Return the phases with their seconds times these factors."""
@@ -56,7 +56,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Setup:
-    """The numbers of generators and trainers, and their largest distance."""
+    """The numbers of generators and trainers, and the largest staleness."""
 
     num_generators: int = 1
     num_trainers: int = 1
@@ -64,16 +64,15 @@ class Setup:
     max_staleness: int = 0
     """Versions; 0 is the synchronous run."""
     pieces: int = 0
-    """Pieces of a batch; 0: one per generator."""
+    """Pieces per batch; 0: one per generator."""
     limit: int = 0
     """Pieces that may be queued or in generation at once; 0: limited only by the staleness."""
     weights_at_once: bool = False
     """True if a generator takes new weights during a call, False if only between calls."""
     fixed_share: float = 0.0
-    """Share of generation that fewer rows do not shorten, because the longest response takes it."""
+    """Share of generation time that fewer rows do not shorten, because of the longest response."""
     generators_by_rank: tuple[tuple[int, ...], ...] = ()
-    """The generators of each trainer rank, if each rank has a part of a batch; () if all feed all.
-    """
+    """The generators of each trainer rank, if ranks have separate generators; otherwise ()."""
 
     @property
     def num_pieces(self) -> int:
@@ -82,7 +81,7 @@ class Setup:
         return self.pieces or (len(ranks) * max(map(len, ranks)) if ranks else self.num_generators)
 
     def generators_of(self, place: int) -> Sequence[int]:
-        """Return the generators that may make the piece at this place in a batch."""
+        """Return the generators that may generate the piece at this position of a batch."""
         if not self.generators_by_rank:
             return range(self.num_generators)
         return self.generators_by_rank[place * len(self.generators_by_rank) // self.num_pieces]
@@ -112,15 +111,15 @@ class _Generator:
     free_at = busy = syncing = 0.0
 
     def take(self, version: int, now: float, sync: Sequence[float]) -> float:
-        """Begin to take these weights now, and return when it has them."""
+        """Begin to take these weights now, and return the time when the generator has them."""
         seconds = sync[version % len(sync)]
         self.version, self.syncing = version, self.syncing + seconds
         return now + seconds
 
     def begin(self, allowed: float, published: Sequence[float], sync: Sequence[float]) -> float:
-        """Return when it begins a piece that is allowed at `allowed`, with the newest weights.
+        """Return the time when it begins a piece that may begin at `allowed`.
 
-        It takes every version as soon as it is idle and the version is published.
+        The generator takes every version as soon as it is idle and the version is published.
         """
         now = self.free_at
         while True:
@@ -137,7 +136,8 @@ class _Generator:
 def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction:
     """Simulate the run, piece by piece in the order in which they begin.
 
-    `published[v]` is when the trainer has version v. `taken[v]` is when it begins the step from it.
+    `published[v]` is the time when the trainer has version v, `taken[v]` the time when it begins
+    the step from version v.
     """
     generators = [_Generator() for _ in range(setup.num_generators)]
     published, taken, train_busy = [0.0], list[float](), 0.0
@@ -185,7 +185,8 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
 def bottleneck(phases: Phases, setup: Setup) -> str:
     """Return the main limit of the run: `generators`, `trainer`, `weights` or `staleness bound`.
 
-    Each is made a fifth faster, or the bound one version wider, and the run is simulated again.
+    To find it, each part is made a fifth faster, or the bound one version wider, and simulated
+    again.
     """
     faster = {
         "trainer": (phases.times(train=0.8), setup),
@@ -251,7 +252,7 @@ def setup_of(config: AsyncConfig) -> Setup:
     """Return the setup of the simulation; pieces that a generator begins together count as one."""
     async_training, topology = config.async_training, config.topology
     numbers = {config.pieces_at_once(generator) for generator in range(topology.generators)}
-    at_once = numbers.pop() if len(numbers) == 1 else 1  # one by one is no faster
+    at_once = numbers.pop() if len(numbers) == 1 else 1  # generating them one by one is not faster
     prompts = config.piece_size * at_once
     return Setup(
         num_generators=topology.generators,
@@ -271,7 +272,7 @@ def generators_by_rank(topology: Topology) -> tuple[tuple[int, ...], ...]:
 
 
 def prediction_line(config: AsyncConfig, phases: Phases) -> str:
-    """Describe the seconds per step, the busy shares, and the limit, if phases take as long."""
+    """Describe the predicted seconds per step, the busy shares, and the limit."""
     setup = setup_of(config)
     prediction = simulate(phases, setup)
     shares = {role: f"{states['busy']:.0%}" for role, states in sorted(prediction.shares.items())}

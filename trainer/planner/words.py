@@ -1,4 +1,4 @@
-"""A plan in words: the best placements, their memory, and why others lose."""
+"""The text of a plan: the best placements, their memory, and why others lose."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _speed(job: Job, placement: PlannedPlacement) -> str:
 def _other_partitions(
     job: Job, placements: Sequence[PlannedPlacement], best: Sequence[PlannedPlacement]
 ) -> Iterator[str]:
-    """Yield where every other partition of the roles is slower."""
+    """Yield a line on why each other partition of the roles is slower."""
     shown = {placement.partition for placement in best}
     for placement in placements:
         if placement.partition not in shown:
@@ -136,7 +136,7 @@ def _other_partitions(
 
 
 def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
-    """Yield how fast layouts with other values of a key are, or how large the smallest is."""
+    """Yield a line on each other value of a key: its speed, or the memory that it needs."""
     shown = {key for placement in best for key in layout_keys(placement)}
     layouts: dict[str, list[Layout]] = {}
     for layout in job.layouts(job.roles[0], best[0].pools[0].gpus):

@@ -68,7 +68,7 @@ def reject(config: PPOConfig) -> None:
 
 
 def rejections(config: PPOConfig) -> Iterator[str]:
-    """Yield an error text for every setting that cannot work, cannot teach, or has no effect."""
+    """Yield an error text for every setting that cannot work or has no effect."""
     yield from _of_data(config)
     yield from _of_mini_batches(config)
     yield from _of_passes(config)
@@ -105,7 +105,7 @@ def _of_data(config: PPOConfig) -> Iterator[str]:
 def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
     """Check that the prompts of every step, including the last, divide into whole mini-batches.
 
-    Fewer prompts than a mini-batch form a mini-batch of their own.
+    Fewer prompts than a mini-batch form a separate mini-batch.
     """
     total, prompts = config.data.train_batch_size, config.data.total_prompts
     sizes = {
@@ -207,10 +207,10 @@ def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
 
 
 def _of_samples(config: PPOConfig) -> Iterator[str]:
-    """Check that samples which are compared with each other are several, and differ."""
+    """Check that compared samples are several, and can differ."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     name = algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for the user's own
+    estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for a user's function
     compares_samples = estimator is not None and needs_groups(estimator)
     if rollout.n < 2 and compares_samples:
         yield (
@@ -240,7 +240,7 @@ def _of_samples(config: PPOConfig) -> Iterator[str]:
 
 
 def _of_correction(config: PPOConfig) -> Iterator[str]:
-    """Check that a bypass needs no old log-probs and has a loss that it can correct."""
+    """Check that nothing reads old log-probs under a bypass, and that its loss can be corrected."""
     algorithm = config.algorithm
     correction = algorithm.rollout_correction
     if not correction.bypass_mode:
@@ -341,7 +341,7 @@ def _of_loss(config: PPOConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss.loss_mode
     if loss == "luspo" and actor.loss_agg_mode == "seq-mean-token-mean":
-        yield (  # LUSPO is GSPO with lengths that count: a mean over tokens takes them out again
+        yield (  # LUSPO weights GSPO by length, which a mean over tokens would cancel
             f"{LOSS_MODE}=luspo with loss_agg_mode=seq-mean-token-mean is gspo: set "
             "loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
         )

@@ -1,9 +1,9 @@
-"""The driver's entry to advantages: the columns that an estimator reads, and its call.
+"""Call an advantage estimator on the driver, with the columns that it reads.
 
 An estimator is a registered name or the dotted path of a user's function. Its parameters are filled
 by name: the parameters in `SETTINGS` from the configuration, `index` from the column uid, and every
 other parameter without a default from the tensor column of its name (token_level_rewards,
-response_mask, values, reward_baselines, or a column of the user's). `algorithm.args` sets the other
+response_mask, values, reward_baselines, or a user's column). `algorithm.args` sets the other
 keyword-only parameters that have a default.
 """
 
@@ -71,7 +71,7 @@ def check_columns(config: PPOConfig) -> None:
     """
     name = config.algorithm.adv_estimator
     has_user_workers = any(not path.startswith("workers.") for path in config.role_workers.values())
-    if has_user_workers or has_only_teacher(config):  # and then no advantages are estimated
+    if has_user_workers or has_only_teacher(config):  # then no advantages are estimated
         return
     roles = expand_roles(config.role_mapping)
     models = [rm_column(role) for role in model_rewards(config)]
@@ -154,7 +154,7 @@ def truncated_rows(batch: DataProto) -> Tensor:
 def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:
     """Raise if rewards or values are nan or infinite, and name their samples.
 
-    One such number would spread to every sample that it is compared with.
+    Such a number would spread to every sample of its group or batch.
     """
     for name in ("token_level_rewards", "token_level_scores", "values", "reward_baselines"):
         column = arguments.get(name)

@@ -63,7 +63,7 @@ class FilterGroupsConfig(Section):
 
 @dataclass(kw_only=True)
 class PolicyFiltrationConfig(Section):
-    """PF-PPO: an update draws from the samples of the step by score, with replacement."""
+    """PF-PPO: an update resamples the step's samples by score, with replacement."""
 
     reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
     """Probability of a sample: pow, a power of its absolute score; max_min, only the highest and
@@ -75,7 +75,7 @@ class PolicyFiltrationConfig(Section):
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Section):
-    """From scores to advantages."""
+    """How scores become advantages."""
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
     """Advantage estimator; gae and coati need a critic."""
@@ -201,7 +201,7 @@ class PPOConfig(RunConfig, WorkersConfig):
         return 1
 
     def of_role(self, role: str) -> PPOConfig:
-        """Return the configuration for this role's workers: this one."""
+        """Return this configuration, which all roles share."""
         return self
 
     def reads_in(self, role: str) -> str:

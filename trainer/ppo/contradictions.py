@@ -1,4 +1,4 @@
-"""Combinations of keys that train, but not as the keys say: warnings with names.
+"""Named warnings about keys that work together, but not as a reader would expect.
 
 Each warning begins with its name, as in `warning kl-twice: …`. Properties of an algorithm, such as
 that it has no ratio, are declared at its function by the decorators of its registry. A setting that
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 ACTOR = "actor_rollout_ref.actor"
 WIDEST_RANGE_OF_SEQUENCES = 0.05
-"""A mean of many log-ratios almost never leaves a range wider than this."""
+"""Widest clip range of a sequence's ratio that has an effect: mean log-ratios rarely exceed it."""
 
 
 def log_warnings(config: PPOConfig) -> None:
@@ -37,7 +37,7 @@ def warnings_of(config: PPOConfig) -> Iterator[tuple[str, str]]:
 def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    entry = POLICY_LOSSES.get(loss)  # None for the user's own
+    entry = POLICY_LOSSES.get(loss)  # None for a user's function
 
     facts = LossFacts() if entry is None else facts_of(entry)
     is_by_token = aggregation in ("token-mean", "token-sum")

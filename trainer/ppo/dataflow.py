@@ -1,4 +1,4 @@
-"""The dataflow of a configuration as a graph: which calls wait for which, and which may overlap.
+"""The graph of a step's calls, for a configuration: dependencies, and calls that may overlap.
 
 Nothing here runs a step: `describe(config)` prints what `PPOTrainer.step` will do with that
 configuration. The edges follow from the columns that calls read and write.
@@ -51,7 +51,7 @@ STAGES = frozenset("step sample draw generate balance score estimate update sync
 
 @dataclass(frozen=True)
 class Node:
-    """One call of a step: its place, the columns that it reads and those that it writes."""
+    """One call of a step: its place, and the columns that it reads and writes."""
 
     stage: str
     name: str
@@ -63,7 +63,7 @@ class Node:
 
     @property
     def place(self) -> str:
-        """The place that runs one call at a time."""
+        """The pool or driver thread that runs one call at a time."""
         return INLINE if self.is_inline else self.pool
 
 
@@ -159,7 +159,7 @@ def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tuple[Node, Node]]:
-    """Return the pairs of nodes of one stage of which neither reads what the other writes."""
+    """Return the pairs of nodes of a stage that do not depend on each other."""
     waits: dict[str, set[str]] = {}
     for node in nodes:
         waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
@@ -186,7 +186,7 @@ def _in_words(group: Sequence[Node], between: str) -> str:
 
 
 def _pairs_in_words(nodes: Sequence[Node], after: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return how independent calls run -> a line for each stage that has such calls."""
+    """Return, by the way in which independent calls run, a line for each stage with such calls."""
     pairs: dict[str, list[tuple[Node, Node]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
     for first, second in side_by_side(nodes, after):
         apart = INLINE if first.is_inline else AT_ONCE

@@ -1,4 +1,4 @@
-"""The third stage: from scores to rewards to advantages.
+"""The third stage: turn scores into rewards, and rewards into advantages.
 
 Scores are clamped and normalised, and the KL to the reference is subtracted. An estimator turns
 them into advantages (`trainer.ppo.compute_advantage`), and a teacher adds its own. The KL in the
@@ -38,7 +38,7 @@ LEARNED = "advantages", "returns"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the stage: its function, and its name and columns for the printed dataflow."""
+    """A part of the stage: its function, with name and columns for the printed dataflow."""
 
     name: str
     reads: Sequence[str]
@@ -107,7 +107,7 @@ class Estimation:
 
 
 class KLController:
-    """The coefficient of the KL in the reward; an adaptive one steers the KL to a target.
+    """The coefficient of the KL in the reward; the adaptive type steers the KL to a target.
 
     It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon. A
     batch larger than the horizon counts as several (arXiv 1909.08593, section 2.2). `value` is its

@@ -124,7 +124,7 @@ def largest_pass(
             most[row.trains] = max(most[row.trains], tokens)
             text_tokens = max(text_tokens, row.trains * row.micro_tokens)
     trained, read = most[True], most[False]
-    if config.kind_of(role) in model_rewards(config):  # a row has one number
+    if config.kind_of(role) in model_rewards(config):  # the role returns one number per row
         return LargestPass(read // width * width, read // width)
     reading = LargestPass(read, round(read * share))
     if not trained:
@@ -201,7 +201,7 @@ def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
 def _share_of_this_machine(config: PPOConfig) -> int | None:
     """Return the bytes that each process of the run may use on a machine without GPUs.
 
-    Return None on a cluster, because the driver's machine says nothing about the others.
+    Return None on a cluster, whose machines may differ from the driver's.
     """
     total = memory_gb("MemTotal:")
     if total is None or (joined_cluster(config) and config.trainer.backend == "ray"):

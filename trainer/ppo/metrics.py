@@ -1,6 +1,6 @@
 """Metrics of the samples of a PPO step, under verl's function and metric names.
 
-Names under `critic/` exist without a critic, too, as in verl: they are about scores, rewards and
+As in verl, names under `critic/` also exist without a critic: they describe scores, rewards and
 advantages.
 """
 
@@ -25,8 +25,8 @@ _SEQUENCE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Return metrics of scores, rewards, advantages, returns, values and lengths of a batch.
 
-    Scores and rewards are sums per sample, over samples that have a response; the others are per
-    response token.
+    Scores and rewards are sums per sample, over samples that have a response; the other metrics are
+    per response token.
     """
     names = ("response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
     columns = read_columns(batch, *names, *(("values",) if use_critic else ()))

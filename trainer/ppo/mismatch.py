@@ -28,7 +28,7 @@ def largest_gap(batch: DataProto) -> float:
 
 @dataclass(frozen=True)
 class GapFacts:
-    """The observations of `self_test`."""
+    """The measurements of `self_test`."""
 
     gap: float
     """Largest log-prob gap of the run's own sampling."""

@@ -77,7 +77,7 @@ def settled(config: Any) -> Any:
 
 
 def look_at(config: PPOConfig, *inputs: Any) -> list[str]:
-    """Describe prompts and rewards, and check that rewards give the numbers that the run names."""
+    """Describe prompts and rewards; check that rewards return the numbers that keys name."""
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0
     count = f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on"

@@ -84,7 +84,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 
 def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
-    """Return roles of further models in `rewards` -> their class and the role they share with."""
+    """Return roles of further models in `rewards` -> class, and the role whose pool they share."""
     further = [role for role in model_rewards(config) if role != "reward_model"]
     return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 
@@ -94,7 +94,7 @@ def complete(
 ) -> tuple[P, Sequence[str]]:
     """Settle mini-batches, passes and the correction where the user did not set them.
 
-    `inexact_weights` is a recipe's reason why samples may come from other weights.
+    `inexact_weights` is the reason why samples of this recipe may come from other weights.
     """
     config = divide_batch(config, keys)
     config, about_passes = fixed_micro_batches(config, keys)
@@ -163,7 +163,7 @@ ROWS_OF_A_PASS = {
 
 
 def fixed_micro_batches(config: P, keys: Collection[str]) -> tuple[P, list[str]]:
-    """Use fixed micro-batches if the user set a number of rows and not `use_dynamic_bsz`."""
+    """Use fixed micro-batches if the user set a number of rows but not `use_dynamic_bsz`."""
     inactive = inactive_roles(config)
     set_keys = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
     if not set_keys or BY_TOKENS in keys:

@@ -75,7 +75,7 @@ class Scoring:
     method: str
     writes: Sequence[str]
     part: str
-    """The name of the call in tables of sizes."""
+    """The call's name in tables of sizes."""
     stage: str
 
     @property

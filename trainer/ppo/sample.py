@@ -87,7 +87,7 @@ def collect_groups(
 def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the metrics of a step's draws: counts and times add up, other metrics are averaged.
 
-    A `/max` or `/min` stays the largest or smallest value.
+    A metric `/max` or `/min` is the largest or smallest value.
     """
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in drawn for name in metrics):
@@ -107,7 +107,7 @@ def greedy_scores(
     """Return, for each sample, the score of its prompt's greedy response, the baseline of ReMax.
 
     `limit` clamps these scores as it clamps the scores of the samples. A player's baseline is its
-    own score where all players are greedy.
+    score when all players are greedy.
     """
     responses = rollouts.generate(repeat_prompts(prompts, 1), do_sample=False)
     responses, _ = rollouts.score(responses)
@@ -130,8 +130,8 @@ def groups_of(samples: DataProto) -> Groups:
 def groups_that_differ(values: Tensor, groups: Groups) -> Tensor:
     """Return a mask of the groups whose samples have more than one value.
 
-    A group of one counts as differing if it has a value. NaN is no value, so a group that has only
-    NaN does not differ.
+    A group of one counts as differing if it has a value. NaN does not count as a value, so a group
+    that has only NaN does not differ.
     """
     ends = []
     for start, reduce in ((torch.inf, "amin"), (-torch.inf, "amax")):
@@ -213,5 +213,5 @@ def _tokens_of_ranks(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _slowest(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> int:
-    """Return the tokens of the fullest rank, summed over mini-batches: its ranks wait for it."""
+    """Return the largest number of tokens of any rank, summed over mini-batches."""
     return int(lengths.reshape(num_ranks, -1, num_mini_batches).sum(axis=1).max(axis=0).sum())

@@ -1,4 +1,4 @@
-"""The second stage: roles score the samples, and the gap between trainer and rollout is measured.
+"""The second stage: score the samples, and measure the gap between trainer and rollout.
 
 Old log-probs are the trainer's log-probs of the samples before the update.
 """
@@ -43,10 +43,10 @@ def update_computes_old_log_probs(config: PPOConfig, step: int) -> bool:
 def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
     """Return whether samples of the current policy need no old log-probs before the update.
 
-    This holds if the first forward pass of the update sees every row under the weights that made
+    This holds if the first forward pass of the update sees every row under the weights that sampled
     it, and nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward,
-    no teacher, no correction for the rollout, no bypass, no loss that chooses tokens by them.
-    (Models train without dropout.)
+    no teacher, no correction for the rollout, no bypass, no loss that chooses tokens by old
+    log-probs. (Models train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction
@@ -76,7 +76,7 @@ def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: i
 
 
 def measures_reference(config: PPOConfig, step: int) -> bool:
-    """Return whether this step measures an int8 reference's error: the first, if configured."""
+    """Return whether this step, the first, measures the error of an int8 reference."""
     return (
         step == 1
         and "ref" in config.role_mapping

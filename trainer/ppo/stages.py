@@ -4,9 +4,9 @@
             ─> KL, advantages ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
 Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
-turns. Placement is configuration, and this file does not know it. The formulas of a stage are in
-the file of its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around a
-step is `trainer.loop.Loop`. Observers of the step are in `trainer.roadside`.
+turns. Placement is configuration; this file does not depend on it. The formulas of a stage are in
+the file with its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around
+a step is `trainer.loop.Loop`. Observers of the step are in `trainer.roadside`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PPOTrainer(Trainer):
         rewards: Rewards,
         ptx: RowLoader[LMRow] | None = None,
     ) -> None:
-        """Load no model: the loop does that when it starts."""
+        """Load no model; the loop loads the models when it starts."""
         super().__init__(run)
         weights = RolloutWeights(self.config, self.groups)
         self.weights: PolicyWeights = weights
@@ -218,7 +218,8 @@ class PPOTrainer(Trainer):
         self.rollouts.write("validation", samples)
         return validate.name_metrics(samples)
 
-    # ------------------------------------------------------- for the loop and the command
+    # ------------------------------------------------------- methods that the loop and the command
+    # call
 
     @classmethod
     def describe(
@@ -233,10 +234,10 @@ class PPOTrainer(Trainer):
 
     @classmethod
     def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:
-        """Also check that some role writes the columns that the estimator reads."""
+        """Check the user's code, and that some role writes the columns that the estimator reads."""
         super().check_code(config, callbacks)
         is_ours = cls.__module__.partition(".")[0] == "trainer"
-        if is_ours and not callbacks:  # they may write columns of their own
+        if is_ours and not callbacks:  # they may write other columns
             check_columns(config)
 
     settled = staticmethod(prepare.settled)
@@ -264,7 +265,7 @@ class PPOTrainer(Trainer):
         self.weights.send_next()
 
     def replaceable_roles(self) -> frozenset[str]:
-        """Return the roles whose weights do not change: rollout, reward models, other readers."""
+        """Return the roles that can be restarted during a step: rollout and frozen models."""
         return replaceable_roles(self.config, self.groups)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The fifth stage: the actor's weights go to the rollout, and to a reference that follows it.
+"""The fifth stage: send the actor's weights to the rollout and to a following reference.
 
 The reference is updated after the weight sync, so the next step's KL is to the new reference. A
 validation may use the moving average of the weights (`actor.ema_decay`).
@@ -27,7 +27,7 @@ class PolicyWeights(Protocol):
     """
 
     version: int
-    """The version that new samples are drawn with."""
+    """The version of the weights that sample next."""
 
     def send_next(self) -> Metrics:
         """Send the current weights as the next version."""

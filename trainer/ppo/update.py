@@ -1,17 +1,17 @@
-"""The fourth stage: the samples that critic and actor learn from, and the weight of the entropy.
+"""The fourth stage: filters of the samples for critic and actor, and the weight of the entropy.
 
 Filters act on the batch before the losses. Samples may be masked out of the losses (truncated, or
 without a score), tokens may be weighted or rejected (`correct_rollout`), samples resampled by their
 scores (PF-PPO), and tokens selected for a loss. Rows of PTX are trained in the same update.
 
-PF-PPO: rewards are least reliable in the middle, so samples of high and low scores teach more
-(arXiv 2409.06957). `clip_cov` and `kl_cov` compare a mini-batch's tokens with each other. The
-driver has all of the tokens, so it chooses, and the workers read the column `chosen_tokens`:
-neither the number of ranks nor the split into micro-batches changes what is chosen.
+PF-PPO: rewards are least reliable in the middle, so samples with high and low scores are drawn more
+often (arXiv 2409.06957). `clip_cov` and `kl_cov` compare a mini-batch's tokens with each other. The
+driver has all tokens, so it chooses, and the workers read the column `chosen_tokens`. Therefore
+neither the number of ranks nor the split into micro-batches changes the choice.
 
 `correct_rollout` takes a batch that has old log-probs and advantages, before it is split: a
 rejected token is in no mini-batch's mask, and therefore in no denominator, at any number of ranks.
-Advantages are estimated before, from all samples. Under `bypass_mode` there is nothing to compare
+Advantages are estimated earlier, from all samples. Under `bypass_mode` there are no old log-probs
 yet, and the actor corrects within its update.
 """
 
@@ -45,11 +45,11 @@ from workers.rollout.sample import CUT_BY_LENGTH
 logger = logging.getLogger(__name__)
 WithMetrics = tuple[DataProto, dict[str, float]]
 LARGEST_ERROR = 1.0
-"""The largest error, in nats, that one step counts: a policy far from its target does not jump."""
+"""The largest distance to the target, in nats, that counts in one step."""
 ENTROPY_COEFF_LR = 0.1
-"""The share of the distance to the target by which the coefficient's log moves per step."""
+"""Step size of the log of the coefficient, per nat of distance to the target."""
 RANGE = 100.0
-"""The largest factor between the coefficient and its first value, up or down."""
+"""The largest factor between the coefficient and its first value, in either direction."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _without(batch: DataProto, left_out: Tensor) -> DataProto:
 def resample_by_score(
     batch: DataProto, config: PolicyFiltrationConfig, seed: int, step: int
 ) -> tuple[DataProto, dict[str, float]]:
-    """Return as many rows, drawn by their scores, in the order of their names, and two metrics.
+    """Return as many rows, drawn by score and ordered by name, and two metrics.
 
     If all weights are zero, or all equal, every row stays once.
     """
@@ -313,6 +313,6 @@ class EntropyController:
         return {} if self.target is None else {"entropy_coeff": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint's coefficient, which runs without a target do not have."""
+        """Restore a checkpoint's coefficient, if it has one."""
         if self.target is not None:
             self.value = state.get("entropy_coeff", self.value)

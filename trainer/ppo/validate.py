@@ -131,7 +131,7 @@ def process_validation_metrics(
 def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, float]:
     """Return the metrics of one variable of one prompt.
 
-    A draw takes n samples with replacement; all draws are made at once.
+    A draw takes n samples with replacement; all draws are computed together.
     """
     num_samples = len(values)
     metrics = {f"mean@{num_samples}": float(values.mean())}

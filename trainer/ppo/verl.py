@@ -1,11 +1,11 @@
-"""Translate overrides with verl's keys into ours: `PPO.translate`.
+"""Translate overrides with verl's keys into this project's keys: `PPO.translate`.
 
     translate(map(parse, ["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"]))
     # trainer.max_ckpt_to_keep=2, and one notice about both
 
 A key that only determines how the work is laid out is dropped with a notice. Other keys without a
-counterpart are rejected, all of them at once. A key that neither verl nor we have is left to the
-check of keys, which runs next. `verl_keys.yaml` lists verl's keys that differ from ours;
+counterpart are rejected, all of them at once. A key that neither verl nor this project has is left
+to the check of keys, which runs next. `verl_keys.yaml` lists verl's keys that differ from ours;
 `trainer.migrate.verl` and the docs read it, too.
 """
 
@@ -41,7 +41,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "trainer.save_freq": NEVER,
     "trainer.test_freq": {"False": "-1"},
 }
-"""Key -> verl's word for a value -> ours."""
+"""Key -> verl's word for a value -> this project's word."""
 TRACKERS = ("console", "tensorboard", "trackio", "wandb")
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
@@ -64,7 +64,7 @@ class Tables:
     """Names of several versions -> ours; further names are declared at the fields,
     `key(verl=...)`."""
     changes_nothing: Mapping[str, str]
-    """Keys that have no effect, whatever their value -> how it is here."""
+    """Keys that have no effect, whatever their value -> this project's behaviour."""
     changes_nothing_at: Mapping[str, Mapping[str, Any]]
     """Keys that have no effect `at` some values -> the alternative for other values, `else`."""
     not_here: Mapping[str, str]
@@ -93,7 +93,7 @@ class Fate:
     value: str = ""
     """The value that our key gets."""
     nothing: str = ""
-    """The behaviour here if the key has no effect."""
+    """This project's behaviour, if the key has no effect."""
     refused: str = ""
     """The way out, if the key has no counterpart."""
     lays_out: bool = False
@@ -151,7 +151,7 @@ def _parts(setting: Override) -> list[Override]:
 
 
 def _warm_up_by_share(settings: list[Override]) -> list[str]:
-    """Add -1 warm-up steps where only a share is set: verl uses the share then, we need the -1."""
+    """Add -1 warm-up steps if only a share is set, which this project then uses as verl does."""
     keys = {setting.key_or_group for setting in settings}
     notices = []
     for section in WARM_UPS:
@@ -165,9 +165,9 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
 def fate_of(
     key: str, value: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> Fate | None:
-    """Translate one of verl's keys, which stands among `settings`; None for keys unknown to verl.
+    """Translate one of verl's keys, which is among `settings`; None for keys unknown to verl.
 
-    A key with the same name here counts as verl's, too.
+    A key that has the same name in this project counts as verl's, too.
     """
     ours = renamed(key)
     if ours is not None:
@@ -201,7 +201,7 @@ def _value_of(text: str, settings: Mapping[str, str]) -> str:
 
 
 def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
-    """Return the size without the ranks of one sequence, which verl counts in."""
+    """Return the size without the ranks that share a sequence, which verl includes."""
     sequence = settings.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
     if value.isdigit() and sequence.isdigit() and int(value) % int(sequence) == 0:
         return str(int(value) // int(sequence))
@@ -300,7 +300,7 @@ def with_trackers(value: str) -> tuple[list[str], list[str]]:
 
 
 def renamed(key: str) -> str | None:
-    """Return our key for verl's: the same name, a field's `verl=`, or an older version's name."""
+    """Return this project's key for verl's: the same name, a field's `verl=`, or an older name."""
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):
         return key
@@ -315,7 +315,7 @@ def renamed(key: str) -> str | None:
 
 @cache
 def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
-    """Return our keys, the prefixes of user-defined keys, and verl's names -> ours."""
+    """Return this project's keys, the prefixes of user-defined keys, and verl's names -> keys."""
     keys = config_keys(PPOConfig)
     options = {key.name: key.rules.options for key in keys if key.rules.options is not None}
     takes_any = tuple(f"{key.name}." for key in keys if key.takes_any and key.name not in options)

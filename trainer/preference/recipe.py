@@ -27,7 +27,7 @@ from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, has_refer
 
 @dataclass(kw_only=True)
 class PreferenceDataConfig(RowDataConfig):
-    """Pairs, or responses with a label: files, sizes, how long they may be."""
+    """Pairs, or responses with a label: files, sizes, lengths."""
 
     after_end: str = key("keep", choices=("keep", "cut"))
     """Spaces that the chat template writes after the end token: keep them in the loss, as TRL does,
@@ -48,7 +48,7 @@ class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
-    """Return the reference's role -> why, if it is not part of a run."""
+    """Return the reference's role -> why, if the run does not need it."""
     if not has_reference(config):
         free = (
             "reference_free=true: there is" if config.reference_free else f"loss={config.loss} has"

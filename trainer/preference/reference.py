@@ -1,4 +1,4 @@
-"""The reference's log-probs of every response: computed once, and saved in the run folder.
+"""The reference's log-probs of every response, computed once and saved in the run folder.
 
     tables = kept_or_computed(folder, start_folder, {"train": hash_of(rows)}, weights, compute)
 

@@ -45,7 +45,7 @@ NumberedRow = tuple[int, PairRow | LabelledRow]
 def settle_ends(
     key: str, rows: Sequence[NumberedRow], tokenizer: Any, config: PreferenceConfig
 ) -> list[NumberedRow]:
-    """Return the rows with or without the blanks that their template wrote after an end token.
+    """Return the rows with or without the blanks after the end token, as configured.
 
     A log line reports it. `key` names their files.
     """
@@ -67,7 +67,7 @@ def settle_ends(
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
-    """Return the rows with the response to another prompt after theirs."""
+    """Return the rows, each with a second response: that of another prompt."""
     result: list[NumberedRow] = []
     for number, row in rows:
         assert isinstance(row, LabelledRow), "pairs have no mismatched response"
@@ -101,11 +101,11 @@ def labelled_columns(
 
 
 ONE_ROW = 1e-6
-"""Less than the share of one row; sums of shares are not exact."""
+"""A tolerance below the share of one row, because sums of shares are not exact."""
 
 
 class PreferenceTrainer(RowTrainer[NumberedRow]):
-    """Drives the roles `preference` and `ref` through the steps."""
+    """Trains the role `preference`, against the role `ref` if the loss has a reference."""
 
     config: PreferenceConfig
     role: ClassVar[str] = "preference"

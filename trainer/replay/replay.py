@@ -273,7 +273,7 @@ def replaying(trainer_cls: type[Trainer], request: Asked) -> type[Trainer]:
 
 
 def one_stage(trainer: PPOTrainer, request: Asked) -> Metrics:
-    """Run the stage on the batch that the run saved, or on one from the earlier stages."""
+    """Run the stage on the batch that the run saved, or on the result of the earlier stages."""
     batch = stage_input(trainer, request)
     stage = getattr(trainer, request.stage)
     if request.breaks:
@@ -289,7 +289,7 @@ def one_stage(trainer: PPOTrainer, request: Asked) -> Metrics:
 
 
 def stage_input(trainer: PPOTrainer, request: Asked) -> DataProto:
-    """Return the input of the stage."""
+    """Return the batch that is the stage's input."""
     path = batch_file(request.run_folder, request.step, request.stage)
     if path.is_file():
         return DataProto.load_from_disk(path)

@@ -1,4 +1,4 @@
-"""The accounts of a run in its folder: tokens, generators, injected faults and restarts.
+"""Summaries of a run from its folder: tokens, generators, injected faults and restarts.
 
 The seconds of an asynchronous run are in the steps of `metrics.jsonl`, and the account of its
 samples is in `async.json`, which is written at the end of the run. Tokens: sampled = trained + left
@@ -18,11 +18,11 @@ from verl_like.terminal import draw_table
 
 DRAWN, TRAINED = "training/num_drawn_tokens", "training/num_trained_tokens"
 LEFT_OUT = "training/num_left_out_tokens/"
-"""A prefix, which the reason follows."""
+"""Prefix of a metric's name, followed by the reason."""
 
 
 def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
-    """Return the tokens of these steps that were trained on, and those left out, by reason."""
+    """Return the number of tokens that these steps trained on, and left out, by reason."""
     trained, left_out = 0, Counter[str]()
     for line in lines:
         trained += int(line.get(TRAINED, 0))
@@ -123,7 +123,7 @@ def describe_log(log: Mapping[str, Any]) -> str:
 
 FAULTS_FILE, RESTARTS_FILE = "faults.jsonl", "restarts.jsonl"
 LEDGER = "ledger"
-"""The kind of the last line, which is not a fault."""
+"""The kind of the last line of `faults.jsonl`, which is not a fault."""
 OUTCOMES = ("kept", "made_again", "not_finished")
 """The possible outcomes of a step that has begun."""
 

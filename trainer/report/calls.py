@@ -58,7 +58,7 @@ def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
         call = Call(
             pool=pools[e["pid"]],
             lane=lane["name"],
-            role=lane["role"] if "role" in lane else e["cat"],  # as older runs have it
+            role=lane["role"] if "role" in lane else e["cat"],  # as in older runs
             method=e["name"],
             start=e["ts"] / 1e6,
             end=(e["ts"] + e["dur"]) / 1e6,

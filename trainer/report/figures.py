@@ -37,7 +37,7 @@ ABOVE: Mapping[str, Any] = {
     "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3, "handlelength": 1.4,
     "columnspacing": 1.2,
 }  # fmt: skip
-"""The place of a legend: above the axes, so that it covers no curve."""
+"""Place of a legend: above the axes, so that it covers no curve."""
 SMOOTHED_FROM, WINDOWS = 300, 50
 """The number of points from which a curve gets a running mean, and its number of windows."""
 STYLE = Path(__file__).with_name("figures.mplstyle")
@@ -159,9 +159,9 @@ class Bar(NamedTuple):
     length: float
     colour: str
     title: str = ""
-    """Shown as a tooltip."""
+    """Text of the tooltip."""
     text: str = ""
-    """Written on it."""
+    """Text on the bar."""
     height: float = 0.7
 
 

@@ -1,7 +1,7 @@
 """`report.html`: a run folder as one page that needs no other files.
 
-It is made only from the run folder, so a report can be made again at any time, also of a run that
-is in progress or has failed.
+It is made only from the run folder, so you can make it at any time, also for a run that is in
+progress or has failed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         for line in summary(data):
             print(fit(line, width))
         print(f"report: {_write(data)}", flush=True)
-    except OSError as err:  # a full disk, say
+    except OSError as err:  # for example a full disk
         logger.error("the report could not be written (%s); try: verl-like report %s", err, folder)
     except Exception:  # noqa: BLE001 - the process edge: the run's own error follows
         logger.exception("the report could not be written; try: verl-like report %s", folder)

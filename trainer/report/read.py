@@ -46,7 +46,7 @@ class Sample:
     parts: str = ""
     """The numbers that rewards returned besides the score, by name."""
     trajectory: Trajectory | None = None
-    """Its turns, if it has several."""
+    """The sample's turns, if it has several."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def series(metrics: Metrics, name: str) -> tuple[list[float], list[float]]:
 
 
 def read_run(folder: str | Path) -> RunData:
-    """Read the run in `folder`; raise if it is no run folder, and name run folders nearby."""
+    """Read the run in `folder`; if it is not a run folder, raise and name run folders nearby."""
     folder = Path(folder)
     if not (folder / "metrics.jsonl").is_file() and not (folder / "timeline.json").is_file():
         near = (

@@ -1,7 +1,7 @@
 """A run in a few lines, printed at its end and shown at the top of its report.
 
-They show the phases of a step, the best validation, and what to look at: metrics beyond the limits
-in `docs/reading_the_report.md`.
+They show the phases of a step, the best validation, and the metrics beyond the limits in
+`docs/reading_the_report.md`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _best_validations(data: RunData) -> Iterator[str]:
 
 def _answers_cut(data: RunData) -> str:
     first, share = (end(data, "response_length/clip_ratio") for end in (_first, _last))
-    if not share > max(CUT_ANSWERS, first / 2):  # a policy that learns to stop is fine
+    if not share > max(CUT_ANSWERS, first / 2):  # a policy that learns to stop early has no problem
         return ""
     return (
         f"{share:.0%} of the answers end at data.max_response_length: a larger one, or a reward "

@@ -25,7 +25,7 @@ class ShownTurn:
     seconds: tuple[float, ...] = ()
     """Seconds in the engine, in the environment, waiting."""
     facts: str = ""
-    """Its tokens, and its tool calls."""
+    """The turn's tokens and tool calls."""
 
 
 @dataclass(frozen=True)

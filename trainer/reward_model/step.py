@@ -2,9 +2,9 @@
 
 `trainer.data.pairs` describes the pairs and their formats.
 
-A PPO sample ends with its first stop token. A chat template may write a line break after it, or no
-stop token at all. A score is read at the last token, so pairs end as samples do
-(`end_as_samples_do`).
+A PPO sample ends with its first stop token. A chat template may write a line break after this
+token, or no stop token at all. A score is read at the last token, so the pairs are cut to end like
+PPO's samples (`end_as_samples_do`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def end_as_samples_do(
 
 
 class RewardModelTrainer(RowTrainer[PairRow]):
-    """Drives the role `reward_model` through its steps."""
+    """Trains the role `reward_model`."""
 
     config: RewardModelRunConfig
     role: ClassVar[str] = "reward_model"

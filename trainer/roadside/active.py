@@ -1,4 +1,4 @@
-"""The observers of a run. Removing any of them changes no line of a recipe.
+"""The observers of a run. Recipes do not depend on any of them.
 
     observers = active_observers(config, MyTrainer)      # once per run; its attempts share them
     trainer = MyTrainer(Run(config, groups, observers), *inputs)

@@ -27,7 +27,7 @@ AlarmRule = Callable[[Mapping[str, float], dict[str, float]], AlarmTexts]
 
 
 class Alarms:
-    """The alarms that were logged so far, and the numbers that a run began with.
+    """The alarms logged so far, and the metrics of the run's first steps.
 
     Both are saved in the checkpoints of a recipe that has rules.
     """
@@ -99,7 +99,7 @@ def skipped_updates(
 
 
 ENTROPY_GROWN = 3.0
-"""The alarm's multiple of the first entropy: above it the policy loses what it has learned."""
+"""An alarm is raised above this multiple of the first entropy: the policy may be collapsing."""
 FAR_FROM_REFERENCE = (
     "the policy is far from its reference. Look at the samples in rollouts/ for a reward that is "
     "gamed, and at the KL's coefficient."

@@ -1,8 +1,8 @@
 """Fault injection (`faults.*`), drawn from a seed: workers killed, calls delayed, weights lost.
 
 One `FaultInjection` watches all attempts of a run. The faults of a step depend only on
-`faults.seed` and the step. Each comes once: a step that is repeated after a restart is spared the
-faults that it had.
+`faults.seed` and the step. Each fault is injected once: a step that is repeated after a restart
+does not have its earlier faults again.
 
 `faults.jsonl` of the run folder has a line for each fault. Its last line accounts for the steps
 and, from the sample log, for their samples:
@@ -36,7 +36,7 @@ class FaultInjection:
     """The faults of one run, and the account of its steps."""
 
     def __init__(self, config: RunConfig, samples: SampleWatch | None = None) -> None:
-        """`samples` is the watch of the run's samples, if the account includes them."""
+        """`samples` is the run's `SampleWatch`, if the account includes samples."""
         self._settings, self._samples = config.injected_faults, samples
         self._folder = Path(config.trainer.default_local_dir)
         self._struck: set[tuple[str, int]] = set()
@@ -55,7 +55,7 @@ class FaultInjection:
         self.before_step(trainer.groups, trainer.global_step)
 
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
-        """Note the faults in the environments of these samples."""
+        """Record the faults in the environments of these samples."""
         kinds = Counter[str]()
         for facts in batch.non_tensor_batch.get("episode", ()):
             kinds.update(facts.get("faults", {}))  # a pad row has none
@@ -109,7 +109,7 @@ class FaultInjection:
         self._write({"kind": LEDGER, "begun": self._num_begun, **became, **extra})
 
     def _draw(self, kind: str, chance: float, step: int) -> Random | None:
-        """Return the random numbers of this step's fault, or None without a new fault."""
+        """Return the random numbers of a fault in this step, or None if there is no new fault."""
         draw = Random(f"{self._settings.seed}/{kind}/{step}")
         if draw.random() >= chance or (kind, step) in self._struck:
             return None

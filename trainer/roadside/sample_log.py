@@ -34,9 +34,9 @@ USER_CODE = "by code of the run's own"
 MADE_AGAIN = "made again after a resume"
 STEP_AGAIN, STEP_NOT_FINISHED = "step made again", "step not finished"
 HOUSE = {"trainer", "abc", "typing", "builtins"}
-"""Packages of a recipe's own classes."""
+"""Packages of this project's classes."""
 NAMED = 8
-"""Samples that an error names."""
+"""Number of samples that an error names."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class SampleLog:
         tokens: Mapping[SampleKey, int],
         facts: Mapping[SampleKey, Mapping[str, int]] | None = None,
     ) -> None:
-        """Close these samples: an update was called with this number of tokens of each.
+        """Close these samples, of which an update got this number of tokens each.
 
         `facts` are further numbers of a sample, which are counted. Raise if the log has another
         number of tokens.
@@ -173,7 +173,7 @@ class SampleLog:
         return {sample: self._tokens(sample) for sample in samples}
 
     def known(self, samples: Iterable[SampleKey]) -> list[SampleKey]:
-        """Return those of the samples that are open."""
+        """Return the samples among these that are open."""
         return [sample for sample in samples if sample in self._open]
 
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
@@ -216,7 +216,7 @@ class SampleLog:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Return samples made, trained and dropped, of all accounts; {} if none was made."""
+        """Return the samples made, trained and dropped in all accounts; {} if none was made."""
         accounts = self.accounts.values()
         num_made = sum(account.made for account in accounts)
         if not num_made:
@@ -328,7 +328,7 @@ class SampleWatch:
         self._leave(EMPTY, tokens)
 
     def on_filter(self, trainer: Any, reason: str, batch: DataProto) -> None:
-        """Note the samples that a filter has left out."""
+        """Record the samples that a filter has left out."""
         if self._samples:
             with self.log.lock:
                 self._leave(reason, tokens_by_sample(batch))

@@ -1,4 +1,4 @@
-"""Observers of the batches of a step: they save them, check the sampled tokens, and write samples.
+"""Observers of a step's batches: save batches, check the sampled tokens, and write samples.
 
 `batches/` of a run folder has the batch of a step, as the input of each stage:
 

@@ -97,7 +97,7 @@ def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> d
 
 
 def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> None:
-    """Tell sets of prompts whose samples are of which players, if there are several."""
+    """Set the players of every prompt, if environments have several players."""
     if not any(kind.players for kind in kinds.values()):
         return
     for prompts in prompt_sets:

@@ -27,7 +27,7 @@ def check_rewards(config: Any) -> None:
 
 
 def _check_reward_list(config: Any) -> None:
-    """Check that rewards have different names, what their kinds need, and a weight in total."""
+    """Check that rewards have different names, valid settings, and a nonzero total weight."""
     names = [reward.name for reward in config.rewards]
     for number, reward in enumerate(config.rewards):
         where = f"rewards[{number}]"

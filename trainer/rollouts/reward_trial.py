@@ -1,4 +1,4 @@
-"""Try rewards on made-up responses before any model is loaded: their code runs.
+"""Run the rewards' code on made-up responses before any model is loaded.
 
     reject_wrong_results(rewards, prompts, tokenizer, config.data.max_response_length)  # every run
     scored, line = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
@@ -82,7 +82,7 @@ def _num_failed(metrics: dict[str, float]) -> float:
     of_all = counts.pop("reward/num_failed", 0.0)
     return max(
         *counts.values(), of_all - sum(counts.values()), 0.0
-    )  # the rule itself does not count them
+    )  # the rule itself does not count failures
 
 
 def made_up_responses(prompts: PromptSet, rows: list[int], tokenizer: Any, width: int) -> DataProto:

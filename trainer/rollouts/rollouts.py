@@ -41,10 +41,10 @@ class Rollouts:
         ask: Callable[[DataProto], DataProto] | None = None,
         model_role: Callable[[str], str] = lambda role: role,
     ) -> None:
-        """`send_weights` sends a restarted rollout its weights; by default it has its folder's.
+        """`send_weights` sends weights to a restarted rollout; by default it loads its folder.
 
         `ask` returns the samples of rows; by default the group of the role `rollout` generates
-        them. `model_role` returns the role that scores in place of a reward model's.
+        them. `model_role` returns the role that scores instead of a reward model's role.
         """
         self.trainer, self.run = trainer, trainer.run
         self.config: Any = trainer.config
@@ -119,7 +119,7 @@ class Rollouts:
         num_whole = getattr(self.config.trainer, "max_rollouts_to_keep", None)
         if num_whole is None:
             return
-        if name == "rollouts":  # every step has samples and was thinned in its turn
+        if name == "rollouts":  # every step has samples, and earlier steps were thinned before
             thin_samples(folder / f"{step - num_whole}.jsonl")
         else:
             thin_old_samples(folder, step - num_whole)
@@ -157,7 +157,7 @@ def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
     if "ref" in replaceable and config.actor_rollout_ref.ref.update_every is not None:
         replaceable.discard(
             "ref"
-        )  # it follows the actor with delay, so no other role has its weights
+        )  # this reference follows the actor with delay, so no other role has its weights
     return frozenset(replaceable)
 
 

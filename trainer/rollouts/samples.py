@@ -135,11 +135,11 @@ def _plain(value: Any) -> Any:
 
 
 BYTES_OF_OLD_STEP = 2048
-"""The most bytes of an old step's samples; one sample stays, however long."""
+"""Maximum bytes of an old step's samples; one sample is always kept."""
 
 
 def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
-    """Keep the best sample, the worst, and some between, as many as there is room for."""
+    """Keep the best sample, the worst, and as many between as fit into the limit."""
     if not path.is_file() or path.stat().st_size <= limit:
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -161,11 +161,11 @@ def thin_old_samples(folder: Path, last: int) -> None:
 
 
 def _extremes_first(ordered: Sequence[int]) -> list[int]:
-    """Return the last, the first, then the middles of the gaps between, the widest gap first."""
+    """Return the last and the first index, then the middles of the widest gaps."""
     order, gaps = [ordered[-1]], [(0, len(ordered) - 1)]
     if len(ordered) > 1:
         order.append(ordered[0])
-    for low, high in gaps:  # grows while it is read
+    for low, high in gaps:  # the list grows while it is read
         middle = (low + high) // 2
         if middle not in (low, high):
             order.append(ordered[middle])

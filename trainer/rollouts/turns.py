@@ -29,7 +29,7 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
     `turns` is a list of {role, text, reward}. A turn of the policy also has its environment's
     reward, its number of tokens, the number of tokens observed after it, and its seconds.
-    Observations have none of these, and neither have older responses that an agent sends again. The
+    Observations have none of these fields, nor have older responses that an agent sends again. The
     first observation is part of the prompt.
     """
     facts = batch.non_tensor_batch.get(EPISODE)
@@ -57,7 +57,7 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
     """Return every trajectory's messages; None for a sample of one turn.
 
-    They begin with its row's prompt, or where an agent has restarted its chat.
+    The messages begin with the row's prompt, or where an agent has restarted its chat.
     """
     fields = turn_fields(batch, tokenizer)
     if not fields:

@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class SamplingOnlyTrainer(Trainer):
-    """Drives the role `rollout`, and reward models, through prompts."""
+    """Samples prompts with the role `rollout`, and scores the samples."""
 
     prompt_files: ClassVar[str]
     """The key of `data` that names the files of prompts."""
     refuses_tools: ClassVar[str] = ""
-    """Why an environment of this recipe may have no tools."""
+    """The reason why environments of this recipe may not have tools."""
 
     def __init__(
         self,

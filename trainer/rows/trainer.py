@@ -2,8 +2,8 @@
 
     rows ─> update ─> next rows
 
-A recipe's trainer defines its role, how its rows are read and padded, and its validation. The loop
-around a step is `trainer.loop.Loop`; a last step of fewer rows is trained, too.
+A recipe's trainer defines its role, the reading and padding of its rows, and its validation. The
+loop around a step is `trainer.loop.Loop`; a last step with fewer rows is trained, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_NUMBERS = 3
 
 
 class RowTrainer(Trainer, Generic[R]):
-    """Drives a role that has `update_model` through its steps."""
+    """Trains a role that has the method `update_model`."""
 
     config: RowConfig
     role: ClassVar[str]
@@ -99,7 +99,8 @@ class RowTrainer(Trainer, Generic[R]):
         size = self.config.data.train_batch_size
         return self.config.trainer.num_steps(lambda _: -(-self.num_rows_of_run // size))
 
-    # ------------------------------------------------------------------------- for the loop
+    # ------------------------------------------------------------------------- methods that the
+    # loop calls
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@
         actor/, critic/, rollout/, ...    one folder per role, written by `Worker.save_checkpoint`
       model/                              the trained model, after the last step, with a marker
 
-A trainer calls it like this:
+The loop calls `Checkpoints` like this:
 
     checkpoints = Checkpoints(config)
     state = checkpoints.resume.load(groups)     # the state to resume: trainer.run_folder.resume
@@ -166,7 +166,7 @@ class Checkpoints:
     def _hurry(self, is_wanted: bool) -> None:
         """Tell the workers that write to hurry, or to stop."""
         for group in self._unwritten.values():
-            with suppress(VerlLikeError):  # a lost worker writes nothing
+            with suppress(VerlLikeError):  # a lost worker writes no files
                 group.hurry_checkpoint.remote(is_wanted).get(timeout=DROP_S)
 
     def close(self) -> None:

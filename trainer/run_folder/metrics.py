@@ -39,7 +39,7 @@ def _one_number(name: str, values: Any) -> float:
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """The KL to show: to the reference, or otherwise to the policy before the update."""
 ROUNDING = 1e-8
-"""A KL no further from 0 than this counts as 0."""
+"""A KL of at most this size counts as 0."""
 WATCHED = {
     "actor/entropy": "entropy",
     "response_length/mean": "length",

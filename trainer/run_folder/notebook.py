@@ -1,7 +1,7 @@
 """The console of a run in a notebook: one output that shows the last step, and is refreshed.
 
-IPython is never imported here first: a notebook's kernel has imported it, and elsewhere nothing of
-this module is used.
+This module never imports IPython itself: a notebook's kernel has imported it, and outside notebooks
+nothing of this module is used.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class NotebookConsole:
         )
 
     def _left(self) -> str:
-        """Return the estimated time to the end, from the steps so far."""
+        """Return the estimated remaining time, from the steps so far."""
         num_steps = self._step - (self._first_step or 0)
         if not num_steps or self._step >= self._total:
             return ""

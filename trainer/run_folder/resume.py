@@ -1,4 +1,4 @@
-"""Find the checkpoint to resume: the newest whole one of the folder, or one that the user names.
+"""Find the checkpoint to resume: the folder's newest undamaged one, or the one that the user names.
 
 resume = ResumePoint(config)          # rejects a folder that this run cannot resume
 resume.cut_back()                     # removes everything after the committed step
@@ -41,7 +41,7 @@ from verl_like.process.random_state import load_random_state
 
 LATEST = "latest_checkpointed_iteration.txt"
 MOST = 2**53
-"""The largest count: beyond it, JSON numbers are not exact."""
+"""The largest count that JSON numbers represent exactly."""
 WANDB_ID = "wandb_run_id.txt"
 """The file with the id of the W&B run, which a resumed run continues."""
 TRACKIO_RUN = "trackio_run.txt"
@@ -75,12 +75,12 @@ class ResumePoint:
 
     @property
     def resumes_in_place(self) -> bool:
-        """True if the run resumes from its own folder, whose earlier lines then stay."""
+        """True if the run resumes from its own folder, so that earlier metrics are kept."""
         return self.start is not None and self.start.parent == self.folder
 
     @property
     def finished_message(self) -> str:
-        """A message if this same run has finished its last step, otherwise "".
+        """A message if this run has already finished its last step, otherwise "".
 
         A run with another setting, such as a length, is started: it may have steps left.
         """
@@ -106,7 +106,7 @@ class ResumePoint:
     def naming_checkpoint(self) -> Iterator[None]:
         """Name the checkpoint in errors of loading the driver's state.
 
-        Nothing is set aside: the state may be whole, and a user's trainer may be at fault.
+        No checkpoint is set aside, because the fault may be in a user's trainer.
         """
         try:
             yield
@@ -240,7 +240,7 @@ class ResumePoint:
         return start
 
     def _is_whole(self, step: int) -> bool:
-        """Return whether the checkpoint of this step is whole, and note one that is damaged."""
+        """Return whether the checkpoint of this step is whole; record a damaged one."""
         folder = self.folder / f"global_step_{step}"
         if folder not in self.damaged:
             try:
@@ -250,7 +250,7 @@ class ResumePoint:
         return folder not in self.damaged
 
     def _differing(self, folder: Path) -> list[str]:
-        """Describe keys that affect the results, and contents of files, that have changed."""
+        """Describe the changes of files' contents, and of keys that affect the results."""
         marker = read_marker(folder)
         saved, inputs, versions = marker["config"], marker["inputs"], marker["versions"]
         differing = keys_that_differ(self.schema, saved, self.config)

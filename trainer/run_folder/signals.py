@@ -1,10 +1,8 @@
 """SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step is saved.
 
-    with StopSignals() as stop:        # around a run
-        with stop.held():              # inside, the first signal is only noted
-            while not stop.received:
-                ...
-        stop.end("after step 7")       # raises `RunStopped` if there was a signal
+    with StopSignals() as stop: # around a run with stop.held(): # inside, the first signal is only
+    noted while not stop.received: ... stop.end("after step 7") # raises `RunStopped` if there was a
+    signal
 
 A second signal, or a signal outside `held`, raises `RunStopped` at once. A third signal has its
 usual effect. The same signal again within a second does not count: a sender that signals a process
@@ -26,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Sent by schedulers, by Ctrl-C, by a terminal that closes, and by Slurm on request before the end
 of a job."""
 SAME_S = 1.0
-"""The same signal within this time counts as a repetition."""
+"""The same signal again within this time does not count."""
 EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
 """Exit codes that shells expect after a signal: 128 plus the signal's number."""
 STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)

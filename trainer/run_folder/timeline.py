@@ -65,7 +65,7 @@ class Timeline:
         self._is_empty = False
 
     def _events(self, record: Record) -> list[Event]:
-        """Return the call's event, after events that name its pool and lane if they are new.
+        """Return the call's event, preceded by events that name a new pool or lane.
 
         A lane is named again when another process continues it.
         """
@@ -167,7 +167,7 @@ def call_seconds(
 
 
 def _busy_seconds(records: Iterable[Record], *keys: str) -> dict[Any, float]:
-    """Return how long at least one call was running, by the values of `keys`."""
+    """Return the seconds in which at least one call was running, by the values of `keys`."""
     busy: dict[Any, float] = defaultdict(float)
     ended: dict[Any, float] = {}
     key_of = itemgetter(*keys)

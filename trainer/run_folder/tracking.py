@@ -41,9 +41,9 @@ EVERY_S = 1.0
 MOST_SAMPLES = 16
 """Rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
-"""A short text, so that the first number is visible on a terminal of 40 columns."""
+"""Short, so that the first number is visible on a terminal of 40 columns."""
 Headline = Callable[[Mapping[str, float]], Sequence[str]]
-"""The few numbers of each step for the console, in words; empty if the recipe has none."""
+"""Returns a step's numbers for the console, in words; empty if the recipe has none."""
 
 
 class Tracker(Protocol):
@@ -230,8 +230,8 @@ class WandB:
 class Trackio:
     """A run of trackio, with the configuration.
 
-    A resumed run continues the one that its run folder names. trackio finds a run by its name, so
-    each new run gets a name of its own.
+    A resumed run continues the trackio run that its run folder names. trackio finds a run by its
+    name, so each new run gets a unique name.
     """
 
     def __init__(self, config: RunConfig, total_steps: int):
@@ -290,7 +290,8 @@ def make_console(total_steps: int, headline: Headline) -> Tracker:
 class Tracking:
     """Writes a step's metrics to every tracker, and tables of samples to trackers that take them.
 
-    The tables are of each validation, and of the rollouts of steps 1, 2, 4, 8, ... and the last.
+    Tables are written for each validation, and for the rollouts of steps 1, 2, 4, 8, ... and the
+    last.
     """
 
     trackers: Sequence[Any]

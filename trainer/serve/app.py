@@ -1,4 +1,4 @@
-"""The door: HTTP routes of the Tinker protocol.
+"""HTTP routes of the Tinker protocol.
 
 Every POST is answered at once. Longer work is queued at the `Desk`, and the answer names a promise.
 `retrieve_future` waits for the promise.
@@ -122,7 +122,7 @@ class Door:
         return Route(f"/api/v1{path}", self._guarded(answer), methods=[method])
 
     def _skip_turn(self, fields: Facts) -> None:
-        """Count a rejected request as done, because the client goes on with the next number."""
+        """Count a rejected request as done, because the client continues with the next number."""
         seq_id = fields.get("seq_id")
         if type(seq_id) is int and fields.get("model_id") is not None:
             opened = self.sessions.find_model(fields["model_id"])
@@ -130,7 +130,7 @@ class Door:
                 opened.turns.skip(seq_id)
 
     def _guarded(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """Check the key, and turn errors into answers."""
+        """Check the key, and turn errors into HTTP responses."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -258,7 +258,7 @@ class Door:
         }
 
     async def forward_backward(self, request: Request) -> Response:
-        """The only request in protobuf, for forward passes, too."""
+        """Handle the only protobuf request, which is also used for forward passes."""
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise RequestError(f"forward_backward takes {PROTOBUF}.", 415)
         body = await _body(request)
@@ -310,7 +310,7 @@ class Door:
         return self._save(body, "weights", bool(body.overwrite))
 
     def save_for_sampler(self, body: b.Save) -> Facts:
-        """A named checkpoint, or a snapshot that lives as long as the session."""
+        """Save a named checkpoint, or a snapshot that lives as long as the session."""
         if body.sampling_session_seq_id is None:
             return self._save(body, "sampler_weights", True)
         model = self.sessions.model(body.model_id)
@@ -413,7 +413,7 @@ class Door:
                 path = SavedPath.parse(body.model_path)
                 facts = self.checkpoints.facts(path)
                 self._check_rank(facts["rank"])
-                # a checkpoint that is replaced is another state
+                # a replaced checkpoint is a different state
                 sampler = Sampler(name, f"{path} of {facts['time']}", path, str(path))
             session.samplers[name] = sampler
             return {"sampling_session_id": name}

@@ -1,6 +1,6 @@
-"""The bodies of requests as the protocol defines them; other fields are ignored.
+"""Bodies of requests as the protocol defines them; other fields are ignored.
 
-A body joins the JSON object, the query and the parts of the path.
+A body merges the JSON object, the query and the parts of the path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Body(BaseModel):
 
     @property
     def content(self) -> bytes:
-        """The fields, to compare with those of a repeated request."""
+        """Fields to compare with those of a repeated request."""
         return self.model_dump_json().encode()
 
 

@@ -32,13 +32,13 @@ SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 366 * 86400
 
 
 def now() -> datetime:
-    """The time, with its zone."""
+    """Return the current time, with its zone."""
     return datetime.now(UTC)
 
 
 @dataclass(frozen=True)
 class SavedPath:
-    """The three parts of a path."""
+    """The three parts of a checkpoint's path."""
 
     run: str
     kind: str
@@ -173,7 +173,7 @@ class Checkpoints:
         }
 
     def describe_all(self, run: str | None = None) -> list[Facts]:
-        """Return the checkpoints of a run, or of all, in the protocol's form, the newest first."""
+        """Return the checkpoints of one run or all runs, in the protocol's form, newest first."""
         checkpoints = []
         for file in self.folder.glob(f"{run or '*'}/*/*/checkpoint.json"):
             path = SavedPath(*file.parent.parts[-3:])
@@ -186,7 +186,7 @@ class Checkpoints:
 
 
 def expiry(ttl_seconds: int | None) -> str | None:
-    """Return when a checkpoint expires; None: never."""
+    """Return the time when a checkpoint expires; None if it never does."""
     if ttl_seconds is None:
         return None
     if not SHORTEST_TTL_S <= ttl_seconds <= LONGEST_TTL_S:

@@ -4,7 +4,7 @@
     turns.submit(seq_id, promise, start)            # `start()` runs when it is this request's turn
     await promise.wait(seconds)                     # retrieve_future
 
-All of this lives in the event loop's thread. `resolve` and `fail` may be called from any thread.
+All of this runs in the event loop's thread. `resolve` and `fail` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Promise:
         self._future = asyncio.get_running_loop().create_future()
 
     def resolve(self, result: bytes | Facts) -> None:
-        """Give the result, where bytes are protobuf; only the first one counts."""
+        """Set the result; bytes are protobuf. Only the first result counts."""
         is_protobuf = isinstance(result, bytes)
         body = result if isinstance(result, bytes) else json.dumps(result).encode()
 
@@ -64,7 +64,7 @@ class Promise:
             loop.call_soon_threadsafe(settle)
 
     def fail(self, error: BaseException) -> None:
-        """Give an error, with whose fault it was."""
+        """Set the error, and whether the user or the server caused it."""
         self.resolve({"error": f"{error}", "category": category_of(error)})
 
     async def wait(self, seconds: float) -> tuple[bytes, str] | None:
@@ -74,7 +74,7 @@ class Promise:
 
 
 class Promises:
-    """The promises of all sessions by id; only the newest that were read are kept."""
+    """Promises of all sessions by id. Of those that were read, only the newest are kept."""
 
     def __init__(self) -> None:
         self._open: dict[str, Promise] = {}

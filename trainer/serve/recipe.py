@@ -66,12 +66,12 @@ class ServeConfig(RunConfig, WorkersConfig):
     """Devices, seed, and the folder of checkpoints."""
 
     def of_role(self, role: str) -> ServeConfig:
-        """The configuration that this role's workers get: this one."""
+        """Return this configuration, which all roles share."""
         return self
 
 
 def check(config: ServeConfig) -> None:
-    """The rules between fields."""
+    """Check the rules between fields."""
     from trainer.config.checks import check_ranks
     from trainer.ppo.roles import models_of
     from workers.rollout.build import check_quantization

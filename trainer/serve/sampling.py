@@ -72,14 +72,14 @@ class SampleRequest:
     prompt_log_probs: Array | None = None
     target_log_probs: Array | None = None
     sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
-    """Number of a sample -> its tokens, log-probs, and the reason why it ended."""
+    """Sample number -> its tokens, log-probs, and the reason why it ended."""
     since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(
         cls, body: Sample, sampler: Sampler, limits: Limits, eos: tuple[int, ...]
     ) -> SampleRequest:
-        """Check a request against the server's limits; `eos` ends samples that name no stops."""
+        """Check a request against the server's limits; `eos` is the default stop."""
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         samples = sampler.role == "actor"
         limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt if samples else None)
@@ -121,7 +121,7 @@ class SampleRequest:
         return f"{sequence}/{self.body.seq_id}" if seed is None else f"seed {seed}"
 
     def finish(self) -> None:
-        """Give the client its samples, in their order."""
+        """Send the client its samples, in order."""
         samples = [self.sequences[place] for place in range(self.body.num_samples)]
         body = sample_output(samples, self.prompt_log_probs, self.target_log_probs)
         self.promise.resolve(body)
@@ -254,7 +254,7 @@ class SamplingLoop:
         self._client.submit(self._running[-1])
 
     def _score(self, batch: Sequence[SampleRequest]) -> None:
-        """Give requests the scores of a role, which does not sample."""
+        """Answer requests with the scores of a role that does not sample."""
         try:
             self._score_prompts(batch[0].sampler, batch)
             for request in batch:

@@ -18,7 +18,7 @@ from trainer.serve.app import Door
 from trainer.serve.desk import Desk, started
 
 SWITCH_S = 0.001
-"""The main thread computes this long before the door gets a turn; Python's default is 5 ms."""
+"""Python's thread switch interval while the server runs; the default is 5 ms."""
 KEEP_ALIVE_S = 75
 """Time that an idle connection stays open; longer than the pauses between a client's requests."""
 

@@ -79,13 +79,13 @@ class Verbs:
 
     @contextmanager
     def using(self, state: str) -> Iterator[None]:
-        """Context in which the actor has this state, and no other thread uses the actor."""
+        """Inside the block, the actor has this state, and no other thread uses the actor."""
         with self._lock:
             self.actor.use_state(state)
             yield
 
     def create(self, model: ServedModel) -> Facts:
-        """Add a model that starts as the base."""
+        """Add a model that starts with the base weights."""
         with self._lock:
             self.actor.add_state(model.name, model.rank, model.seed, list(model.frozen))
             self.states.add(model.name)

@@ -3,8 +3,8 @@
     request = parse("ForwardBackwardRequest", body)
     body = training_output([log_probs_of_datum, ...], {"loss:sum": 1.5})
 
-The messages are in `messages.proto`. They have a descriptor pool of their own, so that the SDK can
-be imported in the same process.
+The messages are in `messages.proto`. They have a separate descriptor pool, so that the SDK can be
+imported in the same process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def parse(name: str, body: bytes) -> Any:
 
 
 def tensor_of(message: Any, what: str) -> Array:
-    """Return a tensor as a dense array; entries that a sparse one leaves out are 0."""
+    """Return a tensor as a dense array; entries that a sparse tensor omits are 0."""
     shape = [*message.shape]
     try:
         dtype = DTYPES[message.dtype]

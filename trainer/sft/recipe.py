@@ -21,7 +21,7 @@ from workers.config.rows import RowDataConfig
 
 @dataclass(kw_only=True)
 class SFTDataConfig(RowDataConfig):
-    """Texts, responses and chats: files, sizes, how long they may be."""
+    """Texts, responses and chats: files, sizes, lengths."""
 
     loss_on: str = key("response", choices=("response", "all"))
     """response: what the row's columns define. all: also prompts and other turns."""

@@ -19,7 +19,7 @@ from workers.columns import read_columns
 
 
 class SFTTrainer(RowTrainer[LMRow]):
-    """Drives the role `sft` through its steps."""
+    """Trains the role `sft`."""
 
     config: SFTConfig
     role: ClassVar[str] = "sft"

@@ -1,8 +1,8 @@
 """Advantage estimators: from rewards to the weight of every token's gradient.
 
 An estimator is one file (`gae.py`, `grpo.py`, …) that registers its function by name in
-`trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`. All files here are imported, so adding an
-estimator is adding a file. Shared code is in `groups` (samples of one prompt), `returns`
+`trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`. All files of the folder are imported, so you
+add an estimator by adding a file. Shared code is in `groups` (samples of one prompt), `returns`
 (discounted sums over a row) and `whiten`. An estimator gets a batch's columns by the names of its
 parameters (`trainer.ppo.compute_advantage`).
 

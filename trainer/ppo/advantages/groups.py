@@ -15,7 +15,7 @@ Index = Sequence[Any] | np.ndarray
 
 @dataclass(frozen=True)
 class Groups:
-    """The assignment of rows to groups, the samples of one prompt."""
+    """Assigns rows to groups; the samples of one prompt are a group."""
 
     of_row: Tensor
     """The number of each row's group."""

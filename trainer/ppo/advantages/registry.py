@@ -24,7 +24,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", chec
 
 
 def needs_groups(estimator: Estimator) -> bool:
-    """Return True if the estimator compares the samples of a prompt, so that it needs several."""
+    """Return whether the estimator compares the samples of a prompt, and needs several."""
     return "index" in inspect.signature(estimator).parameters
 
 
@@ -35,5 +35,5 @@ def has_kl_in_loss(estimator: AnyEstimator) -> AnyEstimator:
 
 
 def wants_kl_in_loss(estimator: Estimator) -> bool:
-    """Return whether `has_kl_in_loss` marks it."""
+    """Return whether `has_kl_in_loss` marks the estimator."""
     return getattr(estimator, "wants_kl_in_loss", False)
