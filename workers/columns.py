@@ -1,4 +1,4 @@
-"""The batch's columns as data: name, shape, dtype, the writer, and the methods that read them.
+"""The table of the batch's columns: name, shape, dtype, writer, and the methods that read them.
 
 Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. These
 are widths of rectangles; token columns are ragged, without padding. In verl's layout prompts are
@@ -48,7 +48,7 @@ class Column:
 
 @dataclass(frozen=True)
 class MethodColumns:
-    """The columns that a method of a role reads and writes."""
+    """Columns that a role's method reads and writes."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -173,8 +173,7 @@ def columns_of(worker_class: type, method: str) -> MethodColumns | None:
 
 
 def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
-    """Return the columns that a worker's method reads; None if unknown, so that it gets all of
-    them.
+    """Return the columns that a worker's method reads; None if unknown. It then gets all columns.
 
     The attribute `READS` of the class (method name -> columns) takes precedence over the
     declaration of the method (`batch_columns`). A method that overrides another needs its own

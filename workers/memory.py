@@ -1,4 +1,4 @@
-"""The memory model: the device memory of a role, computed from the shapes of its model.
+"""The memory model: computes the device memory of a role from the shapes of its model.
 
     class TeacherWorker(Worker):
         @classmethod
@@ -49,7 +49,7 @@ EngineT = TypeVar("EngineT")
 
 @dataclass(frozen=True)
 class HeldModel:
-    """The model that a role has an engine for."""
+    """The model of a role's engine, and its settings."""
 
     key: str
     """The key that names its folder."""
@@ -63,7 +63,7 @@ class HeldModel:
     has_average: bool = False
     """True if the role has a float32 moving average of the weights."""
     saved: Sequence[str] = ()
-    """The parts of it that a checkpoint contains."""
+    """The parts of the model that a checkpoint contains."""
     section: str = ""
     """The section of `fsdp_config`, for messages."""
     rows: int | None = None
@@ -73,13 +73,13 @@ class HeldModel:
 
     @property
     def sharding(self) -> Sharding:
-        """How its ranks share it."""
+        """How the role's ranks share the model."""
         key = self._fsdp_key
         return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
 
     @property
     def axes_key(self) -> str:
-        """The name of its `parallel` section."""
+        """The name of the model's `parallel` section."""
         return axes_key(self._fsdp_key)
 
     @property
@@ -97,7 +97,7 @@ class HeldModel:
 
     @property
     def meta_module(self) -> Any:
-        """The module without memory, shared by all callers, who must not change it."""
+        """The module without memory; all callers share it and must not change it."""
         model = self.model
         key = repr((model, self.head, self.trains, described_by(model)))
         if key not in _meta_modules:
@@ -148,7 +148,7 @@ class RoleMemory:
 
     @property
     def kept(self) -> float:
-        """Bytes that stay on the device between calls, or are needed next to an engine's."""
+        """Bytes that stay on the device between calls, or are needed while an engine is awake."""
         if self.sleeps:
             return 0.0
         stays = self.weights + self.moments - self.host + self.kv_cache
@@ -327,8 +327,9 @@ class _Rank:
     def _head(self, largest: LargestPass, trains: bool) -> int:
         """Return the peak bytes of a head: its input states, logits, and the gradients of both.
 
-        The gradient of logits overwrites them. The gradient of the head's weight is stored next to
-        the accumulated one, unless the rank gathers weights: then `_whole` counts it.
+        The gradient of logits overwrites them. The gradient of the head's weight is stored in
+        addition to the accumulated gradient, unless the rank gathers weights: then `_whole` counts
+        it.
         """
         shapes, model = self.shapes, self.held.model
         if shapes.outputs_per_read == 0:  # the head is on another stage
@@ -415,13 +416,13 @@ def rollout_memory(
         if takes_a_share and device_bytes is not None:
             cache = max(0, rollout.gpu_memory_utilization * device_bytes - weights)
     if rollout.server_urls:
-        weights = cache = 0  # they are on the servers' devices
+        weights = cache = 0  # the weights are on the servers' devices
     axes = actor_axes or ParallelConfig()
     is_copied = policy.actor.strategy == "ddp" and axes.tp == axes.pp == 1
     is_whole = ranks_of_actor == 1 or (ranks_of_actor and is_copied)
     may_share = rollout.name == "native" and not rollout.quantization
     if may_share and is_whole and dtype == precision_of(policy.model, device_type).weights:
-        weights = 0  # it uses the actor's module
+        weights = 0  # the engine uses the actor's module
     types = " / ".join(filter(None, [rollout.quantization, name_of(dtype)]))
     return RoleMemory(
         role, pool, types, weights=weights, kv_cache=cache, takes_a_share=takes_a_share

@@ -28,7 +28,7 @@ class Call:
 
 
 Parser = Callable[[str], tuple[list[Call], str]]
-"""Returns the calls in a text, in order, and the rest of the text."""
+"""Returns the calls in a text, in order, and the other text."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ AROUND_CALLS = re.compile(
     r"</?(?:minimax:tool_call|｜DSML｜function_calls|\|tool_calls_section_(?:begin|end)\|"
     r"|｜tool▁calls▁(?:begin|end)｜)>"
 )
-"""The tags around all calls of a turn."""
+"""Tags around all calls of a turn."""
 ARGUMENTS = {"arguments", "parameters"}
 NAME = r"[A-Za-z_][\w.-]*"
 NAME_AND_JSON = re.compile(

@@ -1,4 +1,4 @@
-"""Other APIs than chat completions: their bodies, answers and streams.
+"""APIs besides chat completions: their bodies, answers and streams.
 
     POST v1/messages                  Anthropic's Messages
     POST v1/messages/count_tokens     its estimate of a prompt's length
@@ -20,7 +20,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Dialect:
-    """How an API is served by chat completions."""
+    """Converts an API to chat completions and back."""
 
     to_chat: Callable[[Body], Body]
     answer: Callable[[Body], Body]
@@ -85,7 +85,7 @@ def _from_messages(body: Body) -> Body:
     for message in body.get("messages") or ():
         messages += _from_message(message)
     chat["messages"] = _for_templates(messages)
-    # tools without a schema run on Anthropic's servers
+    # Anthropic's servers run tools without a schema
     tools = [tool for tool in body.get("tools") or () if "input_schema" in tool]
     chat["tools"] = [_function(tool, tool["input_schema"]) for tool in tools]
     if body.get("tool_choice"):
@@ -159,7 +159,7 @@ def _message_events(answer: Body) -> list[Body]:
 # --------------------------------------------------------------------------------------- OpenAI's
 
 OF_SERVER = ("include", "truncation", "background", "conversation", "client_metadata")
-"""Settings that change nothing of what is sampled."""
+"""Settings without an effect on sampling."""
 
 
 def _from_responses(body: Body) -> Body:

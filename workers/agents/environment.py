@@ -1,4 +1,4 @@
-"""The interface of environments: a class that replies to a policy, in a separate process.
+"""Interface of environments: a class that replies to a policy, in a separate process.
 
     class Guess(Environment):
         def reset(self, row, rng):
@@ -236,7 +236,7 @@ class Loaded:
 
     @property
     def players(self) -> list[str]:
-        """Names of the trained players; empty if there is only one."""
+        """Names of the trained players; empty if there is only one player."""
         return list(getattr(self.agent or self.cls, "players", ()))
 
     @cached_property
@@ -418,11 +418,11 @@ class Episode:
         self._silent = set(loaded.players)
         """Players without an observation so far."""
         self._waiting = set(loaded.players)
-        """Players that do not speak next, and have not left."""
+        """Players that do not speak next, and have not ended."""
         self._speaking: set[str] = set()
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first observation: a text, or None; with several players, of some of them."""
+        """Return the first observation, a text or None; with several players, by player."""
         text = None
         if self._env is not None:
             text = waited(self._call_reset(row))
@@ -474,9 +474,9 @@ class Episode:
         )
 
     def step(self, text: str, player: str = "") -> dict[str, Any]:
-        """Return the observation after this text: messages, the reward of the text, and if it ends.
+        """Return the reply to this text: messages, its reward, and whether the trajectory ends.
 
-        With several players, return what each of them observes after this player's text.
+        With several players, return the observation of each after this player's text.
         """
         calls = self._loaded.parse(text)[0] if self._tools else []
         if calls:

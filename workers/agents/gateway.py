@@ -51,7 +51,7 @@ OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
 MODEL = "policy"
 """The name of the policy in `v1/models`; a request may use any name."""
 GIVEN = ("row", "rng", "base_url", "api_key", "model")
-"""Arguments that an agent may have; the first one marks a function as an agent."""
+"""Arguments that an agent may have; the first argument marks a function as an agent."""
 ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
 LONGEST_BODY = 2**22
 """Maximum bytes of a request."""
@@ -209,7 +209,7 @@ class Session:
         """The names of the policy: with several players, those of the players."""
 
     def next(self) -> dict[str, Any]:
-        """Return the agent's next action: a request, or the end; raise what the agent raised."""
+        """Return the agent's next request, or its end; raise the agent's error."""
         event = self._events.get()
         if isinstance(event, SystemExit):
             raise RuntimeError(f"it called sys.exit({event.code!r})") from event
@@ -253,9 +253,7 @@ class Session:
         self._put_end(ends)
 
     def fail(self, error: BaseException) -> None:
-        """End the session with the agent's error; after its last turn that only costs the
-        reward.
-        """
+        """End the session with the agent's error; after its last turn only the reward is lost."""
         conversations = self._conversations
         if any(one.is_cut for one in conversations.values()):
             self._put_end({player: {"end": True, "reward": 0.0} for player in conversations})
@@ -478,7 +476,7 @@ def read_request(path: str, body: Any) -> Request:
 
 
 def in_chat(dialect: Dialect, body: Any, session: Session) -> dict[str, Any]:
-    """Return a body of another API as a body of chat completions."""
+    """Return the body of another API as a body of chat completions."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
     try:
@@ -632,7 +630,7 @@ def endpoint() -> Endpoint:
 
 
 class OuterEndpoint(Endpoint):
-    """The same server for agents elsewhere, whose requests `workers.agents.router` passes on."""
+    """The server for agents on other machines, whose requests `workers.agents.router` forwards."""
 
     address_family = socket.AF_UNIX
     server_bind = socketserver.TCPServer.server_bind
@@ -641,7 +639,7 @@ class OuterEndpoint(Endpoint):
 
 @cache
 def outer_endpoint() -> OuterEndpoint:
-    """The server of this process, on a socket in its folder."""
+    """Return the server of this process, on a socket in its folder."""
     server = OuterEndpoint(f"{os.getpid()}.socket", _OuterHandler)  # type: ignore[arg-type]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

@@ -8,8 +8,9 @@
     host.end(7); host.close()
 
 Global state, such as Python's and numpy's random numbers, belongs to the only trajectory in a
-process. When that has ended well, the next one begins there, with its own seeds. All processes run
-under one supervisor, in a sandbox (`verl_like.process.supervisor`). Answers are JSON, one per line.
+process. When a trajectory has ended without an error, its process is reused for the next one, with
+that trajectory's seeds. All processes run under one supervisor, in a sandbox
+(`verl_like.process.supervisor`). Answers are JSON, one per line.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ BROKEN, LATE = "environment", "deadline"
 START_S = 60.0
 """Time limit for loading the code."""
 TO_JSON = json.JSONEncoder(default=str).encode
-"""Values that are not JSON are sent as text."""
+"""Values that JSON cannot represent are sent as text."""
 LONGEST_LINE = 2**22
 """Maximum bytes of an answer."""
 ENDED_S = 0.5
@@ -98,7 +99,7 @@ def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
 
 
 class EnvironmentHost:
-    """The environments of one rollout process, from its side."""
+    """The environments of one rollout process, as the rollout sees them."""
 
     def __init__(self, spec: EnvironmentSpec, step_timeout_s: float) -> None:
         """Start the process that loads the code; an answer may take at most `step_s` seconds."""
@@ -109,7 +110,7 @@ class EnvironmentHost:
         self._open: dict[int, _Process] = {}
         """Processes by the number of their trajectory."""
         self._idle: list[_Process] = []
-        """Processes whose trajectories ended well: the next ones begin there."""
+        """Processes whose trajectories ended without an error, for the next trajectories."""
         self._numbers = itertools.count()
         self._failed: list[tuple[int, dict[str, Any]]] = []
         self._router: Router | None = None
@@ -137,7 +138,7 @@ class EnvironmentHost:
         )
         until = time.monotonic() + START_S
         try:
-            pid, folder = self._channel.receive(until)  # of the process with the code
+            pid, folder = self._channel.receive(until)  # the exit of the process with the code
             if self._router is not None:
                 self._router.folder = folder
             with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
@@ -150,7 +151,7 @@ class EnvironmentHost:
             self._end()
             raise ConfigError(problem)
         self.kinds = {name: Kind(*facts) for name, facts in kinds.items()}
-        self._orders.setblocking(True)  # the channel, a copy of it, has its own deadlines
+        self._orders.setblocking(True)  # the channel is a copy with its own deadlines
         for end in (self._orders, *handles):
             self._selector.register(end, selectors.EVENT_READ, None)
 
@@ -178,7 +179,7 @@ class EnvironmentHost:
         return [tool for kind in self.kinds.values() for tool in kind.tools]
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
-        """Start an environment with this row, in a process of its own."""
+        """Start an environment with this row, in a separate process."""
         process = self._idle.pop() if self._idle else self._start()
         self._open[number] = process
         self._selector.register(process.socket, selectors.EVENT_READ, number)
@@ -275,7 +276,7 @@ class EnvironmentHost:
         try:
             with suppress(BlockingIOError):
                 line = line[process.socket.send(line) :]
-            if line:  # more than the buffer of the socket
+            if line:  # more data than the buffer of the socket holds
                 process.socket.settimeout(self._step_timeout_s)
                 process.socket.sendall(line)
                 process.socket.setblocking(False)
@@ -285,7 +286,7 @@ class EnvironmentHost:
             self._note_end(process)
 
     def _note_end(self, process: _Process) -> None:
-        """Delay the failure until it is known if the host has ended, and why."""
+        """Delay the failure until it is known whether and why the host has ended."""
         if not process.has_ended:
             self._selector.unregister(process.socket)
         process.has_ended = process.is_busy = True
@@ -346,7 +347,7 @@ def _end(
     idle: list[_Process],
     handles: list[int],
 ) -> None:
-    """Close what the supervisor watches: it then kills all processes."""
+    """Close the socket that the supervisor watches, so that it kills all processes."""
     for process in idle:
         process.socket.close()
     selector.close()

@@ -4,10 +4,10 @@
          ^                                                          |
          +---------------------- sampled text <---------take--------+
 
-A turn is one more request with a longer response: the sampled tokens, the tokens observed since
-(with version -1, without log-probs), and room for more. An engine may reuse its computation of a
-sample for the next turn. The bits do not depend on that, or on the order of trajectories: they are
-those of a fresh engine that gets the history.
+A turn is a further request with a longer response: the sampled tokens, the tokens observed since
+then (with version -1, without log-probs), and room for more. An engine may reuse its computation of
+a sample for the next turn. The results depend neither on this nor on the order of trajectories:
+they equal those of a fresh engine that gets the history.
 
 With `environment.history=as_template`, a chat that the template renders differently than it was
 read is appended to the response again, as a segment: the engine reads only the segment, and so does
@@ -60,7 +60,7 @@ class TurnLoop:
         self._trajectories: dict[int, Trajectory] = {}
         """The trajectories that are not taken, by number."""
         self._games: dict[int, range] = {}
-        """Numbers of the trajectories of each open environment: one per player."""
+        """Numbers of the trajectories of each open environment, one per player."""
         self._num_waits = 0
 
     @property

@@ -35,7 +35,7 @@ ROW_COLUMNS = (
 )  # fmt: skip
 """Columns that a trajectory needs, in addition to those of any sample."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
-"""Columns of every row that `reset` gets, in addition to the user's."""
+"""Columns of every row that `reset` gets, in addition to the user's columns."""
 MOST_OPEN = 1024
 """Maximum number of concurrent environments per rollout process."""
 OF_ALL = -1
@@ -68,7 +68,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
 class Players:
     """Environments, chat template and trajectories of one rollout worker.
 
-    It is called like an engine: `submit`, then `take` until no trajectory is running.
+    It has the interface of an engine: `submit`, then `take` until no trajectory is running.
     """
 
     def __init__(

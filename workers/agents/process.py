@@ -1,4 +1,4 @@
-"""The program that environments run in: it loads their code, then forks once per trajectory.
+"""Program that environments run in: it loads their code, then forks once per trajectory.
 
 `workers.agents.host` starts it in a sandbox, and tells it which trajectories to open and kill.
 """
@@ -172,7 +172,7 @@ def _lines(descriptor: int) -> Iterator[bytes]:
 
 
 class _Nothing(Environment):
-    """Played before all others, in the process that forks."""
+    """A trajectory that the forking process plays first, as a warm-up."""
 
     def step(self, text: str) -> Turn:
         return Turn(text)

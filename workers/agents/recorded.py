@@ -9,7 +9,7 @@ from typing import Any
 from workers.agents.host import Kind
 
 RECORDED = "recorded_answers"
-"""Column: the answers of the environment of each row's trajectory, in order."""
+"""Column with the environment's answers to each row's trajectory, in order."""
 OVER = {"failed": "no further answer was recorded", "reason": "environment"}
 
 
@@ -38,7 +38,7 @@ class RecordedHost:
             yield number, next(self._left[number], OVER)
 
     def busy_s(self, number: int) -> float:
-        """Return 0: nothing works."""
+        """Return 0, because no environment works."""
         return 0.0
 
     def kill(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The ids that an agent's request adds for the rollout to read, or the reason for its rejection."""
+"""Token ids that an agent's request adds for the rollout to read, or why it is rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.rollout.base import SamplingParams
 from workers.rollout.sample import Sample
 
 TOO_LONG = "context_length_exceeded"
-"""OpenAI's code for more tokens than there is room for."""
+"""OpenAI's error code for a request with too many tokens."""
 
 
 ALWAYS = {
@@ -25,7 +25,7 @@ ALWAYS = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
-"""The values of settings that no run has."""
+"""Fixed values of settings that no run can change."""
 SERVED = {"n", "logprobs", "stop"}
 """Settings that a request may set itself, in addition to tool_choice="none"."""
 
@@ -35,8 +35,9 @@ def overridden(
 ) -> list[str]:
     """Return the settings of a request that the run overrides, because all samples share them.
 
-    With overrides="serve" the settings that a request may set itself are not among them; with
-    "reject" the first one is an error. `can_stop` is True if the engine supports stop strings.
+    With overrides="serve", these exclude the settings that a request may set itself; with "reject",
+    the first overridden setting is an error. `can_stop` is True if the engine supports stop
+    strings.
     """
     expected = {
         **ALWAYS,
@@ -77,8 +78,8 @@ def ids_to_read(
 ) -> tuple[list[int], bool]:
     """Return the ids that a request adds to the earlier ones, or all of its ids.
 
-    Only the new messages are rendered if older turns stay as they were sampled. A request that does
-    not begin with the earlier ids is read as a whole, which is a new segment.
+    If older turns stay as they were sampled, only the new messages are rendered. A request that
+    does not begin with the earlier ids is read as a whole, which is a new segment.
     """
     if request["extends"] and as_drawn:
         return chat.between(sample.stop_token, messages), False

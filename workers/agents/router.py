@@ -6,8 +6,8 @@
 
     agent --TCP--> Router --socket named KEY--> endpoint in the trajectory's process
 
-The first request of a connection has the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
-A connection without the key of a trajectory gets the status 401, and nothing behind it is reached.
+The first request of a connection contains the key, as `Authorization: Bearer KEY` or `x-api-key:
+KEY`. A connection without the key of a trajectory gets the status 401, and reaches no endpoint.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ KEY = re.compile(
     rb"^(?:authorization:[ \t]*bearer|x-api-key:)[ \t]*([0-9a-f]+)[ \t]*\r$", re.I | re.M
 )
 MOST_PORTS = 64
-"""Rollout processes of a machine that find a port."""
+"""Number of consecutive ports to try, one per rollout process of a machine."""
 LONGEST_HEAD = 2**16
 ELSEWHERE = "192.0.2.1"
-"""An address for documentation, to which the system chooses the route to other machines."""
+"""An address reserved for documentation; the route to it shows this machine's outer address."""
 HEAD_S = 30.0
 """Time in which a connection sends the head of its first request."""
 NO_KEY = b'{"type": "error", "error": {"type": "authentication_error", "message": "no such key"}}'
@@ -39,7 +39,7 @@ NOT_ALLOWED = (
 
 
 class Router:
-    """Passes connections on by the keys in their requests."""
+    """Forwards connections by the keys in their requests."""
 
     def __init__(self, address: str) -> None:
         """Listen at ADDRESS:PORT, or at the next free port."""
@@ -62,7 +62,7 @@ class Router:
         while True:
             try:
                 client, _ = self._server.accept()
-            except OSError:  # it is closed
+            except OSError:  # the router is closed
                 return
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
@@ -90,7 +90,7 @@ class Router:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Pass bytes on until there are no more; then neither side gets any."""
+    """Forward bytes until one side ends, then shut down both."""
     with suppress(OSError):
         while chunk := source.recv(65536):
             target.sendall(chunk)

@@ -107,7 +107,7 @@ class Tool:
 
 
 def read_docstring(text: str, names: Sequence[str]) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the description of a function, and what its `Args:` add to the schemas of `names`.
+    """Return the description of a function, and the additions of `Args:` to the schemas of `names`.
 
     It works like `transformers.utils.get_json_schema`, which would import torch into the processes
     of environments. `(choices: ["a", "b"])` at the end of an argument becomes its `enum`.
@@ -192,7 +192,7 @@ def waited(value: Any) -> Any:
     """Return the result of a user's plain or async function."""
     if not hasattr(value, "__await__"):  # `inspect.isawaitable` writes to caches of ABCs
         return value
-    import asyncio  # it brings a hundred modules, which a fork of a process touches
+    import asyncio  # it imports a hundred modules, whose memory every fork touches
 
     return asyncio.run(_awaited(value))
 

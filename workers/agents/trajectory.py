@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 TERMINATED, MAX_TURNS = "terminated", "max_turns"
 GIVEN_UP = "in an environment that failed"
-"""Why tokens of a restarted trajectory are not trained on."""
+"""Reason under which the tokens of a restarted trajectory are counted as not trained on."""
 
 
 class State(Enum):
-    """The event that a trajectory waits for."""
+    """A trajectory's state, named by the event that it waits for."""
 
     QUEUED = "a place among the open trajectories"
     ENVIRONMENT = "the answer of its environment"
@@ -74,7 +74,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings and helpers that the trajectories of a loop share."""
+    """Settings and helpers that the trajectories of a loop share."""
 
     host: EnvironmentHost | RecordedHost
     chat: TurnRenderer
@@ -124,9 +124,9 @@ class Trajectory:
     """(place of a turn's last sampled token, reward)."""
     ended: str = ""
     problem: str = ""
-    """Why it failed, or ""."""
+    """The reason why it failed, or ""."""
     is_left_out: bool = False
-    """True if it is excluded from the update and the baseline: it failed, without a reward."""
+    """True if it failed without a reward, so that update and baseline exclude it."""
     request: Mapping[str, Any] | None = None
     """The last request of an agent."""
     cut: str = ""
@@ -148,7 +148,7 @@ class Trajectory:
     began: float = 0.0
 
     def lap(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         now = time.monotonic()
         since, self.since = self.since, now
         return now - since
@@ -165,7 +165,7 @@ class Trajectory:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds in which neither worked."""
+        """Seconds in which neither engine nor environment worked."""
         return sum(times.waiting for times in self.times)
 
     def restarted(self) -> Trajectory:
@@ -291,7 +291,7 @@ class Trajectory:
             self.is_left_out = bool(problem) or not self.num_turns
         reason = CUT_BY_LENGTH if ended in (CUT_BY_LENGTH, MAX_TURNS) else "stop"
         self.sample = replace(self.sample, finish_reason=reason, kept=None)
-        if not self.sample.prompt:  # it failed before its first observation
+        if not self.sample.prompt:  # the trajectory failed before its first observation
             prompt = self.chat_of(setting).prompt(with_observation(self.start.prompt, None))
             self.sample = replace(self.sample, prompt=prompt)
 
@@ -355,7 +355,7 @@ class Trajectory:
             setting.host.say(self.game, "", **refusal, **self._named)
             return
         if request["extends"] and as_drawn:
-            request = {**request, "chat": []}  # a replay reads its messages only
+            request = {**request, "chat": []}  # a replay reads only its messages
         self.answers.append({**answer, "request": request})
 
     def _served(self, settings: Mapping[str, Any], setting: Setting) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingCon
 
 @dataclass(kw_only=True)
 class ScoringSections(Section):
-    """The sections that define how samples are scored, in runs with and without training."""
+    """Sections about the scores of samples, in runs with and without training."""
 
     rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
     """Weighted rewards, instead of the two sections below."""
@@ -73,7 +73,7 @@ class ScoringSections(Section):
 
 @dataclass(kw_only=True)
 class WorkersConfig(ScoringSections):
-    """The part of the tree that workers read."""
+    """Sections of the configuration that workers read."""
 
     actor_rollout_ref: ActorRolloutRefConfig = key(factory=ActorRolloutRefConfig)
     """Policy: training, generation, reference."""
@@ -188,6 +188,6 @@ def fewest_tokens_per_pass(config: WorkersConfig) -> int:
 
 
 def tokens_per_pass(config: WorkersConfig) -> int:
-    """Return the actor's `ppo_max_token_len_per_gpu`, or the value that null means."""
+    """Return the actor's `ppo_max_token_len_per_gpu`, or its default if it is null."""
     limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     return limit or max(LARGEST_PASS, fewest_tokens_per_pass(config))

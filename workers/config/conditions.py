@@ -1,6 +1,6 @@
 """Conditions of keys in several of the workers' sections, and their helper functions.
 
-A condition of a single section is next to its field. Each takes the section of the key and the
+A condition of a single section is next to its field. Each function takes the key's section and the
 whole configuration.
 """
 

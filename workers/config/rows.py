@@ -25,7 +25,7 @@ LONGEST_ROW = 1024
 
 @dataclass(kw_only=True)
 class RowDataConfig(Section):
-    """Rows: files, sizes, how long they may be."""
+    """Rows: files, sizes, lengths."""
 
     train_files: Any = key(
         "",
@@ -68,7 +68,7 @@ class TrainedModelConfig(ModelConfig, ShardedConfig):
 
 @dataclass(kw_only=True)
 class RowWorkerConfig(Section):
-    """The part of the tree that the worker reads."""
+    """Sections of the configuration that the worker reads."""
 
     model: TrainedModelConfig = key(factory=TrainedModelConfig)
     """Model."""
@@ -146,7 +146,7 @@ class ReferenceModelConfig(Section):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """The frozen model that the loss compares with; other settings are those of `model`."""
+    """Reference of the loss, a frozen model; it shares the other settings of `model`."""
 
     model: ReferenceModelConfig = key(factory=ReferenceModelConfig)
     """The model."""
@@ -156,7 +156,7 @@ class ReferenceConfig(Section):
 
 @dataclass(kw_only=True)
 class PreferenceWorkerConfig(RowWorkerConfig):
-    """The part of the tree that the workers read."""
+    """Sections of the configuration that the workers read."""
 
     loss: str = key("dpo", registry="preference loss")
     """Preference loss."""

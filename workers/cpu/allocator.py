@@ -17,7 +17,7 @@ from contextlib import contextmanager
 LARGEST_KEPT = 2**30
 """Largest tensor, in bytes, whose memory is reused; larger tensors get fresh memory."""
 MOST_KEPT = 2**31 - 1
-"""Free bytes at the end of the heap that the process does not return."""
+"""Free bytes at the end of the heap that the process keeps."""
 LARGEST_OF_HEAP = 2**20
 """Largest allocation from the heap, in bytes, while memory must not be reused."""
 
@@ -54,8 +54,8 @@ def keep_freed_memory() -> bool:
 def free_immediately() -> Iterator[None]:
     """Context in which large allocations return to the system as soon as they are freed.
 
-    Otherwise small allocations settle in the holes of the heap, so that every large one extends it:
-    by all weights of a model that is only counted, or by the buffers of every weight sync.
+    Otherwise small allocations fill the holes of the heap, so that every large allocation extends
+    it, for example for the buffers of a weight sync.
     """
     if not _reused["largest"]:
         yield

@@ -18,7 +18,7 @@ from torch.nn import functional
 from workers.cpu import onednn
 
 GRADIENT_ROWS = 1024
-"""Rows that are transposed at a time for a weight's gradient, so that they stay in the cache."""
+"""Rows to transpose at a time for a weight's gradient, few enough to stay in the cache."""
 MIN_MULTIPLICATIONS = 2**24
 """Smaller products use torch: building a kernel for their rows would take longer."""
 
@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         result: Tensor = torch.ops.aten._unsafe_view(
             onednn.linear(flat, weight, bias), [*states.shape[:-1], len(weight)]
         )
-        return result  # not a view for autograd: FSDP2 attaches hooks to it
+        return result  # must not be a view for autograd, because FSDP2 attaches hooks to it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

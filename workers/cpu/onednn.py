@@ -1,8 +1,8 @@
 """Linear layers on CPUs through oneDNN, whose kernels are specialized for the processor.
 
-Torch uses MKL for float32 matrix products, which is fastest on one vendor's processors: on others
-with 512-bit vectors oneDNN takes half the time. From two rows on, its bits for a row do not depend
-on the other rows. The weights are read in place; nothing is packed or copied.
+Torch uses MKL for float32 matrix products, which is fastest on one vendor's processors. On others
+with 512-bit vectors, oneDNN takes half the time. From two rows on, its result for a row does not
+depend on the other rows. The weights are read in place; nothing is packed or copied.
 
 Every number of rows needs a separate kernel, which costs a third of a millisecond and a quarter MiB
 at its first use. `limit_kernel_caches` bounds their number per process.

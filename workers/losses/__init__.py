@@ -5,7 +5,7 @@ A policy loss is one file (`vanilla.py`, `gspo.py`, …), registered by name in
 loss by adding a file. The policy losses share `token_loss` (turns a function of tokens into a
 policy loss), `aggregate` (reduces token losses to one number), `importance_ratio` and `covariance`.
 The other files are `value`, `kl`, `correction` and `rejection` (weight or reject tokens that
-another policy sampled) and `mismatch` (measures how far that policy is off).
+another policy sampled) and `mismatch` (measures the difference to that policy).
 
 Tensors are [rows, response tokens]. **Sums over micro-batches are exact.** A worker sees one
 micro-batch of a global mini-batch. It passes the denominators of the mini-batch, so the losses,

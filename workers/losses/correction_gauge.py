@@ -125,7 +125,7 @@ class Spread(Gauge):
 
 
 class CorrectionGauge(Gauge):
-    """Collects the metrics of a correction; its own sums are pairs of counts (part, whole)."""
+    """Collects the metrics of a correction; its counters are pairs of counts (part, whole)."""
 
     def __init__(self, weights: Bounds | None, criteria: dict[str, Bounds]) -> None:
         """`weights` bounds the importance weights; `criteria` maps names to bounds."""

@@ -41,7 +41,7 @@ class _LogRatio(torch.autograd.Function):
 
 
 def clip_widths(config: ActorConfig) -> tuple[float, float]:
-    """Return how far a ratio may be below and above 1.
+    """Return the largest distances of a ratio below and above 1.
 
     `clip_ratio` is the default for both sides.
     """
@@ -68,7 +68,7 @@ def losses_in_trust_region(
     The loss is -A log p times the ratio, cut at `clip_ratio_c` and without gradient. `moved` is
     negative where the probability fell. Tokens with a positive advantage drop out if they `moved`
     by more than the upper clip range. Other tokens drop out if they fell by more than the lower
-    one.
+    clip range.
     """
     low, high = clip_widths(config)
     log_r = log_ratio(log_prob.detach(), old_log_prob, inside)

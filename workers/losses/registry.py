@@ -42,8 +42,9 @@ AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
 @dataclass(frozen=True)
 class LossFacts:
-    """Facts about a policy loss for the checks of a configuration; your own loss has only the first
-    two.
+    """Facts about a policy loss for the checks of a configuration.
+
+    Your own loss has only the first two.
 
     A loss with `choose_tokens` has a parameter `chosen_tokens`. If it is called without it, it
     chooses among the tokens of the call.
@@ -62,9 +63,9 @@ class LossFacts:
     clips_sequences: bool = False
     """True if the clip range bounds the sequence ratio, not token ratios."""
     holds_weights: bool = False
-    """True if a weight in the loss has no gradient, so finite differences give another slope."""
+    """True if a weight in the loss has no gradient, so finite differences do not apply."""
     longer_count_more: tuple[str, ...] = ()
-    """Names of the loss under which a sequence counts as many times as it has tokens."""
+    """Names of the loss under which a sequence's weight is its number of tokens."""
 
 
 def facts_of(policy_loss: PolicyLoss) -> LossFacts:

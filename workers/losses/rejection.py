@@ -61,7 +61,7 @@ class Criterion:
         return of_tokens
 
     def keeps(self, figures: Tensor) -> Tensor:
-        """Return where a value is within the range, ends included; NaN is not."""
+        """Return a mask of the values within the range, ends included; NaN is outside."""
         accepted = figures <= self.bounds.upper
         return accepted if self.bounds.lower is None else accepted & (figures >= self.bounds.lower)
 

@@ -20,7 +20,7 @@ from verl_like.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INSTALL_FLASH = 'pip install torch, then pip install -e ".[flash-attn]" --no-build-isolation'
-"""Run it in a checkout. flash-attn is built against the installed torch, so not in isolation."""
+"""Command for a checkout; flash-attn is built against the installed torch."""
 
 
 def resolve_attention(
@@ -87,7 +87,7 @@ def has_sinks(module: Any) -> bool:
 
 
 def kernel_blocker(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why no FlashAttention kernel runs here; "" if one can."""
+    """Return why no FlashAttention kernel runs on this machine; "" if a kernel runs."""
     if device.type != "cuda":
         return f"flash-attn runs on CUDA devices, not on {device.type}"
     if dtype == torch.float32:

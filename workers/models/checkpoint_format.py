@@ -168,8 +168,8 @@ class CheckpointFormat:
     def stored(self, tensors: Named) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a checkpoint, each group when all of its weights have arrived.
 
-        A tensor that must wait is copied. The memory of any other is read before the next tensor
-        arrives.
+        A tensor that must wait is copied. The memory of all other tensors is read before the next
+        tensor arrives.
         """
         waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, tensor in tensors:

@@ -25,7 +25,7 @@ LARGEST_FILE = 64 * 2**20
 
 
 def is_on_hub(path: str) -> bool:
-    """Return whether a path that does not exist here is `organisation/model`, a hub name."""
+    """Return whether a missing path has the form of a hub name, `organisation/model`."""
     return bool(HUB_NAME.fullmatch(path)) and not Path(path).parent.exists()
 
 

@@ -2,8 +2,8 @@
 
 Each rank of a sharded module reads its own slices, and buffers whole, from safetensors or mapped
 `.bin` files. Weights that a checkpoint stores in other pieces (`workers.models.checkpoint_format`)
-are assembled one at a time. An entry that nothing takes and a weight that nothing fills are
-rejected, because a model with a part at its default would silently compute other numbers.
+are assembled one at a time. Unused entries and weights without an entry are rejected, because a
+model with default weights would silently compute wrong numbers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def load_weights(
 ) -> None:
     """Allocate every parameter on `device`, and load every weight.
 
-    If other ranks have other layers, `whole` is the module with all of them, without memory.
+    If other ranks have other layers, `whole` is the module with all layers, without memory.
     """
     materialize(module, device)
     whole = module if whole is None else whole
@@ -200,7 +200,7 @@ class PickledTensors:
         return [name for name, value in self._tensors.items() if isinstance(value, Tensor)]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Return a tensor that reads what is asked for, as safetensors' slices do."""
+        """Return a tensor that reads only the requested slices, like safetensors' slices."""
         return TensorSlice(self._tensors[name])
 
 
@@ -220,7 +220,7 @@ class TensorSlice:
 
 
 class Folder:
-    """The weights of a Hugging Face folder, by tensor name; only slices asked for are read.
+    """The weights of a Hugging Face folder, by tensor name; only requested slices are read.
 
     They are its safetensors, or its `pytorch_model.bin` where it has no safetensors.
     """
@@ -254,9 +254,9 @@ class Folder:
         return SCORE in self.files and list(self.find(SCORE).get_shape()) == list(shape)
 
     def unknown_entries(self, module: Any, converted: set[str]) -> list[str]:
-        """Return the entries that are no weight or buffer of `module` and were not `converted`.
+        """Return the entries that are not weights or buffers of `module` and were not `converted`.
 
-        If the module has another head than the folder, the folder's head is ignored.
+        If the heads of module and folder differ, the folder's head is ignored.
         """
         known = converted | {
             n.replace(".base_layer.", ".") for n, _ in module.named_parameters("", True, False)
@@ -360,8 +360,8 @@ def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
 def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None:
     """Reject unused entries of the folder, except those that are known to be superfluous.
 
-    These are what the transformers class ignores (layers that predict further tokens), what is
-    computed today, and the head of a classifier.
+    These are entries that the transformers class ignores (layers that predict further tokens),
+    entries that are computed today, and the head of a classifier.
     """
     if extra := _in_words(module, names):
         raise ConfigError(

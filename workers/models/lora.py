@@ -1,9 +1,9 @@
-"""LoRA with `peft`: adapters in the engine's module, and merged weights for everybody else.
+"""LoRA with `peft`: adapters in the engine's module, and merged weights outside it.
 
-After `add_adapter` only the adapters (and a critic's head) get gradients. Everything that leaves
-the engine (weight sync, checksums, exports) goes through `merged_tensors`: base + adapter under the
-base's names, computed from the base each time, so that no error accumulates over versions. A
-reference in the actor's process scores with the actor's module inside `adapter_off`.
+After `add_adapter` only the adapters (and a critic's head) get gradients. Weight sync, checksums
+and exports use `merged_tensors`: base + adapter under the base's names, computed from the base each
+time, so that no error accumulates over versions. A reference in the actor's process scores with the
+actor's module inside `adapter_off`.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def _is_taken_for_experts(body: Any, layer: str) -> bool:
     """True if peft treats this layer name as the routed experts of the model's class."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a peft that has no such names
+    except ImportError:  # this version of peft has no such names
         return False
     from peft import LoraConfig
 
     lora = LoraConfig(target_modules=[layer])
     try:
         convert_peft_config_for_transformers(lora, body, None)
-    except ValueError:  # it got only part of the weights that it treats as fused
+    except ValueError:  # peft got only part of the weights that it treats as fused
         return True
     return layer not in lora.target_modules
 
@@ -145,7 +145,7 @@ def merged_tensors(
     `adapter_off` the base is returned.
     """
     layers = adapted_layers(module)
-    parts: dict[str, Tensor] = {}  # of the layer whose last part has not arrived
+    parts: dict[str, Tensor] = {}  # parts of a layer that is not complete yet
     for name, tensor in tensors:
         prefix, kind = _split(name)
         layer = layers.get(prefix)

@@ -139,7 +139,7 @@ Most roles of a run share them, and tracing a pass takes half a second.
 
 @dataclass(frozen=True)
 class StageOf:
-    """The position of a rank among those that share the layers."""
+    """The position of a rank among the ranks that share the layers."""
 
     rank: int
     num_ranks: int
@@ -292,7 +292,7 @@ def cached_widths(config: Any) -> tuple[int, int]:
     """
     if getattr(config, "kv_lora_rank", None):
         return config.qk_rope_head_dim, config.kv_lora_rank
-    heads = getattr(config, "num_attention_heads", None) or 0  # none: a model without attention
+    heads = getattr(config, "num_attention_heads", None) or 0  # a model without attention has none
     size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     groups = getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "multi_query", False) and not getattr(

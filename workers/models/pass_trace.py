@@ -27,7 +27,7 @@ COUNTED = "counted_attention"
 NUM_TRACED = 257
 """Tokens of the traced pass. Bytes are proportional to them, and no weight has this size."""
 NOT_TRACED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-"""Errors of a pass that depends on its numbers, such as a router's."""
+"""Errors of a pass whose operations depend on values, such as a router's."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _saved(module: Any) -> list[Tensor]:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The inputs and outputs that a fused kernel saves, without its arithmetic."""
+    """Saves the inputs and outputs that a fused kernel saves, without computing attention."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Precision:
 
     @property
     def cast(self) -> torch.dtype | None:
-        """The type that weights are cast to for a pass; None if no cast is needed."""
+        """Type to which a pass casts the weights; None if no cast is needed."""
         return None if self.compute == self.weights else self.compute
 
 

@@ -10,7 +10,7 @@ and one scale per output channel. The inputs of a layer are quantized row by row
 are integer sums, which are exact: the result of a row does not depend on the other rows.
 
 Embeddings, heads, experts, routers, norms and biases are not quantized. The rounding error differs
-by class: where states decay by exponentials of rounded numbers (jamba, qwen3_next) the logits are
+by class: if states decay by exponentials of rounded numbers (jamba, qwen3_next), the logits are
 wrong. So each class is first tested on a small model.
 """
 
@@ -39,7 +39,7 @@ NUM_TOKENS = 40
 ROWS_AT_ONCE = 1024
 """Rows of a weight that are quantized at a time, to bound the memory."""
 ROUTERS = ("gate", "router")
-"""Names of layers that choose between experts: rounded, they would choose others."""
+"""Names of layers that choose between experts; if they were rounded, they would choose others."""
 
 
 class Int8Weight(Tensor):

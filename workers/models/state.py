@@ -36,7 +36,8 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def set_buffer_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Convert persistent buffers to this type, the trainer's, whatever type the parameters have.
 
-    A router's bias decides between experts with close scores: rounded, it would choose others.
+    A router's bias decides between experts with close scores: rounded, it would choose different
+    experts.
     """
     for child in module.modules():
         for name, buffer in child.named_buffers(recurse=False):

@@ -61,7 +61,7 @@ class Ranks:
     def share_files(
         self, folder: Path, fact: Callable[[Path], Any], names: list[str] | None = None
     ) -> dict[str, Any]:
-        """Return `fact` of every file under `folder` (or of `names`); one rank computes each."""
+        """Return `fact` of every file under `folder` (or of `names`), each computed by one rank."""
         if names is None:
             files = [path for path in folder.rglob("*") if path.is_file()]
             names = sorted(path.relative_to(folder).as_posix() for path in files)

@@ -32,7 +32,7 @@ NUM_ARGUMENTS = 3
 
 
 class Exchange(torch.autograd.Function):
-    """Send rows to the ranks of a group: `sent[r]` of them to rank r, in rank order."""
+    """Send rows to the ranks of a group: `sent[r]` rows to rank r, in rank order."""
 
     @staticmethod
     def forward(
@@ -130,7 +130,7 @@ class _LocalExperts(nn.Module):
 
 
 class _Spread:
-    """The forward pass of experts that are spread over ranks."""
+    """Computes the forward pass of experts that are spread over ranks."""
 
     def __init__(self, experts: nn.Module, group: dist.ProcessGroup) -> None:
         self.local = _LocalExperts(experts)
@@ -151,7 +151,7 @@ class _Spread:
         numbers = torch.arange(num_here, device=chosen.device).repeat(num_ranks)
         numbers = numbers.repeat_interleave(arriving)[:, None]
         weights_here = {name: local_part(weight) for name, weight in self.local.named_parameters()}
-        # weighted at the origin, in the precision of the weights, as in one process
+        # outputs are weighted at their origin, in the precision of the weights, as in one process
         once = torch.ones_like(numbers, dtype=weights.dtype)
         done = functional_call(self.local, weights_here, (rows, numbers, once))
         if not len(rows):  # otherwise the backward pass of this rank would skip the exchange

@@ -42,7 +42,7 @@ def shard(
 
     Under shard_grad_op layers stay whole from one pass to the next, like the rest. Experts that are
     spread over ranks form a separate unit on their `efsdp_mesh`. Each layer prefetches the weights
-    of the next.
+    of the next layer.
 
     Returns True for one unit, which small models use because there the latency of collectives
     dominates. The unit of the rest contains the begin and the end of a pass. It is whole

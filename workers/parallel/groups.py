@@ -67,7 +67,7 @@ class Groups:
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: "shard" and "sp" combined, and "replicate" if needed."""
+        """Return the mesh for FSDP2: "shard" and "sp" combined, and "replicate" if needed."""
         shards = self._flat("shard", "sp") if self.dims.sp > 1 else self.mesh["shard"]
         if self.dims.replicate == 1:
             return shards
@@ -83,11 +83,11 @@ class Groups:
 
     @cached_property
     def ep_mesh(self) -> DeviceMesh:
-        """Ranks with different experts; their numbers are consecutive."""
+        """Return the ranks with different experts; their numbers are consecutive."""
         return self._expert_view["ep"]
 
     @cached_property
     def efsdp_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards experts over: ranks that have the same ones."""
+        """Return the mesh over which FSDP2 shards experts: ranks that have the same experts."""
         replicates = ("replicate",) if self.dims.replicate > 1 else ()
         return self._expert_view[(*replicates, "efsdp")]

@@ -94,7 +94,7 @@ def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
 
 
 class Pipeline:
-    """The stages of a model that this rank computes, and its connections to neighbouring ranks."""
+    """Computes this rank's stages of a model, and exchanges states with neighbouring ranks."""
 
     def __init__(
         self,

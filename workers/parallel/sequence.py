@@ -36,7 +36,7 @@ States are [tokens, heads, size], `sinks` [heads] or None.
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """The ranks that share packed rows of a model with `num_heads` query heads."""
+    """A group of ranks that share packed rows of a model with `num_heads` query heads."""
 
     group: dist.ProcessGroup
     num_heads: int
@@ -99,7 +99,7 @@ class SequenceRanks:
         """Exchange [own tokens, heads, size] to [all tokens, heads of the rank, size], in one
         collective.
 
-        If it `is_whole`, every rank gets all heads.
+        With `is_whole`, every rank gets all heads.
         """
         parts = [state.unflatten(1, (1 if is_whole else self.size, -1)) for state in states]
         flat = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1)
@@ -121,7 +121,7 @@ class Split:
     reads: Tensor
     """Indices of this rank's tokens that are read."""
     numbers: Tensor
-    """For every position read, the first rank's first: its number in the order of the row."""
+    """For every position read, in rank order: its number in the order of the row."""
     counts: list[int]
     """Number of positions that each rank reads."""
 

@@ -109,7 +109,7 @@ def settle(
 def axes_key(section: str) -> str:
     """Return the name of the `parallel` section that belongs to this `fsdp_config`."""
     prefix = f".{section.removesuffix('fsdp_config')}"
-    if prefix.endswith(".model."):  # it is next to the model section
+    if prefix.endswith(".model."):  # the section is next to the model's section
         prefix = prefix.removesuffix("model.")
     return f"{prefix}parallel".lstrip(".")
 

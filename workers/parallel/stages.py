@@ -6,9 +6,9 @@
     with stages.computing(stage, received):     # states of the previous stage; none for the first
         states = module(**inputs)               # of the last stage: the outputs of the model
 
-Names and numbers of layers are those of the whole model. Parts of other stages pass their inputs
-on, and embeddings return the states that the previous stage sent. A small model of the class proves
-that this is correct (`workers.training.parts.pipeline`).
+Names and numbers of layers are those of the whole model. Parts of other stages return their inputs
+unchanged, and embeddings return the states that the previous stage sent. A small model of the class
+proves that this is correct (`workers.training.parts.pipeline`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TRAINED, FROZEN = 4, 1
 
 
 class NoStages(Exception):
-    """Why a model has no stages."""
+    """Raised if a model has no stages; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """The parts that stages consist of; a part is its owner module and its name there."""
+    """The parts of stages: for each part, its owner module and its name there."""
 
     embeddings: tuple[nn.Module, str]
     layers: nn.ModuleList
@@ -113,7 +113,7 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     num_chosen = getattr(config, "num_experts_per_tok", None) or 1
 
     def of_pass(layer: nn.Module) -> int:
-        """Count inputs and outputs of its matrices; of experts, only those of the chosen ones."""
+        """Count the inputs and outputs of a layer's matrices; of experts, only the chosen ones."""
         matrices = [weight.shape for weight in layer.parameters() if weight.ndim > 1]
         per_token = sum(sum(s[-2:]) * (num_chosen if len(s) == 3 else 1) for s in matrices)
         return num_tokens * per_token * trains
@@ -139,7 +139,7 @@ def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> 
         return sums[end] - sums[begin] + ends
 
     def best(limit: float, power: int) -> tuple[float, list[int]]:
-        """Minimize the sum of sizes to this power, or the largest size; return both."""
+        """Minimize the sum of sizes to this power, or the largest size."""
         states: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
         for stage in range(num_stages):
             ended: dict[int, tuple[float, list[int]]] = {}

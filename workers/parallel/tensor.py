@@ -43,7 +43,7 @@ BEFORE_HEADS = re.compile(r"(q|kv)_a_(proj.*|layernorm)")
 """Layers of latent attention that compute what all heads share."""
 
 USE_OTHERS = ("gemma3n", "gemma4")
-"""Prefixes of model types whose layers use weights of others, like those with convolutions."""
+"""Prefixes of model types whose layers use the weights of other layers."""
 
 
 class _Copied(torch.autograd.Function):
@@ -115,7 +115,7 @@ def _local_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Whole:
-    """A layer that every rank computes completely; base of the others, one object per layer."""
+    """A layer that every rank computes completely; base class of the other styles."""
 
     partial = False
     """True if a rank's gradients of the weights are only parts of their sum."""
@@ -277,18 +277,18 @@ PLACEMENTS: dict[str, Placement] = {
     "rowwise": Shard(-1),
     "packed_colwise": _StridedShard(-2, split_factor=2),
 }
-"""The same for single parameters, such as all experts'. Packed ones are two, concatenated."""
+"""The same for single parameters, such as all experts'. Packed parameters are two, concatenated."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How a layer is computed, and how its parameters with separate rules are split."""
+    """The split of a layer: its computation, and the rules of its parameters."""
 
     style: type[Whole] = Whole
     placements: Mapping[str, Placement] = field(default_factory=dict)
 
     def placement(self, name: str, weight: Tensor) -> Placement:
-        """Return how its parameter `name` is split."""
+        """Return the placement of the layer's parameter `name`."""
         placement = self.placements.get(name, self.style.placement(name))
         if isinstance(placement, _StridedShard):
             return _StridedShard(placement.dim % weight.ndim, split_factor=placement.split_factor)
@@ -412,7 +412,7 @@ def plan_of(module: Any) -> dict[str, str]:
 
 
 class NoSplit(ValueError):
-    """Why tensor parallelism cannot split a model; the text is the second half of a sentence."""
+    """Raised if tensor parallelism cannot split a model; its text completes a sentence."""
 
 
 def layers_of(module: Any) -> dict[str, Layer]:
@@ -502,7 +502,7 @@ def _with_adapter(
 
 
 def _reject_unused(module: Any, rules: Sequence[str], layers: Mapping[str, Layer]) -> None:
-    """Reject rules for layers that the model does not have, unless it has others in their place.
+    """Reject rules for layers that the model does not have, unless other layers replace them.
 
     Layers are of different kinds: some rules of a mixture are for layers without experts.
     """

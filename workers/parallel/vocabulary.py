@@ -48,7 +48,7 @@ class _Stats(torch.autograd.Function):
     """Log-prob of the label, entropy and sum of squared probabilities of every row of logits.
 
     It works on chunks of rows, like `verl_like.tensor_ops.logprobs`. Each rank sums relative to the
-    maximum of its own logits; a factor then makes the sum relative to the maximum of all.
+    maximum of its own logits; a factor then makes the sum relative to the global maximum.
     """
 
     @staticmethod

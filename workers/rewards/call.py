@@ -94,7 +94,7 @@ class Call:
 
     @property
     def reads(self) -> list[str] | None:
-        """The entries of a sample that the function may get; None means all of them."""
+        """Names of the entries of a sample that the function may get; None means all."""
         return None if self.takes_rest else list(self.fields.values())
 
     @property

@@ -1,4 +1,4 @@
-"""The socket between a process and another process that runs untrusted code for it.
+"""Socket between a process and another process that runs untrusted code for it.
 
 Requests are pickled with a length prefix, since our own code writes them. Replies are JSON, one per
 line, of limited length, and are checked before use.
@@ -23,11 +23,11 @@ _LENGTH = struct.Struct("!Q")
 
 
 class NoAnswerError(Exception):
-    """The socket delivered something that is not a reply."""
+    """Raised if the socket delivers something that is not a reply."""
 
 
 class DriverEnd:
-    """The end of the requesting process; each call has a deadline, in `time.monotonic` time."""
+    """The requesting process's end; each call has a deadline, in `time.monotonic` time."""
 
     def __init__(self, pipe: Connection) -> None:
         """Take over the pipe of `start_child`."""
@@ -37,7 +37,7 @@ class DriverEnd:
         self._rest = b""
 
     def send(self, message: Any, deadline: float) -> None:
-        """Send a message, or raise TimeoutError (nobody reads) or OSError (nobody is there)."""
+        """Send a message; raise TimeoutError if nobody reads, OSError if the other end is gone."""
         content = pickle.dumps(message)
         self._socket.settimeout(_left(deadline))
         self._socket.sendall(_LENGTH.pack(len(content)) + content)

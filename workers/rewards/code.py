@@ -38,7 +38,7 @@ NOT_TRUSTED = (
 START_S = 5.0
 """Time in addition to the tests: the start of the process, and of its forks."""
 CLOSE = 1e-6
-"""Allowed absolute or relative difference between a number in an output and the expected one."""
+"""Allowed absolute or relative difference between a number in an output and the expected number."""
 
 
 def run_tests(
@@ -196,7 +196,7 @@ def _close(actual: str, wanted: str) -> bool:
 
 
 class _Runner:
-    """The process that runs programs; started when needed, and again after a program ended it."""
+    """A process that runs programs; started when needed, and again after a program ended it."""
 
     def __init__(self, network: bool) -> None:
         self._network = "on" if network else "off"

@@ -88,7 +88,7 @@ def code(
     extra_info: Mapping[str, Any] | None = None,
     trust_programs: bool = False,
 ) -> dict[str, float]:
-    """The fraction of its tests that the program in the response passes."""
+    """Fraction of its tests that the program in the response passes."""
     from workers.rewards.code import run_tests
 
     return run_tests(

@@ -43,9 +43,10 @@ class RewardManager:
     The function returns a number, or a dict with "score", and optionally "step_scores": pairs
     [token, score]. Each step score is placed at its token of the response (at the last one if the
     response is shorter), the score itself at the last token. A sample whose call raises, returns no
-    finite number, or exceeds its deadline gets `default_score`, and so does the rest of a batch
-    after the scorer's deadline. Failed samples are counted in the metrics, marked in `score_failed`
-    and named in the meta_info `FAILURES`; `workers.rewards.weighted` decides if they stop the step.
+    finite number, or exceeds its deadline gets `default_score`. After the scorer's deadline, all
+    remaining samples of the batch get it. Failed samples are counted in the metrics, marked in
+    `score_failed` and named in the meta_info `FAILURES`; `workers.rewards.weighted` decides if they
+    stop the step.
     """
 
     def __init__(

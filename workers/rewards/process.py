@@ -1,4 +1,4 @@
-"""The program of a process that runs a reward function.
+"""Program of a process that runs a reward function.
 
     python -m verl_like.process.child workers.rewards.process FD
 
@@ -213,7 +213,7 @@ def _end_when_blocked(
 ) -> None:
     """At its deadline, report the coroutine that blocks all others, and end the process.
 
-    Otherwise the driver would not know which one it is.
+    Otherwise the driver would not know which coroutine it is.
     """
     while not is_done.wait(deadline / 4):
         ticked = threading.Event()

@@ -1,11 +1,12 @@
-"""The program of a process that runs programs of a model, one test at a time.
+"""Program of a process that runs programs of a model, one test at a time.
 
     python -m verl_like.process.child workers.rewards.program FD on|off
 
 `workers.rewards.code` starts it and sends requests through the socket FD. Every test is a fork of
-this process with separate limits. It cannot start processes or signal others, writes only below its
-own folder, and has no network, as far as the machine supports this. The expected values never reach
-this process, so a program cannot look for them. The exception is trusted asserts (`kind="assert"`).
+this process with separate limits. A test cannot start processes or signal others, writes only below
+its folder, and has no network, as far as the machine supports these limits. The expected values
+never reach this process, so a program cannot look for them. The exception is trusted asserts
+(`kind="assert"`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Answer: {solution_str}"""
 
 
 class RemoteProtocol(Protocol):
-    """How to communicate with one kind of server."""
+    """Builds requests for one kind of server, and reads its replies."""
 
     largest_batch: int | None
     """Maximum samples per request; None uses the configuration."""

@@ -35,7 +35,7 @@ QUICK_S = 0.05
 
 
 class _Batch:
-    """The samples of one batch by number: groups that wait for a process, and outcomes."""
+    """One batch of samples by number: groups that wait for a process, and outcomes."""
 
     def __init__(self, samples: Sequence[Sample], seconds: float):
         self.samples = samples
@@ -147,7 +147,7 @@ def _ask(process: RewardProcess, samples: dict[int, Sample], batch: _Batch) -> N
         missing = [number for number in samples if number not in answered]
         is_late = isinstance(err, TimeoutError)
         if isinstance(err, ProcessEndedError) and not process.is_new:
-            num_culprits = 0  # another cause, or an earlier request, may have ended it
+            num_culprits = 0  # an earlier request or another cause may have ended it
         elif isinstance(err, ConfigError) or process.answers_together:
             num_culprits = len(missing)
         else:  # one by one, the first is late; an earlier sample may have ended the process

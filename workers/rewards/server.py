@@ -5,8 +5,8 @@ machines.
     server.serve_forever()
 
 POST to any path: `{"samples": [row, ...]}` returns `{"outcomes": [...]}`, and OpenRLHF's `{"query",
-"prompts", "labels"}` returns `{"rewards": [...]}`. The function runs in separate processes, as next
-to the driver (`workers.rewards.scorer`), so its results are the same.
+"prompts", "labels"}` returns `{"rewards": [...]}`. The function runs in separate processes, as in a
+run (`workers.rewards.scorer`), so its results are the same.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ CHECK_S = 1.0
 
 
 class ScoredRows(Protocol):
-    """The facts about a run's prompts that rewards need."""
+    """Interface of a run's prompts that rewards read."""
 
     @property
     def data_sources(self) -> set[str]:
@@ -308,7 +308,7 @@ class WeightedScores:
             metrics |= _named(numbers, "reward/", name, several) | of_all
             extras |= _named(result.non_tensor_batch, "reward_extra/", name, several)
 
-        if several or name != "rule":  # the only rule's score is critic/score/mean
+        if several or name != "rule":  # the score of a single rule is critic/score/mean
             sums = scores_of_part.scores.sum(dim=-1)
             extras[f"reward_extra/{name}_score"] = sums.double().numpy()
             metrics[f"reward/{name}_score/mean"] = sums.mean().item()

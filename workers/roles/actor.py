@@ -125,8 +125,8 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         """Run one PPO update over the batch; return metrics, which are equal on all ranks except
         perf/.
 
-        Every optimizer step also trains its share of the rows `ptx`, with the language-model loss
-        times `ptx.coef`.
+        Every optimizer step also trains on its share of the rows `ptx`, with the language-model
+        loss times `ptx.coef`.
 
         With `meta_info["on_policy"]` the samples come from the current policy, and the forward pass
         of the update computes the old log-probs, so the batch needs no `old_log_probs`. It does not

@@ -1,4 +1,4 @@
-"""The four verbs that every role with a model supports, trained or frozen.
+"""Four verbs of every role with a model, trained or frozen.
 
     group.forward(batch, ("log_probs", "entropys"))             # columns
     group.forward_backward(batch, "policy")                     # metrics and the model's outputs

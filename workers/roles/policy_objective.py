@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PolicySettings:
-    """The settings that all updates of a policy share."""
+    """Settings that all updates of a policy share."""
 
     config: ActorConfig
     policy_loss: PolicyLoss

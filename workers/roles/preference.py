@@ -1,4 +1,4 @@
-"""The model that learns from preferences, and a reference with a separate folder.
+"""Roles of preference training: the model that learns, and a reference with a separate folder.
 
 Both get pairs or labelled rows. The update reads the reference's log-probs from a column, which was
 computed before the first step.

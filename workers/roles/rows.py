@@ -1,7 +1,7 @@
 """The models of supervised recipes: one optimizer step on the rows of each call.
 
-The worker of a recipe defines its reading, the columns that its loss reads, and the loss. SFT and
-reward models are here, preferences in `workers.roles.preference`.
+A recipe's worker defines its reading (the outputs it takes from a pass), the columns of its loss,
+and the loss. SFT and reward models are here, preferences in `workers.roles.preference`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class SFTWorker(RowWorker):
 class RewardTrainingWorker(RowWorker):
     """Learns to score a pair's chosen side above its rejected side, and scores pairs.
 
-    `workers.roles.reward_model` is the frozen one, which scores PPO's samples.
+    `workers.roles.reward_model` is the frozen model that scores PPO's samples.
     """
 
     loss_name = "pairwise"

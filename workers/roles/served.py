@@ -8,7 +8,7 @@
     rollout.generate_sequences(rows)
 
 The rollout always has its own copy with merged adapters. So samples belong to their snapshot while
-training continues, and every placement gives the same bits.
+training continues, and every placement gives the same results, bit for bit.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from workers.weights.checksum import checksum_of
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled: bias, minimum length, then temperature, top-k, top-p, min-p."""
+    """Sampling settings, in order: bias, minimum length, temperature, top-k, top-p, min-p."""
 
     temperature: float = 1.0
     top_k: int = -1
@@ -68,7 +68,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The sizes that an engine is built for: column widths, concurrent samples, cache memory.
+    """Sizes of an engine: column widths, concurrent samples, cache memory.
 
     With `keep_kv`, new weights do not change the KV cache of unfinished samples.
     """
@@ -105,7 +105,7 @@ class Budget:
 
 
 class RolloutEngine(ABC):
-    """Token ids in, token ids and log-probs out, by request.
+    """Generates samples by request: token ids in, token ids and log-probs out.
 
         for version in count():
             engine.wake_up()
@@ -219,7 +219,7 @@ class RolloutEngine(ABC):
         return [finished[number] for number in numbers]
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite every weight; names and shapes must be exactly the module's.
+        """Overwrite every weight; names and shapes must equal the module's.
 
         The engine is stale afterwards. Running samples continue with the new weights.
         """
@@ -307,7 +307,7 @@ class RolloutEngine(ABC):
     def finish_reason(self, sample: Sample, tokens: Sequence[int], sampling: SamplingParams) -> str:
         """Return why a response ends with its newest token; `UNFINISHED` if it does not.
 
-        The sample may have a limit of its own.
+        A sample may have a separate limit.
         """
         is_stop = tokens[-1] in sampling.stop_token_ids
         if is_stop or self.ends_with_stop_string(sample, tokens, sampling):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def engine_for(rollout: RolloutConfig, device_type: str) -> str:
-    """Return the engine's name, chosen by device for "auto"."""
+    """Return the engine's name; "auto" depends on the device."""
     if rollout.name != AUTO:
         return rollout.name
     if device_type != "cuda":
@@ -179,7 +179,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
 
         return HFEngine(module, limits, decode=decode)
     if custom := user_engine(rollout.name):
-        make: Any = custom  # the constructor is the user's
+        make: Any = custom  # the constructor is the user's code
         engine: RolloutEngine = make(module, limits, decode=decode)
         return engine
     from workers.rollout.native.engine import NativeEngine

@@ -1,9 +1,9 @@
 """The reference engine: transformers' `generate`, one sample at a time.
 
-It is for comparison, not for speed. If a class's cache is not proven correct
-(`why_no_cache`), each token is computed from its whole row. It shares nothing with the
-native engine's loop, cache or attention, except the choice of a token (`rollout.sampling`), as a
-logits processor, so that one seed gives the same noise.
+It is for comparison, not for speed. If a class's cache is not proven correct (`why_no_cache`), each
+token is computed from its whole row. It shares only the choice of a token (`rollout.sampling`) with
+the native engine, so that one seed gives the same noise. Its loop, cache and attention are
+transformers'.
 """
 
 from __future__ import annotations

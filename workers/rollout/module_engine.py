@@ -1,4 +1,4 @@
-"""The common base of engines that decode with a torch module: its weights."""
+"""Base class of engines that decode with a torch module."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Sample:
     weights that sampled it (-1 marks a token that was observed, not sampled).
 
     `finish_reason` is "stop" or "length". "abort" marks an unfinished response, which can be
-    submitted again and continues where it ended. A sample that has not started has none.
+    submitted again and continues where it ended. A sample that has not started has no reason.
     `truncated_log_probs` are log-probs of the distribution that was sampled from, if the sampling
     requests them.
     """
@@ -128,7 +128,7 @@ class Sample:
 
     @property
     def stop_token(self) -> int | None:
-        """The token that ended the response; None if it was cut."""
+        """Token that ended the response; None if the response was cut."""
         return int(self.tokens[-1]) if self.finish_reason == "stop" else None
 
     def with_observed(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> Sample:

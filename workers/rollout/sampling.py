@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
 from workers.rollout.base import SamplingParams
-from workers.rollout.sample import noise_key as noise_key  # the documented place of the name
+from workers.rollout.sample import noise_key as noise_key  # documented import path of the name
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig
@@ -158,14 +158,14 @@ _TOP_P_ROWS = 32
 def _top_p(probs: Tensor, log_probs: Tensor, top_p: float) -> Tensor:
     """Return the fewest likeliest probabilities that reach top-p, and zero elsewhere.
 
-    A sort would take several times the memory. Bisection instead finds the last rank that stays,
-    where a token's rank is the bits of its negated log-prob, which are in order. Of tokens with
-    that rank the first ones stay.
+    A sort would take several times the memory. Bisection instead finds the last rank that stays. A
+    token's rank is the bits of its negated log-prob, as an integer. Of tokens with that rank the
+    first ones stay.
     """
     ranks = log_probs.abs().view(torch.int32)
     target = top_p * probs.sum(dim=-1, keepdim=True)
     searched, ranks_searched = probs, ranks
-    if probs.device.type == "cpu":  # a GPU would have to wait for the answer
+    if probs.device.type == "cpu":  # reading this number would make a GPU wait
         likeliest, places = probs.topk(min(_LIKELIEST, probs.shape[1]), dim=-1)
         if (likeliest.sum(dim=-1, keepdim=True) >= target).all():
             searched, ranks_searched = likeliest, ranks.gather(1, places)
@@ -183,7 +183,7 @@ def _top_p(probs: Tensor, log_probs: Tensor, top_p: float) -> Tensor:
 
 
 _LIKELIEST = 1024
-"""Tokens that mostly reach top-p; on CPUs they are searched before the whole vocabulary."""
+"""Number of likeliest tokens that a CPU searches before the whole vocabulary."""
 _RANK_OF_ZERO = 0x7F800000
 """The bits of infinity, the negated log-prob of a token that cannot come."""
 

@@ -4,10 +4,11 @@
 `row_layout`; transformers forwards it to the attention function.
 
 A packed row needs a mask that separates its rows. A dense mask costs the square of all tokens.
-FlashAttention takes the boundaries of the rows instead (`workers.training.varlen`). If it does not
-run, or does not support the soft cap of a model's scores, rows of similar length become the rows of
-a rectangle, padded on the right. Causal attention needs no mask there, because the padding comes
-after all real tokens of its row. Time therefore follows the real tokens on every device.
+FlashAttention takes the boundaries of the rows instead (`workers.training.varlen`). If
+FlashAttention is not available, or does not support the soft cap of a model's scores, rows of
+similar length are padded on the right to rectangles. Causal attention needs no mask there, because
+the padding comes after all real tokens of its row. The time therefore depends on the number of real
+tokens, on every device.
 
 If several ranks share the tokens of a row (`workers.parallel.sequence`), the layout describes the
 whole row and holds the ranks, and every layer attends through them.
@@ -206,7 +207,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class _Scores:
-    """How a layer computes scores."""
+    """Settings of a layer's attention scores."""
 
     scale: float | None
     local: LocalMask
@@ -293,7 +294,7 @@ def _attend(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: _Scores
 ) -> Tensor:
-    """Causal attention of [rows, heads, tokens, size]; the queries belong to the last keys."""
+    """Return causal attention [rows, heads, tokens, size]; queries belong to the last keys."""
     (num_queries, width), local = (query.shape[2], key.shape[2]), scoring.local
     is_local = min(local.window or width, local.chunk or width) < width
     dtype = value.dtype
@@ -326,8 +327,7 @@ def eager_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention as matrix products with float32 scores, for features that torch's fused kernel
-    lacks.
+    """Return attention by matrix products with float32 scores, for features that sdpa lacks.
 
     Scores are bounded by tanh, or each head has a sink, which takes its share of every softmax and
     contributes nothing. States are [rows, heads, tokens, size].
@@ -354,7 +354,7 @@ def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:
 
 
 def _causal_mask(num_queries: int, width: int, local: LocalMask, device: torch.device) -> Tensor:
-    """Mask in which each of the last tokens sees the earlier ones in its window or chunk."""
+    """Return a mask that limits each of the last tokens to its window or chunk."""
     places = torch.arange(width, device=device)
     queries = places[width - num_queries :, None]
     distance = queries - places
@@ -367,7 +367,7 @@ def _causal_mask(num_queries: int, width: int, local: LocalMask, device: torch.d
 def _local_mask(
     *, config: Any, local_size: int | None = None, use_vmap: bool = False, **_: Any
 ) -> LocalMask | None:
-    """Mask function for transformers; it keeps only the locality, as the layout replaces masks."""
+    """Mask function for transformers that keeps only windows and chunks."""
     if use_vmap:
         raise TypeError("its mask is a function of its own")
     if local_size is None:
@@ -408,7 +408,7 @@ def packed_rows(
 def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., Any]:
     """Return one function per kernel: another function object would recompile compiled layers."""
     attention: Callable[..., Any] = partial(packed_attention, kernel=kernel)
-    if compiled:  # no graph includes it
+    if compiled:  # no compiled graph includes attention
         attention = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
     return attention
 

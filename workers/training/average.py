@@ -75,8 +75,8 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
 class MovingAverageEngine(TrainEngine):
     """A frozen engine whose weights move to `decay` x itself + (1 - `decay`) x the policy.
 
-    Weights narrower than float32 would round a small step to nothing, so float32 averages are
-    stored next to them. Buffers are copied from the policy.
+    In a type narrower than float32, a small step would round to zero, so float32 averages are
+    stored next to such weights. Buffers are copied from the policy.
     """
 
     def __init__(self, *args: Any, decay: float, **settings: Any) -> None:

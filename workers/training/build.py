@@ -77,7 +77,7 @@ def _make_empty(model: Model) -> None:
 
 
 def _shard(model: Model) -> None:
-    model.cast = None if model.is_sharded else model.precision.cast  # FSDP casts on its own
+    model.cast = None if model.is_sharded else model.precision.cast  # FSDP casts the weights itself
     if model.is_sharded:
         mesh, strategy = model.groups.fsdp_mesh, model.sharding.strategy
         efsdp_mesh = model.groups.efsdp_mesh if model.dims.ep > 1 else None
@@ -100,7 +100,7 @@ def _choose_row_passes(model: Model) -> None:
 def prepare_cpu_process() -> None:
     """Prepare a process that trains on the CPU, before it computes anything.
 
-    The allocator of a process that is not ours, such as a notebook, stays unchanged.
+    The allocator of other processes, such as a notebook, stays unchanged.
     """
     from workers.cpu.allocator import keep_freed_memory
     from workers.cpu.onednn import limit_kernel_caches

@@ -90,7 +90,7 @@ class TrainEngine(Model):
         self.has_gradients = False
         self.smaller_passes = SmallerPasses()
         self.names_of_step: list[str] = []
-        """Names, for messages, of the rows whose gradients go into the next optimizer step."""
+        """Names of the rows whose gradients go into the next optimizer step, for messages."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
         """Build the model on the worker's device.

@@ -45,7 +45,7 @@ LEAST_BYTES = 16 * 2**20
 MOST_OF_FREE = 0.5
 """Largest fraction of the free host memory for the copies of all ranks."""
 LOWEST_PRIORITY = 19
-"""It still gets 1.5 % of a core next to busy processes; with SCHED_IDLE it could starve."""
+"""Gets 1.5 % of a core next to busy processes; with SCHED_IDLE a writer could starve."""
 Files = dict[str, dict[str, int]]
 """Name within a role's folder -> bytes and crc32."""
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class FileCopies(FileWriter):
                 self._process.kill()
 
     def _write(self, path: Path, copy: _FileCopy) -> dict[str, int]:
-        """Write in a separate process unless somebody waits; write the rest in this one."""
+        """Write in a separate process unless somebody waits; write the rest in this process."""
         start = 0
         process = self._start(path, copy)
         if process is not None:

@@ -48,7 +48,7 @@ LARGEST_ERROR = 1e-5
 
 
 class Wanted(NamedTuple):
-    """Outputs wanted for every response token in addition to log-probs, and the temperature."""
+    """Outputs to compute for every response token in addition to log-probs, and the temperature."""
 
     temperature: float = 1.0
     entropy: bool = False

@@ -39,7 +39,7 @@ class Loss:
     measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
     """Return the metrics that gauges measured during the passes, over the ranks of a group."""
     of_stage: Callable[[RowColumns], list[Tensor]] | None = None
-    """Return what the layers before the last stage add to the loss of a micro-batch."""
+    """Returns the terms that layers before the last stage add to the loss of a micro-batch."""
     is_balanced: bool = True
     """True if a mixture of experts adds its load-balancing loss."""
 

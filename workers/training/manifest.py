@@ -15,7 +15,7 @@ from verl_like.files import check_form, file_fault, read_json_object, write_whol
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Format of `shards/`; format 1 was our own."""
+"""Format of `shards/`; format 1 was a custom format."""
 NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps", "skipped_in_a_row")
 FORM: dict[str, type] = {**dict.fromkeys(NUMBERS, int), "format": int, "contents": list}
 

@@ -1,4 +1,4 @@
-"""A model on its ranks: ready to compute, and whole again on request.
+"""A model on its ranks: computes on shards, and yields whole weights on request.
 
     build_model(model, worker)          # `workers.training.build`
     with model.running():               # run passes inside
@@ -48,7 +48,7 @@ Arrange = Callable[[Iterable[tuple[str, Tensor]]], Named]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The settings that a model is built from."""
+    """Settings of a model and its ranks."""
 
     config: ModelConfig
     sharding: Sharding
@@ -91,7 +91,7 @@ class Part:
 
 
 class Model:
-    """One model of one role on this rank; `build_model` fills in what has no value here."""
+    """One model of one role on this rank; `build_model` sets the remaining attributes."""
 
     device: torch.device
     dims: ParallelDims

@@ -190,8 +190,8 @@ def guarded_step(
 def norm_by_shares(gradients: Sequence[Tensor], groups: Groups) -> Tensor:
     """Return the norm of gradients on several meshes or on none, with one all-reduce.
 
-    torch's norm does not support such a mixture. A gradient that n ranks hold identically counts as
-    an n-th on each. A weight belongs to one pipeline stage only.
+    torch's norm does not support such a mixture. If n ranks hold the same gradient, each counts 1/n
+    of it. A weight belongs to one pipeline stage only.
     """
     num_holders = groups.dims.world // groups.dims.pp
     shares = [_num_shards(gradient) / num_holders for gradient in gradients]

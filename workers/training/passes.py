@@ -87,9 +87,9 @@ class Passes:
     ) -> dict[str, Tensor]:
         """Run forward and backward passes; return this rank's shares of the metrics.
 
-        The outputs of the passes are appended to `pieces`. Columns stay ragged up to the loss,
-        whose signature is verl's: [rows, R]. Token ids, their mask and positions become rectangles
-        only if the loss declares them.
+        The outputs of the passes are appended to `pieces`. Columns stay ragged until the loss,
+        whose arguments are rectangles [rows, R] as in verl. Token ids, their mask and positions
+        become rectangles only if the loss declares them.
         """
         totals: dict[str, Tensor] = {}
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
@@ -255,7 +255,7 @@ class SmallerPasses:
                 if smaller is None:
                     raise
                 message = str(error).partition(". ")[0]
-            # the error is gone, and with it the frames that hold the activations
+            # the error no longer exists, so the frames that hold the activations are freed
             clear()
             torch.cuda.empty_cache()
             logger.warning(

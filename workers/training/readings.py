@@ -1,4 +1,4 @@
-"""Define what is read from a model's passes: a number per response token, or one per row.
+"""Readings: the outputs of a model's passes, one number per response token or per row.
 
 reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes run here
 """

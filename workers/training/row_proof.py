@@ -1,4 +1,4 @@
-"""Choose how rows go through a model: packed if that is correct, otherwise padded.
+"""Choose the layout of rows in a pass: packed if that is correct, otherwise padded.
 
     row_passes = prove_rows(module, support, may_pack=True)     # a ConfigError if neither is right
     for rows in row_passes.cut(reads, budget): ...
@@ -111,7 +111,7 @@ class RowPasses:
 def prove_rows(
     module: Any, support: Support, *, may_pack: bool, group: dist.ProcessGroup | None = None
 ) -> RowPasses:
-    """Return how this model's rows run; log a warning if they are not packed.
+    """Return the layout of this model's rows; log a warning if they are not packed.
 
     If the ranks of a `group` share a pass, rows must be packed.
     """

@@ -7,7 +7,7 @@
     states.drop("alice")
 
 A state consists of weights, gradients, optimizer moments and counts. Only one state is in the
-module at a time, so no computation for one state can depend on another. If this rank has all
+module at a time, so computations for different states are independent. If this rank has all
 weights, tensors are exchanged without copying, and adapters may differ in rank. In a sharded module
 the shards are overwritten. The state `BASE` is the model as loaded, and is never trained.
 """
@@ -113,7 +113,7 @@ class TrainedStates:
         engine.has_gradients, engine.names_of_step = state.has_gradients, state.names_of_step
         engine.guard.total, engine.guard.in_a_row = state.skipped
         self._set_rank(state.rank)
-        # the module has them now: a second reference would keep replaced tensors alive
+        # a second reference would keep replaced tensors alive
         state.weights, state.gradients, state.moments = {}, {}, {}
         self.current = name
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 BLOCK_BYTES = 16 * 2**20
-"""Each block is flushed here: otherwise kernel threads flush it later, at normal priority."""
+"""Bytes per block; each is flushed here, at low priority, not later by a kernel thread."""
 REST = 4.0
 """Seconds of rest per second of work: the training steps share caches and memory."""
 LONGEST_REST_S = 0.25
@@ -53,7 +53,7 @@ def write_file(
 
 
 def rest(seconds: float) -> None:
-    """Sleep to let others compute after `seconds` of work; exit if nobody wants the file."""
+    """Sleep after `seconds` of work, for other processes; exit if nobody wants the file."""
     if select.select([sys.stdin], [], [], min(REST * seconds, LONGEST_REST_S))[0]:
         os._exit(1)
 

@@ -56,7 +56,9 @@ def to_host(numbers: Tensor) -> Tensor:
 
 
 def hash_on_device(payload: Tensor) -> Tensor:
-    """Hash a byte tensor to 64 bits with torch operations, equal on every device; stays there.
+    """Hash a byte tensor to 64 bits with torch operations, equal on every device.
+
+    The hash stays on the device.
 
     It is the sum of the 32-bit words times odd numbers, so one changed word always changes it. Any
     other change, such as swapped words, goes unnoticed with probability 2**-32 at most.

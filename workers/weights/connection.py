@@ -36,7 +36,7 @@ TRANSFER_TIMEOUT = timedelta(seconds=120)
 LOOK_S = 0.5
 """How often a rank that joins the store or creates its groups checks that the sync continues."""
 GIVEN_UP = "given up"
-"""Replaces what a rank says about itself: the others must not wait for it."""
+"""A rank's message instead of its facts, so that the others do not wait for it."""
 Manifest = dict[str, list[Any]]
 """Facts of tensors by name: dtype, shape and hash."""
 
@@ -143,7 +143,7 @@ class Connections:
     def give_up(self, address: Address, num_receivers: int) -> None:
         """Stop all waiting at this address, if it belongs to this process."""
         if self._own_store is not None and self._own_store[1] == address.place:
-            # a new connection: the other one may be waiting
+            # a new connection, because the existing one may be waiting
             give_up(address.part_of(join_weight_store(address.place)), num_receivers)
 
     @contextmanager
@@ -248,7 +248,7 @@ def wait_for_receivers(store: SignedStore, num_receivers: int) -> list[dict[str,
 
 
 def give_up(store: SignedStore, num_receivers: int) -> None:
-    """Release everybody who waits for the others: a rank has failed, and will not come."""
+    """Release all waiting ranks, because a rank has failed and will not join."""
     for rank in range(1, num_receivers + 1):
         if not store.check([f"joined/{rank}"]):
             store.set(f"joined/{rank}", GIVEN_UP)
@@ -282,7 +282,7 @@ def form_groups(
 
 
 def _gloo_devices(host: str) -> list[Any]:
-    """Return the interfaces of GLOO_SOCKET_IFNAME, or the one that reaches the store's host.
+    """Return the interfaces of GLOO_SOCKET_IFNAME, or the interface that reaches the store's host.
 
     A run on one machine may still send weights to a server elsewhere. Torch's default device is the
     address of the host's name, which is often loopback, and ignores all variables.

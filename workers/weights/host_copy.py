@@ -4,8 +4,8 @@ With it, unchanged numbers need not be sent again (`rollout.sync=changed`). A Lo
 as base and factors, of which only the factors change. They are merged from the base at each
 version, so that no error accumulates.
 
-After an update with a small learning rate, most bfloat16 weights round to the number that they had.
-`encode_changes` sends only the others: how many there are in each block of 256 numbers (2 bytes),
+After an update with a small learning rate, most bfloat16 weights round to their old value.
+`encode_changes` sends only changed numbers: their count in each block of 256 numbers (2 bytes),
 their positions in the block (1 byte each), and their new bits.
 """
 
@@ -54,9 +54,9 @@ class HostCopy:
                 yield name, merged.to(tensor.dtype).to(dtype or tensor.dtype)
 
     def take(self, channel: Channel) -> None:
-        """Copy the arriving tensors; raise a `WeightSyncError` if they do not complete the weights.
+        """Copy the arriving tensors; raise a `WeightSyncError` if weights are missing.
 
-        After an error everything is sent again.
+        After an error, all tensors are sent again.
         """
         updated = []
         for sent_name, tensor in channel.receive():

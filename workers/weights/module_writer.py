@@ -9,7 +9,7 @@ from workers.weights.checksum import words_of
 
 
 class ModuleWriter:
-    """Writes tensors into a module's state, and records missing, unknown and unfit ones.
+    """Writes tensors into a module's state, and records missing, unknown and unfit tensors.
 
     A tensor may arrive in another dtype than the weight's if no bit is lost (float32 from
     bfloat16). Tied weights arrive under one of their names. Persistent buffers are weights, too.

@@ -1,4 +1,4 @@
-"""The receiving side of weights, in the worker of a rollout or of a frozen role that follows."""
+"""The receiver of weights, in the worker of a rollout or of a frozen role that follows another."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class WeightReceiver:
             self.engine.load_weights(arriving)
         except WeightSyncError as problem:
             problems.append(str(problem))
-            deque(arriving, maxlen=0)  # receive the rest before the vote
+            deque(arriving, maxlen=0)  # receive the remaining tensors before the vote
         if self.copy is not None:
             return problems
         if channel.summary:

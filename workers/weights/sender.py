@@ -1,4 +1,4 @@
-"""The sending side of weights, in the worker of the actor or critic.
+"""The sender of weights, in the worker of the actor or critic.
 
 A sync sends the current weights, gathered tensor by tensor by all ranks. Published weights are in
 host memory and are delivered to any number of rollouts, in threads next to the worker's calls: from
@@ -40,7 +40,7 @@ SentTensors = dict[str, tuple[list[Any], Tensor]]
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one rank has published: nothing, if it does not send.
+    """The result of publishing on one rank; empty on ranks that do not send.
 
     `changed_share` is the fraction of tensors that differ from the previous version, if there was
     one.
@@ -64,9 +64,9 @@ class _SendingEngine(Protocol):
 class WeightSender:
     """Mixed into the actor's worker: needs `rank`, `device` and `engine`.
 
-    Weights are cast to `sent_dtype`, if set, before they are hashed: received weights are compared
-    bit by bit, and no unused bits travel. With `sends_changed`, only changed numbers are sent, and
-    adapters are sent separately from their base. With `sends_adapter`, nothing else is sent.
+    Weights are cast to `sent_dtype`, if set, before they are hashed. Received weights are compared
+    bit by bit, and no unused bits are sent. With `sends_changed`, only changed numbers are sent,
+    and adapters are sent separately from their base. With `sends_adapter`, nothing else is sent.
     """
 
     rank: int
@@ -328,7 +328,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The newest version, the one before, and older ones that deliveries still read.
+    """The newest version, the previous version, and older versions that deliveries still read.
 
     The memory of the version before the newest is reused for the next one, unless it is being read.
     So there are two snapshots, and one more for each older version in a slow delivery.

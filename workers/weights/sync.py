@@ -5,10 +5,10 @@
     deliver_weights(actor, rollout_1, version)       # from any thread, while the actor continues
     deliver_weights(actor, rollout_2, version)       # at the same time, from another thread
 
-A rollout in the actor's processes uses them by reference or copies them (`rollout.update_weights`).
-To other rollouts they are sent (`workers.weights.sender`, `.receiver`). In both cases each rank
-first loads and verifies (names, shapes, bytes), then all ranks vote, and only a unanimous vote
-changes the version. Otherwise the engines stay stale and do not generate.
+A rollout in the actor's processes uses the weights by reference or copies them
+(`rollout.update_weights`). Other rollouts receive them (`workers.weights.sender`, `.receiver`). In
+both cases each rank first loads and verifies (names, shapes, bytes), then all ranks vote, and only
+a unanimous vote changes the version. Otherwise the engines stay stale and do not generate.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def sync_weights(
 ) -> dict[str, float]:
     """Bring every rollout engine to the actor's weights, verified, as `version`.
 
-    They are sent in the rollout's type, or `as_trained`. If a rank rejects them, they are sent once
-    more. `WeightSyncError` is raised if that fails, or if a rank is missing.
+    The weights are sent in the rollout's type, or `as_trained`. If a rank rejects them, they are
+    sent once more. `WeightSyncError` is raised if that fails, or if a rank is missing.
     """
 
     def sync() -> dict[str, float]:

@@ -2,9 +2,10 @@
 
 A task is a folder with `instruction.md`, `task.toml`, `environment/` and `tests/test.sh`. The
 policy calls the tool `bash`; at the end the tests write the reward. If `docker` or `podman` works
-here, each trajectory has a container of the task's image. Otherwise the commands run in the
-sandbox, in a copy of `environment/`, and the absolute paths of the task (`/app`, `/tests`, `/logs`,
-`/solution`, and WORKDIR) are folders of the trajectory: packages of a Dockerfile are not installed.
+on this machine, each trajectory has a container of the task's image. Otherwise the commands run in
+the sandbox, in a copy of `environment/`, and the absolute paths of the task (`/app`, `/tests`,
+`/logs`, `/solution`, and WORKDIR) are folders of the trajectory: packages of a Dockerfile are not
+installed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Harbor(Adapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Find the tasks: the folder's own, or that of each folder in it."""
+        """Find the tasks: the folder itself, or each folder in it."""
         folder = Path(cls.id)
         folders = [folder, *sorted(folder.glob("*/"))]
         cls.tasks = {each.name: each for each in folders if (each / "instruction.md").is_file()}
@@ -50,7 +51,7 @@ class Harbor(Adapter):
             print(f"notice: harbor: each trajectory has a container of {cls.program}", flush=True)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """Set the task up: that of the row's column `task`, or one of the prompt's generator."""
+        """Set up the task that the row's column `task` names, or a random one."""
         name = row.get("task") or list(self.tasks)[int(rng.integers(len(self.tasks)))]
         self._task = self.tasks[name]
         toml = self._task / "task.toml"

@@ -85,7 +85,7 @@ class Server:
         self._send({"method": "notifications/initialized"})
 
     def ask(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of a request; requests of the server in between get an error."""
+        """Return the result of a request; requests from the server meanwhile get an error."""
         self._number += 1
         with suppress(BrokenPipeError):  # the server has ended, so there is no line to read
             self._send({"id": self._number, "method": method, "params": params})

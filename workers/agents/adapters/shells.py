@@ -86,7 +86,7 @@ class Container:
             command.append(f"--memory={settings['memory_mb']}m")
         may_connect = settings.get("allow_internet", settings.get("network_mode") != "no-network")
         if not may_connect or {name for _, name in socket.if_nameindex()} <= {"lo"}:
-            command.append("--network=none")  # as in a sandbox without network
+            command.append("--network=none")  # as in a sandbox without network access
         command += [_image(program, task, settings), "sh", "-c", f"echo {BEGUN}; exec cat"]
         process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **TEXT)
         self.close = weakref.finalize(self, process.stdin.close)
@@ -116,7 +116,7 @@ class Container:
 
 
 def _image(program: str, task: Path, settings: Mapping[str, Any]) -> str:
-    """Return the task's image, built by its first trajectory while its others wait."""
+    """Return the task's image, which the task's first trajectory builds while the others wait."""
     if settings.get("docker_image"):
         return str(settings["docker_image"])
     image = Path(tempfile.gettempdir(), f"image of {task.name}")
@@ -134,7 +134,7 @@ class LocalShell:
     """A shell in the sandbox; a task's absolute paths become folders of the sandbox."""
 
     def __init__(self, task: Path) -> None:
-        """Copy the files of `environment/`; nothing of a Dockerfile but WORKDIR is read."""
+        """Copy the files of `environment/`; of a Dockerfile, only WORKDIR is read."""
         dockerfile = task / "environment/Dockerfile"
         text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
         root, below = (WORKDIR.findall(text) or [("app", "")])[-1]
@@ -169,7 +169,7 @@ class LocalShell:
         """Leave the folders to the sandbox, which removes them."""
 
     def _here(self, text: str) -> str:
-        """Return a text whose paths are those of the trajectory."""
+        """Return the text with the task's paths replaced by the trajectory's folders."""
         return self._paths.sub(lambda path: self._home + path[0], text)
 
 

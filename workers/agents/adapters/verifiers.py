@@ -1,10 +1,9 @@
 """`verifiers:NAME` plays an installed environment package of verifiers (0.4 or newer).
 
-The package's own harness, tools and rewards run; its agents ask the policy. Each prompt plays a
-task of the package, the same one in all of its samples. If a package has several agents that ask
-the policy, they are players. An agent with a `model` and a `client` of its own asks that server and
-is not trained. `environment.kwargs` is the package's configuration, such as
-`{taskset: {split: train}}`.
+The package's own harness, tools and rewards run; its agents ask the policy. All samples of a prompt
+play the same task of the package. If a package has several agents that ask the policy, they are
+players. An agent with its own `model` and `client` calls that server and is not trained.
+`environment.kwargs` is the package's configuration, such as `{taskset: {split: train}}`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import imported
 
 MOST_TASKS = 10_000
-"""Tasks that are loaded of a package."""
+"""Maximum number of tasks loaded from a package."""
 
 
 def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -29,9 +28,9 @@ def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
         roles = {role: getattr(config, role) for role in config.agent_harnesses()}
         players = [role for role, settings in roles.items() if settings.model is None]
         for role, settings in roles.items():
-            if settings.model and settings.client is None:  # its turns would be the policy's
+            if settings.model and settings.client is None:  # its turns would count as the policy's
                 raise ValueError(f"{role}.model needs {role}.client: {{type: eval, base_url: URL}}")
-            if "runtime" not in kwargs.get(role, {}):  # by default it is a rented sandbox
+            if "runtime" not in kwargs.get(role, {}):  # the default is a rented sandbox
                 settings.runtime = vf.SubprocessConfig()
             if len(players) > 1 and role in players:
                 settings.model = role

@@ -1,4 +1,4 @@
-"""Ask how models of one config may run, before a faster way is used.
+"""Check how models of one config may run, before a faster way is used.
 
     support = Support.of(module.config)
     reason = support.why_not(rows_packed)       # "" means that it is correct
@@ -51,10 +51,10 @@ class Support:
         return cls(config.model_type, text, "eager" if is_eager else "sdpa")
 
     def why_not(self, proof: Proof, longest: int | None = None) -> str:
-        """Return why a way is wrong, on rows of any length or of up to `longest` tokens.
+        """Return why this way is wrong, on rows of any length or of up to `longest` tokens.
 
-        The text is empty if it is correct. An answer for one length is valid for all lengths that
-        exceed the same limits.
+        The text is empty if the way is correct. An answer for one length is valid for all lengths
+        that exceed the same limits.
         """
         within = None if longest is None else reach(self.config, longest)
         reason = _answer_of(proof, ConfigByContent.of(self.config), self.attention, within)

@@ -3,7 +3,7 @@
 A small step through transformers' modules spends more time in calls than in arithmetic.
 `DirectForward` computes the same sums on the same tensors (nothing is copied). `is_llama_shaped`
 says which modules it supports; `agrees` compares the two passes on a few tokens, once per engine.
-Everything else, including LoRA layers and modules with hooks, decodes by `ModuleForward`. Linear
+All other modules, including LoRA layers and modules with hooks, decode by `ModuleForward`. Linear
 layers are torch's, oneDNN's on a CPU in float32, or int8.
 """
 
@@ -252,9 +252,9 @@ def _rotated(states: Tensor, rotation: _Rotation, out: Tensor | None = None) -> 
 
 
 MIN_ROWS = 4
-"""Fewest rows of a pass: below it, a linear layer's bits change with the number of rows."""
+"""Fewest rows of a pass: with fewer rows, a linear layer's results depend on their number."""
 MIN_ROWS_OF_MKL = 16
-"""The same for torch's float32 products on a CPU: MKL has special kernels for few rows on Intel."""
+"""`MIN_ROWS` of torch's float32 products on Intel CPUs: MKL has special kernels for few rows."""
 NARROW = 256
 """Models with a smaller hidden size use MKL: its products take less than the 13 µs of a call of
 oneDNN (MKL: 3 µs).

@@ -160,7 +160,7 @@ class KeptMemory:
 
 
 class Slots:
-    """Where the next forward pass writes and how far it attends, shared by all layers."""
+    """The columns that the next forward pass writes and attends to, shared by all layers."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class SlotCache(Cache):
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""
         for layer in self.slot_layers:
-            if not layer.is_initialized:  # it reads an earlier layer's keys and values
+            if not layer.is_initialized:  # the layer reads an earlier layer's keys and values
                 continue
             for stored in (layer.keys, layer.values):
                 stored.index_copy_(0, targets, stored.index_select(0, sources))

@@ -1,4 +1,4 @@
-"""The samples that run in the native engine, and their slots in the KV cache.
+"""Scheduler of the native engine: its samples, and their slots in the KV cache.
 
 waiting samples --prefill, in groups--> slots of the KV cache
 slots           --decode, a token per pass--> finished samples leave, waiting samples enter
@@ -61,7 +61,7 @@ class _Waiting:
 
     @property
     def text(self) -> tuple[int, ...]:
-        """The tokens that this pass reads."""
+        """Tokens that this pass reads."""
         return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
 
 
@@ -71,9 +71,9 @@ class Scheduler:
     Running samples fill slots 0..num_active-1, each with a row in the table. The last samples move
     into freed slots, so a pass runs over a prefix. A sample that is submitted with tokens
     (`forced`) reads the tokens of older weights in one pass with its prompt, and is fed the others
-    one by one instead of sampling. So its keys and values, and with them its bits, equal those of
-    an uninterrupted run. A sample that returns with the keys and values of an earlier turn is fed
-    the tokens observed since.
+    one by one instead of sampling. So its keys and values, and therefore its results, equal those
+    of an uninterrupted run. A sample that returns with the keys and values of an earlier turn is
+    fed the tokens that were observed since then.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A LoRA adapter on its way to vLLM, which loads it next to the base model of its own.
+"""Transfer of a LoRA adapter to vLLM, which loads it next to its base model.
 
     files = AdapterFiles(model_config, model_path)
     with files.written(tensors) as folder: ...      # vLLM loads the adapter from there

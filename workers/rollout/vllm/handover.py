@@ -24,7 +24,7 @@ from workers.weights.module_writer import raise_problems
 
 @dataclass
 class Arrivals:
-    """Tensors that one vLLM process had no place for, or that arrived changed."""
+    """Tensors that do not exist in one vLLM process, or that arrived changed."""
 
     unplaced: dict[str, str] = field(default_factory=dict)
     """Name -> vLLM's message."""

@@ -174,7 +174,7 @@ class InProcessVllm:
         self.llm.llm_engine.engine_core.shutdown()
 
     def resume(self) -> None:
-        """Do nothing: nothing was paused."""
+        """Do nothing, because nothing was paused."""
 
     def drop_prefixes(self, of_running: bool) -> bool:
         """Drop cached keys and values; return True if vLLM did."""

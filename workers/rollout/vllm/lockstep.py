@@ -1,4 +1,4 @@
-"""One vLLM over several of our ranks, each with its share of the model on its own device.
+"""One vLLM over several ranks of the rollout, each with its part of the model on its device.
 
 vLLM starts no processes (its `external_launcher`): every rank has its own scheduler, and all must
 do the same. The first rank leads. It announces every call that affects its scheduler to the others,
@@ -33,7 +33,7 @@ LONGEST = timedelta(days=1)
 
 
 class Lockstep:
-    """The ranks of one engine, from the view of each rank."""
+    """The ranks of one engine, as each rank sees them."""
 
     def __init__(self, worker: Worker, size: int) -> None:
         """Group `size` consecutive ranks into an engine; collective over all ranks."""

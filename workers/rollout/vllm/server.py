@@ -91,7 +91,7 @@ class VllmServer:
             raise self._error(f"has {', '.join(wrong)}")
 
     def close(self) -> None:
-        """Do nothing: the server goes on."""
+        """Do nothing: the server continues to run."""
 
     def resume(self) -> None:
         """End the pause that a load has started."""

@@ -118,7 +118,8 @@ def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     elif num_ranks > 1:
-        # both number GPUs by what a process sees, and each of ours sees its own GPU as number 0
+        # torch and vLLM number the GPUs that a process sees; each process of a run sees its GPU as
+        # number 0
         wanted |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
     new = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -132,7 +133,7 @@ def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """The settings that only this engine reads."""
+    """Settings that only this engine reads."""
 
     model_path: str
     dtype: str = "float32"
@@ -146,7 +147,7 @@ class VllmSettings:
 
 
 def merge_hint(settings: VllmSettings) -> str:
-    """Return the way out if vLLM has problems with the adapter."""
+    """Return advice for the case that vLLM has problems with the adapter."""
     if settings.adapter is None:
         return ""
     return " rollout.merge_lora=true sends merged weights instead of a LoRA adapter."

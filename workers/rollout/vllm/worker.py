@@ -232,7 +232,7 @@ class WorkerExtension:
 
     def restore_loose_tensors(self) -> None:
         """Restore these tensors after the sleep, in their previous memory."""
-        with torch.inference_mode():  # some were created in it
+        with torch.inference_mode():  # some buffers were created in inference mode
             for place, tensor in loose_tensors(self.model_runner.model):
                 saved = self._loose.get(place)
                 if saved is not None and saved.shape == tensor.shape:
@@ -369,7 +369,7 @@ def _forget_expert_kernels(model: nn.Module) -> None:
 
 
 class Choices:
-    """The experts that routers choose for every token of the running requests.
+    """Records the experts that routers choose for every token of the running requests.
 
     They are recorded by layer per pass, then by the requests' rows in the log-prob tables. vLLM's
     feature (`enable_return_routed_experts`) belongs to its second model runner, which does not

@@ -6,8 +6,8 @@ for part in parts: part.change(model)       # the empty module, in the order of 
 for part in parts: part.finish(model)
 with part.computing(): part.fed(feed)       # around passes, and before each
 
-`layers` has the parts of one call. The others have a file each, which is imported only where the
-part is chosen.
+`layers` has the parts of one call. Every other part has a file, which is imported only if the part
+is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts that change the layers of a model by one call: int8, LoRA, experts, routers, matrices.
 
-What expert and tensor parallelism need is imported only where the part is chosen.
+The modules of expert and tensor parallelism are imported only if the part is used.
 """
 
 from __future__ import annotations

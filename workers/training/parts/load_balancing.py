@@ -131,7 +131,7 @@ class BalancedLoss:
         return loss, metrics
 
     def of_stage(self, columns: RowColumns) -> list[Tensor]:
-        """Return what a stage before the last adds to the loss."""
+        """Return the term that a stage before the last adds to the loss."""
         return self._of_pass(bool((columns["response_mask"].values != 0).any()))
 
     def _of_pass(self, is_real: bool) -> list[Tensor]:

@@ -5,8 +5,8 @@ other ranks. After that, passes go through `PipelineLayers`, in the order of the
 (`workers.parallel.pipeline`).
 
 `check_stages` runs before a device is taken. A class may scale embeddings in its forward pass, add
-positions to them, or have layers that read the states of others. So a small model of the class is
-split after every layer, in one process, and must compute the same as the whole model.
+positions to them, or have layers that read the states of other layers. So a small model of the
+class is split after every layer, in one process, and must compute the same as the whole model.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class PipelineLayers:
     def _states(
         self, passes: Passes, columns: RowColumns, loss: Loss | None = None
     ) -> list[Tensor]:
-        """Return the states for the next stage, and what this stage adds to the loss."""
+        """Return the states for the next stage, and the term that this stage adds to the loss."""
         module = self.model.module
         states = [module(**model_inputs(module, feed)) for feed in passes.feeds(columns)]
         if loss is not None and loss.of_stage is not None:
@@ -229,7 +229,7 @@ def stages_of_a_layer(model: Any) -> str:
 def check_stages(
     module: Any, support: Support, pp: int, schedule: str, ep: int, section: str
 ) -> list[range]:
-    """Return the layers of every stage; reject a model that cannot be split into so many.
+    """Return the layers of every stage; reject a model that cannot be split into that many stages.
 
     The model may be on the meta device. `section` is the key of its `parallel` section.
     """
