@@ -73,7 +73,7 @@ class HeldModel:
 
     @property
     def sharding(self) -> Sharding:
-        """How the role's ranks share the model."""
+        """Distribution of the model over the role's ranks."""
         key = self._fsdp_key
         return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
 

@@ -112,7 +112,7 @@ POINTS = 32
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The properties of a model that determine the time of its passes."""
+    """Properties of a model that determine the time of its passes."""
 
     weights: float
     active: float

@@ -125,12 +125,12 @@ class Job(ABC):
 
     @functools.cached_property
     def keys(self) -> set[str]:
-        """The keys that the user has set."""
+        """Keys that the user has set."""
         return {setting.partition("=")[0].lstrip("+") for setting in self.settings}
 
     @functools.cached_property
     def costs(self) -> dict[str, ModelCost]:
-        """The properties of every role's model that determine its times."""
+        """Properties of every role's model that determine its times."""
         return {role: ModelCost.of(model) for role, model in self.models.items()}
 
     def best(self, num_gpus: int) -> list[PlannedPlacement]:

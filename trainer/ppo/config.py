@@ -75,7 +75,7 @@ class PolicyFiltrationConfig(Section):
 
 @dataclass(kw_only=True)
 class AlgorithmConfig(Section):
-    """How scores become advantages."""
+    """Computation of advantages from scores."""
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
     """Advantage estimator; gae and coati need a critic."""

@@ -1,4 +1,4 @@
-"""The configuration tree that recipes on rows extend."""
+"""Base of the configuration tree of recipes on rows."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResumePoint:
-    """The checkpoint that a run resumes from, if there is one."""
+    """Checkpoint from which a run resumes, if there is one."""
 
     def __init__(self, config: RunConfig) -> None:
         """Find the checkpoint of `trainer.resume_mode`; reject one of another configuration."""

@@ -35,7 +35,7 @@ MeshFacts = list[tuple[int, bool]]
 
 
 class CallTarget:
-    """The workers that one call runs on, as a dispatch or collect function sees them.
+    """A call's workers, as a dispatch or collect function sees them.
 
     Every call has its own target, so calls that are split and collected at the same time do not see
     each other's role and meshes.
@@ -143,7 +143,7 @@ class Dispatch:
 
 
 class Execute(Enum):
-    """Which workers run a method: all of them, or only rank 0."""
+    """Workers that run a method: all of them, or only rank 0."""
 
     ALL = "ALL"
     RANK_ZERO = "RANK_ZERO"

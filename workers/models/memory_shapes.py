@@ -139,7 +139,7 @@ Most roles of a run share them, and tracing a pass takes half a second.
 
 @dataclass(frozen=True)
 class StageOf:
-    """The position of a rank among the ranks that share the layers."""
+    """Position of a rank among the ranks that share the layers."""
 
     rank: int
     num_ranks: int

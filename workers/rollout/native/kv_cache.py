@@ -160,7 +160,7 @@ class KeptMemory:
 
 
 class Slots:
-    """The columns that the next forward pass writes and attends to, shared by all layers."""
+    """Columns that the next forward pass writes and attends to, shared by all layers."""
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class Lockstep:
 
 
 def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method that affects vLLM's scheduler: if the first rank calls it, all ranks do."""
+    """Decorate a method that affects vLLM's scheduler: calls on the first rank run on all ranks."""
 
     @functools.wraps(method)
     def call(vllm: Any, *args: Any) -> Any:

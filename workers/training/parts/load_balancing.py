@@ -66,7 +66,7 @@ class LoadBalancing(Part):
     def added_to(
         self, loss: Loss, passes: Passes, batch: MiniBatch, budget: Budget
     ) -> BalancedLoss:
-        """Count the expert choices of a mini-batch, and return its loss with this one added."""
+        """Count the expert choices of a mini-batch; return its loss with the new term added."""
         return BalancedLoss(self, loss, self.count_choices(passes, batch, budget))
 
     def count_choices(self, passes: Passes, batch: MiniBatch, budget: Budget) -> Choices:
