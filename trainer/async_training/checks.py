@@ -10,7 +10,7 @@ from trainer.async_training.config import (
     AsyncConfig,
     samples_per_batch,
 )
-from trainer.async_training.topology import TRAINER_POOL, Topology, generator_role
+from trainer.async_training.topology import TRAINER_POOL, generator_role
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import notice_of, why_unused
 from trainer.groups.worker_groups import worker_class
@@ -30,16 +30,6 @@ logger = logging.getLogger(__name__)
 def check_run(config: AsyncConfig) -> None:
     """Reject settings that cannot work, with the numbers and the way out."""
     topology = config.topology
-    _check_pools(config, topology)
-    _check_algorithm(config, topology)
-    _check_sizes(config, topology)
-    _check_buffer(config)
-    _check_generator_settings(config, topology)
-    _check_weights_in_flight(config, topology)
-    _check_scoring(config)
-
-
-def _check_pools(config: AsyncConfig, topology: Topology) -> None:
     pools = expand_roles(config.role_mapping)
     for role, (_, generator) in config.generator_roles.items():
         pool, generators_pool = pools[role], pools[generator_role(generator)]
@@ -64,8 +54,6 @@ def _check_pools(config: AsyncConfig, topology: Topology) -> None:
             f"async_training.trainers={topology.trainers}: set both alike."
         )
 
-
-def _check_algorithm(config: AsyncConfig, topology: Topology) -> None:
     algorithm = config.algorithm
     if compares_with_greedy(algorithm.adv_estimator):
         raise ConfigError(
@@ -89,9 +77,7 @@ def _check_algorithm(config: AsyncConfig, topology: Topology) -> None:
                 f"async_training.sample_routes=[{','.join(pairs)}], or drop one."
             )
 
-
-def _check_sizes(config: AsyncConfig, topology: Topology) -> None:
-    """Check that batches divide among trainer ranks and pieces, and batches fill rounds."""
+    # batches divide among trainer ranks and pieces, and fill rounds
     async_training, ranks = config.async_training, len(topology.routed_ranks)
     batch, total = config.data.train_batch_size, config.data.total_prompts
     last = batch if total is None else total % batch
@@ -130,16 +116,19 @@ def _check_sizes(config: AsyncConfig, topology: Topology) -> None:
             "(async_training.update_steps x async_training.train_epochs), whose batches no "
             f"checkpoint holds. Take a multiple of {length}."
         )
+    _check_generators(config)
 
 
-def _check_buffer(config: AsyncConfig) -> None:
-    async_training, batch = config.async_training, samples_per_batch(config)
+def _check_generators(config: AsyncConfig) -> None:
+    """Check the buffer, the generators' settings and engines, and the roles that score there."""
+    async_training, topology = config.async_training, config.topology
+    num_samples = samples_per_batch(config)
     limit, age = async_training.max_inflight_samples, async_training.max_sample_age
-    if limit is not None and limit < batch:
+    if limit is not None and limit < num_samples:
         raise ConfigError(
-            f"async_training.max_inflight_samples={limit} samples hold no batch of {batch} "
+            f"async_training.max_inflight_samples={limit} samples hold no batch of {num_samples} "
             "(data.train_batch_size x actor_rollout_ref.rollout.n): no step could begin. Set it to "
-            f"{batch} or more, or to null."
+            f"{num_samples} or more, or to null."
         )
     if age is not None and age > async_training.max_staleness:
         raise ConfigError(
@@ -153,36 +142,8 @@ def _check_buffer(config: AsyncConfig) -> None:
             "async_training.max_inflight_samples, in samples."
         )
 
-
-def check_start(config: AsyncConfig) -> None:
-    """Reject resuming from a checkpoint of a run that ended within a round."""
-    resume, length = ResumePoint(config), config.steps_per_version
-    if resume.start is None or resume.start_step % length == 0:
-        return
-    if not resume.finished_message:
-        raise CheckpointError(
-            f"{resume.start} was saved in the middle of a round of {length} steps "
-            "(async_training.update_steps x async_training.train_epochs), and checkpoints do not "
-            "contain the batches of a round. Move it away to resume from a checkpoint after a "
-            f"multiple of {length} steps, or start in another trainer.default_local_dir."
-        )
-
-
-def check_engines(config: AsyncConfig) -> None:
-    """Check that each generator's engine is installed and supports its settings."""
-    for generator, role in enumerate(config.topology.roles()):
-        config_of_generator = config.of_role(role)
-        try:
-            check_rollout(config_of_generator, role)
-        except ConfigError as error:
-            if config_of_generator is config:
-                raise
-            raise ConfigError(f"{GENERATOR_SETTINGS}.{generator}: {error}") from error
-
-
-def _check_generator_settings(config: AsyncConfig, topology: Topology) -> None:
-    """Check that `generator_settings` name existing generators and have valid values."""
-    for generator, settings in config.async_training.generator_settings.items():
+    # `generator_settings` name existing generators and have valid values
+    for generator, settings in async_training.generator_settings.items():
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
             raise ConfigError(f"{where}: this run has generators 0 to {topology.generators - 1}.")
@@ -196,10 +157,8 @@ def _check_generator_settings(config: AsyncConfig, topology: Topology) -> None:
             if reason := why_unused(of_generator, f"{ROLLOUT}.{name}"):
                 logger.warning(notice_of([f"{where}.{name}"], reason))
 
-
-def _check_weights_in_flight(config: AsyncConfig, topology: Topology) -> None:
-    """Reject engines that cannot take weights in the middle of a generation."""
-    at_once = config.async_training.weight_update == "immediate"
+    # engines can take weights in the middle of a generation
+    at_once = async_training.weight_update == "immediate"
     for generator, role in enumerate(topology.roles()):
         rollout = config.rollout_of(generator)
         engine = ENGINES.look_up(rollout.name)
@@ -210,13 +169,8 @@ def _check_weights_in_flight(config: AsyncConfig, topology: Topology) -> None:
                 "between_batches."
             )
 
-
-def _check_scoring(config: AsyncConfig) -> None:
-    """Check that the roles with which generators score have unique names.
-
-    Their weights must be fixed or synced.
-    """
-    async_training, roles = config.async_training, config.score_roles
+    # roles with which generators score have unique names, and weights that are fixed or synced
+    roles = config.score_roles
     if async_training.score_on == "generator" and not roles:
         raise ConfigError(
             "async_training.score_on=generator: this run has no reference, reward model or critic "
@@ -245,3 +199,29 @@ def _check_scoring(config: AsyncConfig) -> None:
             "which generators' copies need (async_training.score_on=generator). Derive it from "
             "workers.roles.critic.CriticWorker, or set async_training.score_on=trainer."
         )
+
+
+def check_start(config: AsyncConfig) -> None:
+    """Reject resuming from a checkpoint of a run that ended within a round."""
+    resume, length = ResumePoint(config), config.steps_per_version
+    if resume.start is None or resume.start_step % length == 0:
+        return
+    if not resume.finished_message:
+        raise CheckpointError(
+            f"{resume.start} was saved in the middle of a round of {length} steps "
+            "(async_training.update_steps x async_training.train_epochs), and checkpoints do not "
+            "contain the batches of a round. Move it away to resume from a checkpoint after a "
+            f"multiple of {length} steps, or start in another trainer.default_local_dir."
+        )
+
+
+def check_engines(config: AsyncConfig) -> None:
+    """Check that each generator's engine is installed and supports its settings."""
+    for generator, role in enumerate(config.topology.roles()):
+        config_of_generator = config.of_role(role)
+        try:
+            check_rollout(config_of_generator, role)
+        except ConfigError as error:
+            if config_of_generator is config:
+                raise
+            raise ConfigError(f"{GENERATOR_SETTINGS}.{generator}: {error}") from error

@@ -164,27 +164,16 @@ def check_passes(
 
 def check_run(config: RunConfig) -> None:
     """Check the rules between the keys that every run has."""
-    _check_resume(config)
-    for pool, sizes in config.resource_pool_spec.items():
-        ResourcePool.named(pool, sizes)
-    _check_pool_resources(config)
-    _check_faults(config)
-
-
-def _check_resume(config: RunConfig) -> None:
-    """Reject `resume_mode=resume_path` without a path."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         raise ConfigError(
             "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a "
             "global_step_N folder, or leave resume_mode out."
         )
-
-
-def _check_pool_resources(config: RunConfig) -> None:
-    """Check that `pool_resources` names pools of the run, with resources that go together."""
+    for pool, sizes in config.resource_pool_spec.items():
+        ResourcePool.named(pool, sizes)
+    pools = config.resource_pool_spec
     for pool, resources in config.pool_resources.items():
-        pools = config.resource_pool_spec
         if pool not in pools:
             raise ConfigError(
                 f"pool_resources.{pool}: there is no such pool.{nearest(pool, pools)} Pools: "
@@ -200,18 +189,12 @@ def _check_pool_resources(config: RunConfig) -> None:
                     f"pool_resources.{pool}.resources.{name}={amount:g}: a resource of your own "
                     "with an amount above 0; CPUs and GPUs are `cpus` and `gpus`."
                 )
-
-
-def _check_faults(config: RunConfig) -> None:
-    """Reject killing workers if none has its own process, because the driver would die."""
-    chance, backend = config.injected_faults.kill_worker, config.trainer.backend
-    if chance == 0:
-        return
-    sizes = {name: sum(of_nodes) for name, of_nodes in config.resource_pool_spec.items()}
-    if not any(config.has_own_processes(name, size) for name, size in sizes.items()):
-        pools = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+    chance = config.injected_faults.kill_worker  # without worker processes the driver would die
+    sizes_of_pools = {name: sum(of_nodes) for name, of_nodes in pools.items()}
+    if chance > 0 and all(config.is_inline(name, size) for name, size in sizes_of_pools.items()):
+        words = ", ".join(f"{name}: {size}" for name, size in sizes_of_pools.items())
         raise ConfigError(
             f"faults.kill_worker={chance:g}: no worker of this run has a process of its own "
-            f"(trainer.backend={backend}, pools of {pools}). Use trainer.backend=ray, or a pool of "
-            "two processes."
+            f"(trainer.backend={trainer.backend}, pools of {words}). Use trainer.backend=ray, or a "
+            "pool of two processes."
         )

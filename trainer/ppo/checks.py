@@ -7,7 +7,7 @@ trains, but not as its keys say, gets a warning (`trainer.ppo.contradictions`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from trainer.config.checks import check_ranks
@@ -57,8 +57,10 @@ def reject(config: PPOConfig) -> None:
     """Reject settings that cannot work together, with the numbers and the way out."""
     check_rewards(config)
     RolloutCorrection.of(config.algorithm.rollout_correction)
-    for refusal in rejections(config):
-        raise ConfigError(refusal)
+    _reject_sizes(config)
+    _reject_rewards(config)
+    _reject_losses(config)
+    _reject_weights(config)
     check_quantized_device(config)
     for role, model in models_of(config, without_users=True).items():
         check_ranks(config, role, model.sharding)
@@ -67,108 +69,87 @@ def reject(config: PPOConfig) -> None:
     check_sampling(config.actor_rollout_ref.rollout, config.data.max_response_length)
 
 
-def rejections(config: PPOConfig) -> Iterator[str]:
-    """Yield an error text for every setting that cannot work or has no effect."""
-    yield from _of_data(config)
-    yield from _of_mini_batches(config)
-    yield from _of_passes(config)
-    yield from _of_teacher(config)
-    yield from _of_samples(config)
-    yield from _of_correction(config)
-    yield from _of_rewards(config)
-    yield from _of_loss(config)
-    yield from _of_weights(config)
-    yield from _of_reference(config)
-
-
-def _of_data(config: PPOConfig) -> Iterator[str]:
+def _reject_sizes(config: PPOConfig) -> None:
+    """Reject numbers of steps, prompts and tokens that do not fit each other."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     custom = config.data.custom_cls
     if custom.path and not custom.name:
-        yield f"data.custom_cls.path={custom.path} needs data.custom_cls.name."
+        raise ConfigError(f"data.custom_cls.path={custom.path} needs data.custom_cls.name.")
 
     warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
     if "critic" in config.role_mapping and total is not None and warmup >= total:
-        yield (
+        raise ConfigError(
             f"trainer.critic_warmup={warmup} steps of trainer.total_training_steps={total}: the "
             "actor never learns. Lower the first, or raise the second."
         )
 
     prompts = config.data.total_prompts
-    if prompts is not None and (total is not None or config.algorithm.filter_groups.enable):
-        yield (
+    if prompts is not None and (total is not None or algorithm.filter_groups.enable):
+        raise ConfigError(
             f"data.total_prompts={prompts} says how long the run is; with "
             "trainer.total_training_steps it would be said twice, and with "
             "algorithm.filter_groups.enable a step draws as many prompts as it takes. Drop one."
         )
 
-
-def _of_mini_batches(config: PPOConfig) -> Iterator[str]:
-    """Check that the prompts of every step, including the last, divide into whole mini-batches.
-
-    Fewer prompts than a mini-batch form a separate mini-batch.
-    """
-    total, prompts = config.data.train_batch_size, config.data.total_prompts
+    # the prompts of every step divide into whole mini-batches, or are fewer than one
+    batch_size = config.data.train_batch_size
     sizes = {
-        f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        f"{ACTOR}.ppo_mini_batch_size": actor.ppo_mini_batch_size,
         "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
     }
     for key, size in sizes.items():
         if size is None:
             continue
-        if size <= 0 or total % size:
-            divisors = [number for number in range(1, total + 1) if total % number == 0]
+        if size <= 0 or batch_size % size:
+            divisors = [number for number in range(1, batch_size + 1) if batch_size % number == 0]
             nearest = sorted(divisors, key=lambda divisor: abs(divisor - size))[:2]
-            yield (
-                f"{key}={size} prompts does not divide data.train_batch_size={total} prompts; "
+            raise ConfigError(
+                f"{key}={size} prompts does not divide data.train_batch_size={batch_size} prompts; "
                 f"the nearest values that do are {' and '.join(map(str, sorted(nearest)))}."
             )
-        left = (prompts or 0) % total
+        left = (prompts or 0) % batch_size
         if prompts is not None and left > size and left % size:
-            yield (
+            raise ConfigError(
                 f"data.total_prompts={prompts} leaves {left} prompts for the last step "
-                f"(data.train_batch_size={total}), which are no whole mini-batches of "
+                f"(data.train_batch_size={batch_size}), which are no whole mini-batches of "
                 f"{key}={size}; {prompts - left % size} prompts would be, or a size that divides "
                 f"{left}."
             )
 
-
-def _of_passes(config: PPOConfig) -> Iterator[str]:
-    """Check that a pass of tokens, on the ranks that share a row, has room for the longest row."""
-    actor, data = config.actor_rollout_ref.actor, config.data
-    if not actor.use_dynamic_bsz:
-        return
-    longest, budget = data.max_prompt_length + data.max_response_length, tokens_per_pass(config)
-    models = models_of(config, without_users=True)
-    sizes: dict[str, str] = {}
-    for role, model in models.items():
+    # a pass of tokens, on the ranks that share a row, has room for the longest row
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budget, models = tokens_per_pass(config), models_of(config, without_users=True)
+    ranks_of_size: dict[str, str] = {}
+    for role, model in models.items() if actor.use_dynamic_bsz else ():
         name = "critic" if model.tokens is not None else ACTOR
-        size = f"{name}.ppo_max_token_len_per_gpu={model.tokens or budget} tokens"
+        tokens = f"{name}.ppo_max_token_len_per_gpu={model.tokens or budget} tokens"
         num_ranks = model.sharding.sp
         if num_ranks * (model.tokens or budget) < longest:
-            sizes.setdefault(size, f" on {num_ranks} ranks of {role}" * (num_ranks > 1))
-    for size, ranks in sizes.items():
-        yield (
-            f"{size}{ranks} is less than one sample of data.max_prompt_length + "
+            ranks_of_size.setdefault(tokens, f" on {num_ranks} ranks of {role}" * (num_ranks > 1))
+    for tokens, ranks in ranks_of_size.items():
+        raise ConfigError(
+            f"{tokens}{ranks} is less than one sample of data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens; raise it to that."
         )
-    longest, room = longest_row(config), budget * models["actor"].sharding.sp
-    if config.ptx.train_files and longest > room:
-        yield (
-            f"ptx.max_length={longest} tokens does not fit into a pass of "
-            f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens; lower the one, or raise the other."
-        )
+    text = longest_row(config)
+    if actor.use_dynamic_bsz and config.ptx.train_files:
+        if text > budget * models["actor"].sharding.sp:
+            raise ConfigError(
+                f"ptx.max_length={text} tokens does not fit into a pass of "
+                f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens; lower the one, or raise "
+                "the other."
+            )
 
 
-def _of_teacher(config: PPOConfig) -> Iterator[str]:
-    """Check that a teacher has log-probs to compare with, and reward settings an effect."""
-    algorithm = config.algorithm
+def _reject_rewards(config: PPOConfig) -> None:
+    """Reject rewards, samples and teachers from which no advantage can be estimated."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    # a teacher has log-probs to compare with, and reward settings have an effect
     if has_teacher(config) and algorithm.rollout_correction.bypass_mode:
-        yield (
+        raise ConfigError(
             "distillation compares the teacher with the trainer's own log-probs before the update, "
             "and algorithm.rollout_correction.bypass_mode=true computes none. Leave it out."
         )
-    if not has_only_teacher(config):
-        return
     act_on_rewards = {
         "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
         "algorithm.filter_groups.enable=true": algorithm.filter_groups.enable,
@@ -178,11 +159,194 @@ def _of_teacher(config: PPOConfig) -> Iterator[str]:
         "reward_model.overlong_buffer.enable=true": config.reward_model.overlong_buffer.enable,
     }
     for setting, is_set in act_on_rewards.items():
-        if is_set:
-            yield (
+        if is_set and has_only_teacher(config):
+            raise ConfigError(
                 f"{setting} acts on rewards, and distillation.use_task_rewards=false leaves the "
                 "advantages to the teacher alone. Drop the one, or set "
                 "distillation.use_task_rewards=true."
+            )
+
+    # compared samples are several, and can differ
+    name = algorithm.adv_estimator
+    estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for a user's function
+    compares_samples = estimator is not None and needs_groups(estimator)
+    if rollout.n < 2 and compares_samples:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
+            f"{ROLLOUT}.n={rollout.n} makes one: its advantage would be its raw score. Set "
+            f"{ROLLOUT}.n to 2 or more, or take reinforce_plus_plus."
+        )
+    if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
+        raise ConfigError(
+            f"{ROLLOUT}.do_sample=false: the samples of a prompt are all its greedy answer, and "
+            f"algorithm.adv_estimator={name} compares them, so that every advantage is 0. Set "
+            f"{ROLLOUT}.do_sample=true."
+        )
+    if algorithm.filter_groups.enable and rollout.n < 2:
+        raise ConfigError(
+            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample of a "
+            "prompt has no other to be equal with, so nothing is filtered. Set "
+            f"{ROLLOUT}.n to 2 or more, or algorithm.filter_groups.enable=false."
+        )
+    for number, reward in enumerate(config.rewards):
+        if reward.normalize and compares_with_greedy(name):
+            raise ConfigError(
+                f"rewards[{number}].normalize=true and algorithm.adv_estimator={name}: the scores "
+                "of samples and of greedy answers are compared, and would be normalised apart. "
+                "Drop one."
+            )
+
+    # the estimator reads the rewards that settings change or name
+    reads = inspect.signature(get_estimator(name)).parameters
+    changes_rewards = {
+        "use_kl_in_reward=true": algorithm.use_kl_in_reward,
+        "running_norm=[rewards]": "rewards" in algorithm.running_norm,
+        f"score_clip={algorithm.score_clip}": (
+            algorithm.score_clip is not None and "token_level_scores" not in reads
+        ),
+    }
+    for setting, is_set in changes_rewards.items():
+        if is_set and "token_level_rewards" not in reads:
+            raise ConfigError(
+                f"algorithm.{setting} changes token_level_rewards, which algorithm.adv_estimator="
+                f"{name} does not read. Drop it; a KL can stand in the loss: "
+                f"{ACTOR}.use_kl_loss=true."
+            )
+
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
+        raise ConfigError(
+            f"algorithm.kl_penalty={algorithm.kl_penalty}: the + is for the gradient of a KL in "
+            "the loss, and a reward has none. Set "
+            f"algorithm.kl_penalty={algorithm.kl_penalty.removesuffix('+')}."
+        )
+    adapts = algorithm.kl_ctrl.type == "adaptive"
+    if algorithm.use_kl_in_reward and adapts and algorithm.kl_ctrl.kl_coef == 0:
+        raise ConfigError(
+            "algorithm.kl_ctrl.kl_coef=0 with algorithm.kl_ctrl.type=adaptive: the controller "
+            "multiplies the coefficient, so it stays 0. Start above 0, such as 0.001."
+        )
+
+    names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    compares_rewards = "named_rewards" in reads
+    if compares_rewards and (not names or len(set(names)) < len(names)):
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} compares several rewards: name each once in "
+            f"{GDPO_KEY}, which is {list(names)}. There are seq_reward, the score, and the numbers "
+            "that the reward function returns beside it."
+        )
+    if compares_rewards and weights is not None and len(weights) != len(names):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
+            f"rewards of {GDPO_KEY}; give each one, or null to count each once."
+        )
+
+
+def _reject_losses(config: PPOConfig) -> None:
+    """Reject corrections and settings of the loss that contradict the loss."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    # nothing reads old log-probs under a bypass, and its loss can be corrected
+    correction = algorithm.rollout_correction
+    loss = actor.policy_loss.loss_mode
+    if correction.bypass_mode:
+        if algorithm.use_kl_in_reward or "old_log_probs" in columns_read(algorithm.adv_estimator):
+            key = "use_kl_in_reward=true" if algorithm.use_kl_in_reward else "adv_estimator"
+            raise ConfigError(
+                f"algorithm.{key} reads the trainer's own log-probs before the update, and "
+                f"{SECTION}.bypass_mode=true computes none. Take {ACTOR}.use_kl_loss for a KL to "
+                "the reference, or bypass_mode=false."
+            )
+        if correction.rollout_is_batch_normalize:
+            raise ConfigError(
+                f"{SECTION}.rollout_is_batch_normalize divides by a mean over the whole batch, and "
+                "under bypass_mode weights are found micro-batch by micro-batch. Set one of them "
+                "to false."
+            )
+        is_plain = get_policy_loss(loss) is get_policy_loss("reinforce")
+        clips = correction.loss_type != "reinforce"
+        if not clips and loss != "vanilla" and not is_plain:
+            raise ConfigError(
+                f"{SECTION}.loss_type=reinforce puts REINFORCE in the place of {LOSS_MODE}={loss}. "
+                "Set loss_type=ppo_clip to keep that loss, or loss_mode=reinforce."
+            )
+        if clips and is_plain:
+            raise ConfigError(
+                f"{LOSS_MODE}={loss} has no ratio that could correct for the rollout, as "
+                f"{SECTION}.loss_type=ppo_clip needs; set loss_type=reinforce."
+            )
+        if clips and correction.rollout_is is not None:
+            raise ConfigError(
+                f"{SECTION}.rollout_is={correction.rollout_is}: under bypass_mode with "
+                "loss_type=ppo_clip the ratio of the loss is to the rollout already, and a weight "
+                "would count it twice. Set rollout_is=null or loss_type=reinforce."
+            )
+
+    # LUSPO weights GSPO by length, which a mean over tokens would cancel
+    if loss == "luspo" and actor.loss_agg_mode == "seq-mean-token-mean":
+        raise ConfigError(
+            f"{LOSS_MODE}=luspo with loss_agg_mode=seq-mean-token-mean is gspo: set "
+            "loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
+        )
+    arguments = {n: a.default for n, a in arguments_of(get_policy_loss(loss)).items()}
+    arguments |= actor.policy_loss.args
+    if loss == "clip_cov" and arguments["clip_cov_lb"] >= arguments["clip_cov_ub"]:
+        raise ConfigError(
+            f"{ACTOR}.policy_loss.args.clip_cov_lb={arguments['clip_cov_lb']:g} and clip_cov_ub="
+            f"{arguments['clip_cov_ub']:g}: no covariance lies between them. Set clip_cov_lb below "
+            "clip_cov_ub."
+        )
+    if actor.shuffle and facts_of(get_policy_loss(loss)).choose_tokens is not None:
+        raise ConfigError(
+            f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "
+            "mini-batch, chosen once for all passes, and shuffling makes other mini-batches in "
+            "every pass. Drop one of them."
+        )
+
+
+def _reject_weights(config: PPOConfig) -> None:
+    """Reject syncs, quantisation and references that contradict the models' weights."""
+    policy, models = config.actor_rollout_ref, models_of(config, without_users=True)
+    # dropped weight buckets can occur, and int8 weights are not offloaded
+    pools = expand_roles(config.role_mapping)
+    receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
+    chance = config.injected_faults.drop_weight_bucket
+    if chance and receivers <= {pools.get("actor")}:
+        raise ConfigError(
+            f"faults.drop_weight_bucket={chance:g}: in this run no weights travel "
+            "between processes. They do where a rollout has another pool than the actor: "
+            "placement=standalone, or `verl-like async`."
+        )
+    for model in models.values():
+        if model.quantization and model.fsdp.param_offload:
+            raise ConfigError(
+                f"{model.section}.quantization={model.quantization} keeps the whole model, a "
+                "quarter of its float32 size, on every rank: leave out "
+                f"{model.section}.fsdp_config.param_offload=true, or the quantization."
+            )
+
+    # a reference with its own weights follows the actor or is int8, but not both
+    every, lora_rank = policy.ref.update_every, policy.model.lora_rank
+    if every is not None and policy.ref.model.path is not None:
+        raise ConfigError(
+            f"{REF}.update_every={every} with {REF}.model.path={policy.ref.model.path}: a "
+            "reference that follows the actor begins with its weights. Leave one of them out."
+        )
+    if every is not None and lora_rank > 0:
+        raise ConfigError(
+            f"{REF}.update_every={every} with model.lora_rank={lora_rank}: the reference is the "
+            "base that the adapters stand on, which must not move. Leave update_every out, or "
+            "train every weight (lora_rank=0)."
+        )
+    if "ref" in pools and policy.ref.quantization:
+        if every is not None:
+            raise ConfigError(
+                f"{REF}.quantization=int8 with {REF}.update_every={every}: weights that move are "
+                "not held as int8, which would round their steps away. Drop one."
+            )
+        if is_actors_module(policy) and pools["ref"] == pools.get("actor"):
+            raise ConfigError(
+                f"{REF}.quantization=int8 with model.lora_rank={lora_rank}: the reference is the "
+                "actor's own module with its adapters off, and loads nothing that could be int8. "
+                "Leave the quantization out, or give role_mapping.ref another pool."
             )
 
 
@@ -206,128 +370,6 @@ def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
             raise ConfigError(f"environment: there are the players {', '.join(players)}. {problem}")
 
 
-def _of_samples(config: PPOConfig) -> Iterator[str]:
-    """Check that compared samples are several, and can differ."""
-    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    name = algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for a user's function
-    compares_samples = estimator is not None and needs_groups(estimator)
-    if rollout.n < 2 and compares_samples:
-        yield (
-            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
-            f"{ROLLOUT}.n={rollout.n} makes one: its advantage would be its raw score. Set "
-            f"{ROLLOUT}.n to 2 or more, or take reinforce_plus_plus."
-        )
-    if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
-        yield (
-            f"{ROLLOUT}.do_sample=false: the samples of a prompt are all its greedy answer, and "
-            f"algorithm.adv_estimator={name} compares them, so that every advantage is 0. Set "
-            f"{ROLLOUT}.do_sample=true."
-        )
-    if algorithm.filter_groups.enable and rollout.n < 2:
-        yield (
-            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample of a "
-            "prompt has no other to be equal with, so nothing is filtered. Set "
-            f"{ROLLOUT}.n to 2 or more, or algorithm.filter_groups.enable=false."
-        )
-    for number, reward in enumerate(config.rewards):
-        if reward.normalize and compares_with_greedy(name):
-            yield (
-                f"rewards[{number}].normalize=true and algorithm.adv_estimator={name}: the scores "
-                "of samples and of greedy answers are compared, and would be normalised apart. "
-                "Drop one."
-            )
-
-
-def _of_correction(config: PPOConfig) -> Iterator[str]:
-    """Check that nothing reads old log-probs under a bypass, and that its loss can be corrected."""
-    algorithm = config.algorithm
-    correction = algorithm.rollout_correction
-    if not correction.bypass_mode:
-        return
-    if algorithm.use_kl_in_reward or "old_log_probs" in columns_read(algorithm.adv_estimator):
-        key = "use_kl_in_reward=true" if algorithm.use_kl_in_reward else "adv_estimator"
-        yield (
-            f"algorithm.{key} reads the trainer's own log-probs before the update, and "
-            f"{SECTION}.bypass_mode=true computes none. Take {ACTOR}.use_kl_loss for a KL to the "
-            "reference, or bypass_mode=false."
-        )
-    if correction.rollout_is_batch_normalize:
-        yield (
-            f"{SECTION}.rollout_is_batch_normalize divides by a mean over the whole batch, and "
-            "under bypass_mode weights are found micro-batch by micro-batch. Set one of them to "
-            "false."
-        )
-
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    is_plain = get_policy_loss(loss) is get_policy_loss("reinforce")
-    clips = correction.loss_type != "reinforce"
-    if not clips and loss != "vanilla" and not is_plain:
-        yield (
-            f"{SECTION}.loss_type=reinforce puts REINFORCE in the place of {LOSS_MODE}={loss}. Set "
-            "loss_type=ppo_clip to keep that loss, or loss_mode=reinforce."
-        )
-    if clips and is_plain:
-        yield (
-            f"{LOSS_MODE}={loss} has no ratio that could correct for the rollout, as "
-            f"{SECTION}.loss_type=ppo_clip needs; set loss_type=reinforce."
-        )
-    if clips and correction.rollout_is is not None:
-        yield (
-            f"{SECTION}.rollout_is={correction.rollout_is}: under bypass_mode with "
-            "loss_type=ppo_clip the ratio of the loss is to the rollout already, and a weight "
-            "would count it twice. Set rollout_is=null or loss_type=reinforce."
-        )
-
-
-def _of_rewards(config: PPOConfig) -> Iterator[str]:
-    """Check that the estimator reads the rewards that settings change or name."""
-    algorithm = config.algorithm
-    name = algorithm.adv_estimator
-    reads = inspect.signature(get_estimator(name)).parameters
-    clips = algorithm.score_clip is not None and "token_level_scores" not in reads
-    changes_rewards = {
-        "use_kl_in_reward=true": algorithm.use_kl_in_reward,
-        "running_norm=[rewards]": "rewards" in algorithm.running_norm,
-        f"score_clip={algorithm.score_clip}": clips,
-    }
-    for setting, is_set in changes_rewards.items():
-        if is_set and "token_level_rewards" not in reads:
-            yield (
-                f"algorithm.{setting} changes token_level_rewards, which algorithm.adv_estimator="
-                f"{name} does not read. Drop it; a KL can stand in the loss: "
-                f"{ACTOR}.use_kl_loss=true."
-            )
-
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
-        yield (
-            f"algorithm.kl_penalty={algorithm.kl_penalty}: the + is for the gradient of a KL in "
-            "the loss, and a reward has none. Set "
-            f"algorithm.kl_penalty={algorithm.kl_penalty.removesuffix('+')}."
-        )
-    adapts = algorithm.kl_ctrl.type == "adaptive"
-    if algorithm.use_kl_in_reward and adapts and algorithm.kl_ctrl.kl_coef == 0:
-        yield (
-            "algorithm.kl_ctrl.kl_coef=0 with algorithm.kl_ctrl.type=adaptive: the controller "
-            "multiplies the coefficient, so it stays 0. Start above 0, such as 0.001."
-        )
-
-    if "named_rewards" not in reads:
-        return
-    names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if not names or len(set(names)) < len(names):
-        yield (
-            f"algorithm.adv_estimator={name} compares several rewards: name each once in "
-            f"{GDPO_KEY}, which is {list(names)}. There are seq_reward, the score, and the numbers "
-            "that the reward function returns beside it."
-        )
-    if weights is not None and len(weights) != len(names):
-        yield (
-            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
-            f"rewards of {GDPO_KEY}; give each one, or null to count each once."
-        )
-
-
 def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
     """Raise if these samples have no number under a configured reward name."""
     named = [(GDPO_KEY, name) for name in algorithm.gdpo_reward_keys]
@@ -337,49 +379,6 @@ def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
         read_named_reward(scored, name, key)
 
 
-def _of_loss(config: PPOConfig) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    loss = actor.policy_loss.loss_mode
-    if loss == "luspo" and actor.loss_agg_mode == "seq-mean-token-mean":
-        yield (  # LUSPO weights GSPO by length, which a mean over tokens would cancel
-            f"{LOSS_MODE}=luspo with loss_agg_mode=seq-mean-token-mean is gspo: set "
-            "loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
-        )
-    arguments = {n: a.default for n, a in arguments_of(get_policy_loss(loss)).items()}
-    arguments |= actor.policy_loss.args
-    if loss == "clip_cov" and arguments["clip_cov_lb"] >= arguments["clip_cov_ub"]:
-        yield (
-            "{0}.clip_cov_lb={clip_cov_lb:g} and clip_cov_ub={clip_cov_ub:g}: no covariance lies "
-            "between them. Set clip_cov_lb below clip_cov_ub."
-        ).format(f"{ACTOR}.policy_loss.args", **arguments)
-    if actor.shuffle and facts_of(get_policy_loss(loss)).choose_tokens is not None:
-        yield (
-            f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "
-            "mini-batch, chosen once for all passes, and shuffling makes other mini-batches in "
-            "every pass. Drop one of them."
-        )
-
-
-def _of_weights(config: PPOConfig) -> Iterator[str]:
-    """Check that dropped weight buckets can occur, and that int8 weights are not offloaded."""
-    pools = expand_roles(config.role_mapping)
-    receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
-    chance = config.injected_faults.drop_weight_bucket
-    if chance and receivers <= {pools.get("actor")}:
-        yield (
-            f"faults.drop_weight_bucket={chance:g}: in this run no weights travel "
-            "between processes. They do where a rollout has another pool than the actor: "
-            "placement=standalone, or `verl-like async`."
-        )
-    for model in models_of(config, without_users=True).values():
-        if model.quantization and model.fsdp.param_offload:
-            yield (
-                f"{model.section}.quantization={model.quantization} keeps the whole model, a "
-                "quarter of its float32 size, on every rank: leave out "
-                f"{model.section}.fsdp_config.param_offload=true, or the quantization."
-            )
-
-
 def check_quantized_device(config: Any) -> None:
     """Reject int8 and fp8 on devices that do not support them, for PPO and best-of-n."""
     device = devices_of(config.trainer).type
@@ -387,33 +386,3 @@ def check_quantized_device(config: Any) -> None:
         check_device(device)
     for rollout in rollouts_of(config):
         check_quantization(rollout, device)
-
-
-def _of_reference(config: PPOConfig) -> Iterator[str]:
-    """Check that a reference with its own weights follows the actor or is int8, but not both."""
-    policy, pools = config.actor_rollout_ref, expand_roles(config.role_mapping)
-    every, lora_rank = policy.ref.update_every, policy.model.lora_rank
-    if every is not None and policy.ref.model.path is not None:
-        yield (
-            f"{REF}.update_every={every} with {REF}.model.path={policy.ref.model.path}: a "
-            "reference that follows the actor begins with its weights. Leave one of them out."
-        )
-    if every is not None and lora_rank > 0:
-        yield (
-            f"{REF}.update_every={every} with model.lora_rank={lora_rank}: the reference is the "
-            "base that the adapters stand on, which must not move. Leave update_every out, or "
-            "train every weight (lora_rank=0)."
-        )
-    if "ref" not in pools or not policy.ref.quantization:
-        return
-    if every is not None:
-        yield (
-            f"{REF}.quantization=int8 with {REF}.update_every={every}: weights that move are not "
-            "held as int8, which would round their steps away. Drop one."
-        )
-    if is_actors_module(policy) and pools["ref"] == pools.get("actor"):
-        yield (
-            f"{REF}.quantization=int8 with model.lora_rank={lora_rank}: the reference is the "
-            "actor's own module with its adapters off, and loads nothing that could be int8. Leave "
-            "the quantization out, or give role_mapping.ref another pool."
-        )

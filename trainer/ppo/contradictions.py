@@ -8,7 +8,7 @@ can never have an effect is rejected (`trainer.ppo.checks`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from functools import partial
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, wants_kl_in_loss
 from trainer.ppo.config import PPOConfig
@@ -23,18 +23,8 @@ WIDEST_RANGE_OF_SEQUENCES = 0.05
 
 
 def log_warnings(config: PPOConfig) -> None:
-    for name, text in warnings_of(config):
-        logger.warning("warning %s: %s", name, text)
-
-
-def warnings_of(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for every such combination of keys."""
-    yield from _warnings_of_the_loss(config)
-    yield from _warnings_of_the_clip(config)
-    yield from _warnings_of_the_kl(config)
-
-
-def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """Log a warning for every such combination of keys."""
+    warn = partial(logger.warning, "warning %s: %s")
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
     entry = POLICY_LOSSES.get(loss)  # None for a user's function
@@ -42,7 +32,7 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
     facts = LossFacts() if entry is None else facts_of(entry)
     is_by_token = aggregation in ("token-mean", "token-sum")
     if facts.one_ratio_a_sequence and is_by_token and loss not in facts.longer_count_more:
-        yield (
+        warn(
             "sequence-aggregation",
             f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and {ACTOR}."
             f"loss_agg_mode={aggregation} counts it once a token, so long sequences weigh more. "
@@ -52,7 +42,7 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
     is_grpo = estimator is ADVANTAGE_ESTIMATORS["grpo"]
     if aggregation == "seq-mean-token-sum-norm" and is_grpo and algorithm.norm_adv_by_std_in_grpo:
-        yield (
+        warn(
             "half-of-dr-grpo",
             f"{ACTOR}.loss_agg_mode={aggregation} is Dr. GRPO's, which also leaves out the "
             "division by the group's standard deviation: set "
@@ -61,7 +51,7 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
 
     num_updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if not facts.has_ratio and num_updates > 1:
-        yield (
+        warn(
             "uncorrected-updates",
             f"a step makes {num_updates} updates (data.train_batch_size="
             f"{config.data.train_batch_size}, {ACTOR}.ppo_mini_batch_size="
@@ -70,64 +60,52 @@ def _warnings_of_the_loss(config: PPOConfig) -> Iterator[tuple[str, str]]:
             f"{ACTOR}.ppo_mini_batch_size={config.data.train_batch_size}, or take vanilla.",
         )
 
+    if "clip_ratio" in (facts.keys_read or ()):
+        low, high = clip_widths(actor)
+        if facts.clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
+            warn(
+                "clip-of-sequences",
+                f"a clip range of {low} below and {high} above is one of token ratios: those of "
+                f"sequences, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever leave "
+                f"it. The paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
+            )
+        if low > high and not facts.clips_weights:
+            warn(
+                "clip-upside-down",
+                f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: tokens may fall "
+                "further than they may rise, the opposite of clip-higher, and the entropy falls. "
+                "Are the two exchanged?",
+            )
 
-def _warnings_of_the_clip(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    actor = config.actor_rollout_ref.actor
-    loss = actor.policy_loss.loss_mode
-    entry = POLICY_LOSSES.get(loss)
-    facts = LossFacts() if entry is None else facts_of(entry)
-    if "clip_ratio" not in (facts.keys_read or ()):
-        return
-
-    low, high = clip_widths(actor)
-    if facts.clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
-        yield (
-            "clip-of-sequences",
-            f"a clip range of {low} below and {high} above is one of token ratios: those of "
-            f"sequences, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever leave it. "
-            f"The paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
-        )
-    if low > high and not facts.clips_weights:
-        yield (
-            "clip-upside-down",
-            f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: tokens may fall "
-            "further than they may rise, the opposite of clip-higher, and the entropy falls. Are "
-            "the two exchanged?",
-        )
-
-
-def _warnings_of_the_kl(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield (
+        warn(
             "kl-counts-nothing",
             f"{ACTOR}.use_kl_loss=true with {ACTOR}.kl_loss_coef=0: a reference is computed for a "
             f"metric alone. Set {ACTOR}.use_kl_loss=false if it is not wanted.",
         )
     is_fixed = algorithm.kl_ctrl.type == "fixed"
     if algorithm.use_kl_in_reward and is_fixed and algorithm.kl_ctrl.kl_coef == 0:
-        yield (
+        warn(
             "kl-counts-nothing",
             "algorithm.use_kl_in_reward=true with algorithm.kl_ctrl.kl_coef=0: a reference is "
             "computed for a metric alone. Set algorithm.use_kl_in_reward=false if it is not "
             "wanted.",
         )
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
-        yield (
+        warn(
             "kl-twice",
             f"algorithm.use_kl_in_reward=true and {ACTOR}.use_kl_loss=true: the KL to the "
             "reference counts in the reward and in the loss. Keep one.",
         )
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
-        yield (
+        warn(
             "kl-without-gradient",
             f"{ACTOR}.kl_loss_type={actor.kl_loss_type}: on the policy's own samples the gradient "
             f"of the log-ratio is 0 in the mean, so it holds nothing. Set {ACTOR}.kl_loss_type="
             f"{actor.kl_loss_type}+, k2 or low_var_kl.",
         )
-    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
     if algorithm.use_kl_in_reward and estimator is not None and wants_kl_in_loss(estimator):
-        yield (
+        warn(
             "kl-in-a-group",
             "algorithm.use_kl_in_reward=true with "
             f"algorithm.adv_estimator={algorithm.adv_estimator}: the KL of a sample's tokens is "
