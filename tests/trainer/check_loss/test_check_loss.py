@@ -252,7 +252,7 @@ TRUE_ALARMS: dict[str, set[str]] = {
     "verl:optimal_token_baseline": {"holes_in_the_mask", "reward_scale_and_shift"},
     "verl:tir_optimal_token_baseline": {"reward_scale_and_shift"},
 }
-"""Function of another framework -> the relations that it breaks; docs/check_loss.md says why."""
+"""Function of another framework -> the relations that it breaks; benchmarks/README.md says why."""
 THEIRS = [f"trl:{name}" for kind in TRAINERS for name in TRAINERS[kind]] + [
     name for name in TRUE_ALARMS if "verl" in name
 ]
