@@ -32,6 +32,7 @@ NO_VALIDATION = "this recipe has no validations"
 ONLY_IN_TRAINING = (
     "actor_rollout_ref.model.enable_gradient_checkpointing",
     "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.model.share_prefixes",
     "actor_rollout_ref.model.use_fused_kernels",
     "actor_rollout_ref.model.compile",
     "actor_rollout_ref.model.fp8_linear",

@@ -196,6 +196,10 @@ class ModelConfig(Section):
     """
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Pack rows without padding if the model supports it."""
+    share_prefixes: bool = key(
+        True, may_change_on_resume=True, verl="actor_rollout_ref.actor.use_prefix_grouper"
+    )
+    """Compute a prefix that packed rows of a pass share once, such as the prompt of its samples."""
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
     """Compute large logits in chunks."""
     dtype: str = key(

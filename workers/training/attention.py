@@ -10,6 +10,9 @@ similar length are padded on the right to rectangles. Causal attention needs no 
 the padding comes after all real tokens of its row. The time therefore depends on the number of real
 tokens, on every device.
 
+Rows that share a prefix, such as samples of one prompt, can share its tokens: all layers compute it
+once, and only attention sees a copy in every row (`workers.training.prefixes`).
+
 If several ranks share the tokens of a row (`workers.parallel.sequence`), the layout describes the
 whole row and holds the ranks, and every layer attends through them.
 """
@@ -67,13 +70,35 @@ class Rectangle:
     """Position of each token in the rectangle; None without padding."""
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Copies of shared tokens: a prefix of several rows is computed once, and every row attends to
+    its own copy.
+    """
+
+    sources: Tensor
+    """For each token of the rows, its position among the computed tokens."""
+    results: Tensor
+    """For each computed token, the position of its only or first copy in the rows."""
+
+    def of(self, states: Tensor) -> Tensor:
+        """Copy computed states to all tokens of the rows."""
+        if states.is_cuda:  # its gradient is a sum in a fixed order; `index_select` has atomic adds
+            return states[self.sources]
+        return states.index_select(0, self.sources)
+
+
 class RowLayout:
     """Positions of the rows in a packed row, as bounds or as rectangles, computed lazily."""
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, ranks: SequenceRanks | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        ranks: SequenceRanks | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        self.lengths, self.device, self.ranks = lengths, device, ranks
+        self.lengths, self.device, self.ranks, self.copies = lengths, device, ranks, copies
 
     @cached_property
     def rectangles(self) -> list[Rectangle]:
@@ -200,6 +225,9 @@ def packed_attention(
     attend = partial(_attend_rows, layout=row_layout, scoring=scoring, kernel=kernel)
     if row_layout.ranks is not None:
         output = row_layout.ranks.attend(query, key, value, s_aux, attend)
+    elif row_layout.copies is not None:
+        copies = (row_layout.copies.of(states) for states in (query, key, value))
+        output = attend(*copies, s_aux, None).index_select(0, row_layout.copies.results)
     else:
         output = attend(query, key, value, s_aux, None)
     return output.unsqueeze(0), None  # contiguous, because some models take a view of it

@@ -27,7 +27,7 @@ from workers.training.attention import describe
 from workers.training.model import Model
 from workers.training.parts import parts_of
 from workers.training.passes import AllLayers
-from workers.training.row_proof import prove_rows
+from workers.training.row_proof import prove_rows, with_shared_prefixes
 from workers.training.varlen import find_kernel
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def _choose_row_passes(model: Model) -> None:
     model.row_passes = prove_rows(
         model.module, model.support, may_pack=config.use_remove_padding, group=model.groups.sp
     )
+    if config.share_prefixes and model.dims.pp == 1 and not model.settings.router_aux_loss_coef:
+        model.row_passes = with_shared_prefixes(model.row_passes, model.module, model.support)
     log_once(describe(model.module, model.packs, model.kernel, why_not))
 
 

@@ -6,8 +6,9 @@
 
 It counts the floating-point operations that the rows need, however they are computed: two per token
 for every weight that multiplies it, and the attention of every token to its whole row; each
-gradient needs the same again. Repeated work (gradient checkpointing) and useless work (padding,
-dummy passes) do not count. A loss needs the head only at responses, so only these positions count.
+gradient needs the same again. A prefix that rows share counts once. Repeated work (gradient
+checkpointing) and useless work (padding, dummy passes) do not count. A loss needs the head only at
+responses, so only these positions count.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     taken = Rows.take(data, names, engine.dims.data_size).columns
     reads = engine.reading.reads(taken)
     lengths = needed_lengths(split_segments(taken, reads)).double()
+    num_tokens = lengths.sum() - engine.row_passes.num_shared(taken["input_ids"], reads)
 
     whole = engine.whole_module
     body, head = body_of(whole), whole.get_output_embeddings()
@@ -111,7 +113,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     per_pair = (12 if trains else 4) * config.num_hidden_layers * attention_width(config)
 
     pairs = lengths.square().sum()
-    return float(per_token * lengths.sum() + per_read * reads.values.sum() + per_pair * pairs)
+    return float(per_token * num_tokens + per_read * reads.values.sum() + per_pair * pairs)
 
 
 def _factor(weight: nn.Parameter, trains: bool) -> int:

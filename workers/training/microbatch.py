@@ -269,8 +269,11 @@ def cut(
     rectangles: bool = False,
     border: int | None = None,
     single: bool = False,
+    order: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the row numbers of every micro-batch: longest rows first, no rows of length 0.
+    """Return the row numbers of every micro-batch, without rows of length 0.
+
+    The `order` of the rows is by default the longest first.
 
     With `rectangles`, a row uses as many tokens of the budget as the longest row of its
     micro-batch. Rows of more than `border` tokens never share a micro-batch with shorter rows. With
@@ -279,12 +282,13 @@ def cut(
     if (budget.rows or budget.tokens or 0) < 1:
         raise ConfigError(f"{budget}: a micro-batch holds 1 row or token at least; raise its size.")
 
-    nonempty = [row for row, length in enumerate(lengths) if length]
-    order = sorted(nonempty, key=lambda row: -lengths[row])
-    limit = budget.tokens
-    if order and limit is not None and lengths[order[0]] > limit:
+    if order is None:
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    order = [row for row in order if lengths[row]]
+    longest, limit = max(lengths, default=0), budget.tokens
+    if limit is not None and longest > limit:
         raise ConfigError(
-            f"a row of {lengths[order[0]]} tokens exceeds the budget of {limit} tokens per "
+            f"a row of {longest} tokens exceeds the budget of {limit} tokens per "
             "micro-batch; raise ppo_max_token_len_per_gpu to the longest prompt plus response."
         )
 

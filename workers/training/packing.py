@@ -29,6 +29,7 @@ from workers.parallel.offload import to_device
 from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns, RowColumns
+from workers.training.prefixes import share_prefixes
 
 
 def response_reads(columns: RowColumns) -> Ragged:
@@ -141,8 +142,11 @@ def packed_feed(
     *,
     whole: bool = False,
     ranks: SequenceRanks | None = None,
+    shares: bool = False,
 ) -> Feed:
     """Return a feed of all needed tokens, concatenated in the order of the rows.
+
+    If it `shares` prefixes, a prefix that neighbouring rows share is computed once.
 
     If `ranks` share the tokens, it contains this rank's part; a row of padding makes the parts
     equal.
@@ -150,8 +154,12 @@ def packed_feed(
     tokens, lengths = _needed(columns, reads, whole)
     rows = [length for length in lengths.tolist() if length]
     if ranks is None:
-        inputs = _token_inputs(tokens, device)
         layout = RowLayout(rows, device)
+        shared = share_prefixes(tokens, rows, device) if shares and ROUTED not in tokens else None
+        if shared is not None:
+            layout = shared.layout
+            tokens = {name: values[shared.computed] for name, values in tokens.items()}
+        inputs = _token_inputs(tokens, device)
         return Feed(
             {**inputs, "row_layout": layout},
             to_device(tokens["reads"].nonzero().squeeze(1), device),

@@ -51,7 +51,8 @@ class Reading:
     ) -> tuple[list[list[int]], list[int]]:
         """Return the rows of every micro-batch, and the number of tokens per row."""
         reads = self.reads(columns)
-        return model.row_passes.cut(reads, budget), model.row_passes.lengths(reads)
+        cuts = model.row_passes.cut(columns["input_ids"], reads, budget)
+        return cuts, model.row_passes.lengths(reads)
 
     def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
         """Run a forward pass; return [rows, R] columns, zero outside the response mask."""

@@ -1,7 +1,7 @@
 """Choose the layout of rows in a pass: packed if that is correct, otherwise padded.
 
     row_passes = prove_rows(module, support, may_pack=True)     # a ConfigError if neither is right
-    for rows in row_passes.cut(reads, budget): ...
+    for rows in row_passes.cut(ids, reads, budget): ...
     feed = row_passes.feed(columns, reads, device)
 
 Packed rows are faster, but wrong for a model that counts positions, carries a state from token to
@@ -39,6 +39,7 @@ from workers.training.packing import (
     read,
     split_segments,
 )
+from workers.training.prefixes import prefix_order
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class RowPasses:
     """True if packed rows use one mask over all tokens of a pass, which grows with their square."""
     ranks: SequenceRanks | None = None
     """The ranks that share the tokens of every pass."""
+    shares: bool = False
+    """True if a prefix that rows of a pass share is computed once."""
 
     @property
     def apart(self) -> bool:
@@ -84,13 +87,20 @@ class RowPasses:
         lengths: list[int] = needed_lengths(reads, whole=self.border is not None).tolist()
         return lengths
 
-    def cut(self, reads: Ragged, budget: Budget) -> list[list[int]]:
+    def cut(self, ids: Ragged, reads: Ragged, budget: Budget) -> list[list[int]]:
         """Return the row numbers of every micro-batch."""
         lengths, budget = self.lengths(reads), self.of_all_ranks(budget)
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
             budget = Budget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
-        return cut(lengths, budget, rectangles=self.kind == "padded", border=self.border)
+        order = prefix_order(ids, reads, lengths)[0] if self.shares else None
+        return cut(
+            lengths, budget, rectangles=self.kind == "padded", border=self.border, order=order
+        )
+
+    def num_shared(self, ids: Ragged, reads: Ragged) -> int:
+        """Return the number of tokens that passes over all these rows need not compute."""
+        return prefix_order(ids, reads, self.lengths(reads))[1] if self.shares else 0
 
     def of_all_ranks(self, budget: Budget) -> Budget:
         """Return the token budget of a rank times the number of ranks that share a pass."""
@@ -104,7 +114,9 @@ class RowPasses:
             raise ConfigError(SPLITS)
         whole = self.border is not None
         if self.kind == "packed":
-            return packed_feed(columns, reads, device, whole=whole, ranks=self.ranks)
+            return packed_feed(
+                columns, reads, device, whole=whole, ranks=self.ranks, shares=self.shares
+            )
         return padded_feed(columns, reads, device, whole=whole)
 
 
@@ -130,6 +142,14 @@ def prove_rows(
         )
     is_square = kind == "packed" and support.attention == "eager" and not takes_layout(module)
     return RowPasses(kind, factor_border(module.config), is_square, ranks)
+
+
+def with_shared_prefixes(passes: RowPasses, module: Any, support: Support) -> RowPasses:
+    """Return the row passes with shared prefixes, if they are correct for this model."""
+    is_possible = passes.kind == "packed" and passes.ranks is None and not passes.apart
+    if not is_possible or not takes_layout(module) or support.why_not(prefixes_shared):
+        return passes
+    return replace(passes, shares=True)
 
 
 def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
@@ -191,17 +211,23 @@ def rows_packed(model: Any) -> str:
     return _find_fault("packed", model)
 
 
+def prefixes_shared(model: Any) -> str:
+    """Return what is wrong with packed rows that share prefixes on this model."""
+    return _find_fault("packed", model, shares=True)
+
+
 def rows_padded(model: Any) -> str:
     """Return what is wrong with padded rows on this model."""
     return _find_fault("padded", model)
 
 
-def _find_fault(kind: Kind, model: Any) -> str:
+def _find_fault(kind: Kind, model: Any, shares: bool = False) -> str:
     try:
         expected = _rows_alone(model)
     except MODEL_ERRORS as error:
         return f"{NO_MODEL} ({error})"
-    return _why_not(model, RowPasses(kind, factor_border(model.config)), expected)
+    way = RowPasses(kind, factor_border(model.config), shares=shares)
+    return _why_not(model, way, expected)
 
 
 SLICES = (slice(0, 12), slice(12, 140), slice(140, None))
@@ -255,10 +281,15 @@ def find_split_fault(model: Any) -> str:
 
 
 def probe_rows() -> tuple[RowColumns, Ragged]:
-    """Return some rows, and marks where they are read, which excludes their last tokens."""
+    """Return some rows, and marks where they are read, which excludes their last tokens.
+
+    All rows begin with the same tokens.
+    """
     rows = [torch.arange(length) for length in LENGTHS]
     positions = Ragged.from_rows(rows, POSITIONS)
-    tokens = 3 + torch.arange(len(positions.values)) * 7 % (VOCABULARY - 3)
+    numbers = torch.arange(len(positions.values))
+    numbers = torch.where(positions.values < LENGTHS[3] // 3, positions.values, numbers)
+    tokens = 3 + numbers * 7 % (VOCABULARY - 3)
     columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
     reads = [(row >= len(row) // 3) & (row < len(row) - 2) for row in rows]
     return columns, Ragged.from_rows(reads, POSITIONS)
@@ -281,7 +312,7 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
     columns, reads = probe_rows()
     cpu = torch.device("cpu")
     with packed_rows(model) if way.kind == "packed" else torch.no_grad():
-        for rows in way.cut(reads, Budget(rows=len(LENGTHS))):
+        for rows in way.cut(columns["input_ids"], reads, Budget(rows=len(LENGTHS))):
             index = torch.tensor(rows)
             picked = {name: column.index_select(0, index) for name, column in columns.items()}
             try:

@@ -15,9 +15,11 @@ import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
+from verl_like.batch.ragged import Ragged
 from workers.roles.actor import ActorWorker
 from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import Budget
+from workers.training.packing import packed_feed
 from workers.training.varlen import LIBRARIES, _torch_varlen
 
 pytestmark = [
@@ -122,3 +124,18 @@ def test_offloaded_states_are_on_the_gpu_only_while_they_are_used(tiny_dir: Path
     assert all(state.is_pinned() for state in states if state.numel() > 1)
     assert {p.device.type for p in resident.engine.parameters()} == {"cuda"}
     assert offloaded.weights_checksum() == resident.weights_checksum()
+
+
+def test_gradients_of_shared_prefixes_are_summed_in_a_fixed_order() -> None:
+    rows = [torch.tensor([1, 2, 3, 4, last]) for last in range(5, 13)]
+    ids = Ragged.from_rows(rows, 5)
+    columns = {"input_ids": ids, "position_ids": ids.with_values(torch.arange(5).repeat(8))}
+    reads = ids.with_values(torch.arange(40) % 5 == 4)
+    feed = packed_feed(columns, reads, torch.device("cuda"), shares=True)
+    states = torch.randn(12, 64, device="cuda", requires_grad=True)
+    weights = torch.randn(40, 64, device="cuda")
+    sums = []
+    for _ in range(20):
+        copies = feed.inputs["row_layout"].copies.of(states)
+        sums.append(torch.autograd.grad((copies * weights).sum(), states)[0])
+    assert all(torch.equal(total, sums[0]) for total in sums)

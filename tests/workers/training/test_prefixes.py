@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
+from tests.workers.samples import PROMPT, RESPONSE, VOCAB, make_batch, started, tiny_config
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import Ragged
+from workers.roles.actor import ActorWorker
+from workers.roles.critic import CriticWorker
+from workers.training.mfu import needed_flops
+from workers.training.microbatch import Budget
+from workers.training.packing import packed_feed
+from workers.training.prefixes import prefix_order, share_prefixes, shared_lengths
+from workers.training.row_proof import RowPasses
+
+CPU = torch.device("cpu")
+
+
+def samples_of_prompts(num_prompts: int, num_samples: int) -> DataProto:
+    """Return samples of ragged prompts; the samples of a prompt are not neighbours."""
+    batch = make_batch(num_prompts * num_samples).batch
+    for name in ("input_ids", "attention_mask"):
+        batch[name][:, :PROMPT] = batch[name][:num_prompts, :PROMPT].repeat(num_samples, 1)
+    batch["prompts"] = batch["input_ids"][:, :PROMPT].clone()
+    batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return DataProto(batch=batch)
+
+
+def ragged(*rows: list[int]) -> Ragged:
+    return Ragged.from_rows([torch.tensor(row) for row in rows], 16)
+
+
+def last_read(*lengths: int) -> Ragged:
+    """Marks of rows that are read at their last token."""
+    return Ragged.from_rows([torch.arange(n) == n - 1 for n in lengths], 16)
+
+
+def worker(cls: type, folder: Any, *, shares: bool, **model: Any) -> Any:
+    config = tiny_config(folder, ppo_mini_batch_size=12, ppo_micro_batch_size_per_gpu=6)
+    config.critic.ppo_micro_batch_size_per_gpu = 6
+    for section in (config.actor_rollout_ref.model, config.critic.model):
+        for name, value in {"share_prefixes": shares, **model}.items():
+            setattr(section, name, value)
+    return started(cls, config, 10)
+
+
+@pytest.mark.parametrize(
+    ("cls", "columns"), [(ActorWorker, ACTOR_COLUMNS), (CriticWorker, ("values", "returns"))]
+)
+@pytest.mark.parametrize("option", ["", "lora", "checkpointing"])
+def test_gradients_are_those_of_separate_rows(
+    cls: type, columns: tuple[str, ...], option: str, tiny_dir: Path
+) -> None:
+    model = {"lora": {"lora_rank": 4}, "checkpointing": {"enable_gradient_checkpointing": True}}
+    batch = samples_of_prompts(3, 4)
+    shared, separate = (
+        worker(cls, tiny_dir, shares=shares, **model.get(option, {})) for shares in (True, False)
+    )
+    assert shared.engine.row_passes.shares
+    assert not separate.engine.row_passes.shares
+    budget = Budget(rows=6)
+    assert_equal_gradients(
+        gradients(shared, batch, columns, budget), gradients(separate, batch, columns, budget)
+    )
+
+
+def test_log_probs_are_those_of_separate_rows(tiny_dir: Path) -> None:
+    batch = samples_of_prompts(3, 4)
+    shared, separate = (
+        worker(ActorWorker, tiny_dir, shares=shares).compute_log_prob(batch)[0].batch
+        for shares in (True, False)
+    )
+    difference = shared["old_log_probs"] - separate["old_log_probs"]
+    assert difference.abs().max() < 1e-6
+
+
+def test_a_pass_computes_every_prefix_once() -> None:
+    rows = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11, 12], [1, 2, 5, 13], [7, 8]]
+    ids, reads = ragged(*rows), last_read(5, 6, 4, 2)
+    positions = ragged(*[list(range(len(row))) for row in rows])
+    feed = packed_feed({"input_ids": ids, "position_ids": positions}, reads, CPU, shares=True)
+    assert feed.inputs["input_ids"].tolist() == [[1, 2, 3, 4, 10, 11, 12, 5, 13, 7, 8]]
+    assert feed.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 5, 2, 3, 0, 1]]
+    assert feed.reads.tolist() == [4, 6, 8, 10]
+
+    layout = feed.inputs["row_layout"]
+    assert layout.lengths == [6, 5, 4, 2], "the longest first, for attention"
+    copies = feed.inputs["input_ids"][0][layout.copies.sources].split(layout.lengths)
+    assert [row.tolist() for row in copies] == [rows[1], rows[0], rows[2], rows[3]]
+    computed = torch.arange(11)
+    assert layout.copies.of(computed)[layout.copies.results].equal(computed)
+
+
+def test_tokens_that_are_read_are_not_shared() -> None:
+    rows = [torch.tensor([1, 2, 3, 4])] * 2
+    reads = torch.tensor([False, False, True, True])
+    assert shared_lengths(rows, [reads, reads]) == [0, 2]
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 1, 2, 3, 4], [5, 6, 7, 8, 0, 1, 2, 3]])
+def test_rows_with_positions_of_their_own_are_separate(positions: list[int]) -> None:
+    tokens = {
+        "input_ids": torch.tensor([1, 2, 3, 4] * 2),
+        "position_ids": torch.tensor(positions),
+        "reads": torch.tensor([False, False, False, True] * 2),
+    }
+    assert share_prefixes(tokens, [4, 4], CPU) is None
+    assert share_prefixes(tokens | {"position_ids": torch.arange(4).repeat(2)}, [4, 4], CPU)
+
+
+def test_few_equal_tokens_are_not_shared() -> None:
+    rows = [[1, *range(10 * row, 10 * row + 9)] for row in range(1, 6)]
+    ids, reads = ragged(*rows), last_read(*[10] * 5)
+    assert prefix_order(ids, reads, [10] * 5) == (None, 0)
+
+
+def test_samples_of_a_prompt_are_in_one_pass() -> None:
+    prompts, responses = [[1, 2, 3], [9, 8, 7], [4, 4, 4]], [[11], [12, 13], [14, 15, 16]]
+    rows = [prompt + response for response in responses for prompt in prompts]
+    ids, reads = ragged(*rows), last_read(*[len(row) for row in rows])
+    cuts = RowPasses("packed", shares=True).cut(ids, reads, Budget(rows=3))
+    assert [{tuple(rows[row][:3]) for row in cut} for cut in cuts] == [
+        {(1, 2, 3)},
+        {(4, 4, 4)},
+        {(9, 8, 7)},
+    ]
+    longest_first = RowPasses("packed").cut(ids, reads, Budget(rows=3))
+    assert {len(rows[row]) for row in longest_first[0]} == {6}
+
+
+def test_operations_count_a_shared_prefix_once(tiny_dir: Path) -> None:
+    batch = samples_of_prompts(1, 8)
+    batch.batch["attention_mask"][:] = batch.batch["response_mask"][:] = 1
+    batch.batch["position_ids"][:] = torch.arange(PROMPT + RESPONSE)
+    shared, separate = (worker(ActorWorker, tiny_dir, shares=shares) for shares in (True, False))
+    saved = needed_flops(separate.engine, batch, trains=True) - needed_flops(
+        shared.engine, batch, trains=True
+    )
+    per_token = 6 * sum(
+        weight.numel()
+        for name, weight in shared.engine.module.named_parameters()
+        if weight.dim() > 1 and "embed" not in name and "lm_head" not in name
+    )
+    assert saved == 7 * (PROMPT - 1) * per_token
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_windows_see_a_copy_of_the_prefix(window: int | None, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=window,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    batch = samples_of_prompts(3, 4)
+    shared, separate = (worker(ActorWorker, tmp_path, shares=shares) for shares in (True, False))
+    assert shared.engine.row_passes.shares
+    assert_equal_gradients(
+        gradients(shared, batch, ACTOR_COLUMNS, Budget(rows=12)),
+        gradients(separate, batch, ACTOR_COLUMNS, Budget(rows=12)),
+    )

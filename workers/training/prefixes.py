@@ -1,0 +1,94 @@
+"""Compute a prefix that several rows of a pass share only once.
+
+Samples of one prompt begin with the same tokens, and so do the two sides of a pair, or trajectories
+with one system prompt. If nothing but attention looks beyond a token, equal prefixes have equal
+hidden states, so layers compute them once. Attention sees a copy in every row, and the gradients of
+the copies add up. A token at which the head is read is never shared.
+
+    order, num_shared = prefix_order(ids, reads, lengths)   # equal prefixes are neighbours
+    shared = share_prefixes(tokens, lengths, device)        # what a pass computes, and its layout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_like.batch.ragged import Ragged
+from workers.parallel.offload import to_device
+from workers.training.attention import Copies, RowLayout
+
+SMALLEST_SHARE = 0.1
+"""Smallest share of the tokens for which prefixes are shared; copying costs about 2 % of a pass."""
+
+
+class SharedPrefixes(NamedTuple):
+    """Tokens that a pass computes, and the layout of its rows."""
+
+    computed: Tensor
+    """True for tokens of the rows that are computed; the others are copies."""
+    layout: RowLayout
+
+
+def prefix_order(
+    ids: Ragged, reads: Ragged, lengths: Sequence[int]
+) -> tuple[list[int] | None, int]:
+    """Return an order of the rows in which equal prefixes are neighbours, and what they share.
+
+    That is a number of tokens. If it is small, the order is None and the number is 0.
+    """
+    rows = [row[:length] for row, length in zip(ids.rows(), lengths, strict=True)]
+    texts = [row.numpy().astype(">u4").tobytes() for row in rows]
+    order, marks = sorted(range(len(rows)), key=texts.__getitem__), reads.rows()
+    shared = sum(shared_lengths([rows[row] for row in order], [marks[row] for row in order]))
+    return (order, shared) if shared > SMALLEST_SHARE * sum(lengths) else (None, 0)
+
+
+def shared_lengths(rows: Sequence[Tensor], reads: Sequence[Tensor]) -> list[int]:
+    """Return how many tokens each row shares with the row before it, up to its first read."""
+    lengths = [0]
+    for before, row, read in zip(rows, rows[1:], reads[1:], strict=False):
+        size = min(len(before), len(row))
+        unequal = (before[:size] != row[:size]).numpy() | read[:size].numpy()
+        lengths.append(int(unequal.argmax()) if unequal.any() else size)
+    return lengths
+
+
+def share_prefixes(
+    tokens: dict[str, Tensor], lengths: Sequence[int], device: torch.device
+) -> SharedPrefixes | None:
+    """Return how a pass over these neighbouring rows shares prefixes; None if it does not pay.
+
+    `tokens` are the columns input_ids, position_ids and reads of all rows, end to end.
+    """
+    places = torch.cat([torch.arange(length) for length in lengths])
+    if len(lengths) < 2 or not torch.equal(tokens["position_ids"], places):
+        return None
+    rows, reads = (tokens[name].split(list(lengths)) for name in ("input_ids", "reads"))
+    shared = shared_lengths(rows, reads)
+    if sum(shared) <= SMALLEST_SHARE * sum(lengths):
+        return None
+
+    # [rows, longest]: the position of the computed token, which is that of the last row with one
+    columns = np.arange(max(lengths))
+    owns = (columns >= np.array(shared)[:, None]) & (columns < np.array(lengths)[:, None])
+    numbers = np.where(owns, owns.cumsum().reshape(owns.shape) - 1, -1)
+    numbers = np.maximum.accumulate(numbers, axis=0)
+
+    # attention is computed for rows of like length
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    sources = torch.from_numpy(np.concatenate([numbers[row, : lengths[row]] for row in order]))
+    is_own = np.concatenate([owns[row, : lengths[row]] for row in order])
+    copies = torch.from_numpy(is_own.nonzero()[0])
+    results = torch.empty_like(copies)
+    results[sources[copies]] = copies
+    layout = RowLayout(
+        [lengths[row] for row in order],
+        device,
+        copies=Copies(to_device(sources, device), to_device(results, device)),
+    )
+    return SharedPrefixes(torch.from_numpy(owns[columns < np.array(lengths)[:, None]]), layout)
