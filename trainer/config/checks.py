@@ -30,12 +30,12 @@ def check_fields(config: RunConfig) -> None:
     """Reject a value that its field does not allow."""
     for key, section in chain(leaves_of(config), leaves_of_items(config)):
         value = getattr(section, key.leaf)
-        _check_value(key, value)
+        check_value(key, value)
         if key.rules.arguments_of:
             _check_arguments(key, value, Arguments.of(key, section))
 
 
-def _check_value(key: Key, value: Any) -> None:
+def check_value(key: Key, value: Any) -> None:
     """Reject a value that is missing, unregistered, not among the choices, or out of range."""
     rules, hint = key.rules, f", {key.rules.hint}." if key.rules.hint else "."
     if rules.required and not value:
@@ -82,7 +82,7 @@ def _check_arguments(key: Key, values: Mapping[str, Any], arguments: Arguments) 
             kind = taken[name].kind
             if kind in KINDS and not _is_of_kind(value, kind):
                 raise ConfigError(f"{key.name}.{name}={value}: it takes {KINDS[kind]}.")
-            _check_value(taken[name], value)
+            check_value(taken[name], value)
 
 
 def _is_of_kind(value: Any, kind: type) -> bool:

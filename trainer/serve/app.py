@@ -167,8 +167,18 @@ class Door:
     # ------------------------------------------------------------------ clients and sessions
 
     def capabilities(self, body: b.Body) -> Facts:
-        facts = {"model_name": self.desk.base_model, "trainable": True, "sampleable": True}
-        return {"supported_models": [facts | {"max_context_length": self.desk.limits.context}]}
+        names = {self.desk.base_model: "actor", **{role: role for role in self.verbs.scorers}}
+        return {
+            "supported_models": [
+                {
+                    "model_name": name,
+                    "max_context_length": self.desk.limits.context,
+                    "trainable": role in self.verbs.trained,
+                    "sampleable": role == "actor",
+                }
+                for name, role in names.items()
+            ]
+        }
 
     def create_session(self, body: b.CreateSession) -> Facts:
         session = self.sessions.begin(body)
@@ -206,24 +216,33 @@ class Door:
     # ----------------------------------------------------------------------------- training
 
     def create_model(self, body: b.CreateModel) -> Facts:
-        self._check_base(body.base_model)
-        lora = body.lora_config
-        self._check_rank(lora.rank)
+        role, lora = self._role_of(body.base_model), body.lora_config
+        self._check_rank(lora.rank, role)
         trains = {"mlp": lora.train_mlp, "attn": lora.train_attn, "unembed": lora.train_unembed}
         frozen = tuple(part for part, is_trained in trains.items() if not is_trained)
-        model = ServedModel("", lora.rank, lora.seed, frozen, body.user_metadata)
+        model = ServedModel("", role, lora.rank, lora.seed, frozen, body.user_metadata)
         return self._open(body, model, lambda: self.verbs.create(model))
 
-    def _check_base(self, name: str | None) -> None:
-        if name not in self.desk.names:
-            raise RequestError(f"this server has no model {name!r}; it has {self.desk.base_model}.")
+    def _role_of(self, name: str | None) -> str:
+        """Return the role that clients mean by the name of a base model."""
+        if name in self.desk.names:
+            return "actor"
+        if name is None or name not in self.verbs.scorers:
+            names = ", ".join([self.desk.base_model, *self.verbs.scorers])
+            raise RequestError(f"this server has no model {name!r}; it has {names}.")
+        return name
 
-    def _check_rank(self, rank: int) -> None:
-        if (rank == 0) != self.desk.trains_all:
-            kind = "all weights" if self.desk.trains_all else "adapters"
+    def _check_rank(self, rank: int, role: str) -> None:
+        if role not in self.verbs.trained:
+            names = " and ".join(self.verbs.trained)
+            raise RequestError(f"this server trains {names}; the {role} only scores rows.")
+        trained = self.verbs.trained[role]
+        if (rank == 0) != (trained.rank == 0):
+            kind = "adapters" if trained.rank else "all weights"
             raise RequestError(
-                f"this server trains {kind}, and rank={rank} asks for something else. Rank 0 is "
-                "all weights, with actor_rollout_ref.model.lora_rank=0 at the server's start."
+                f"this server trains {kind} of the {role}, and rank={rank} asks for something "
+                f"else. Rank 0 is all weights, with {trained.key}.lora_rank=0 at the server's "
+                "start."
             )
 
     def _open(
@@ -233,10 +252,12 @@ class Door:
         session = self.sessions.find(body.session_id)
 
         def answer() -> Facts:
-            if self.desk.trains_all and self.sessions.all_models():
+            is_taken = any(m.role == model.role for m in self.sessions.all_models())
+            if model.rank == 0 and is_taken:
                 raise RequestError(
-                    "this server trains all weights, for one client at a time, and another client "
-                    "has a model open; try again when its session has ended."
+                    f"this server trains all weights of the {model.role}, for one client at a "
+                    "time, and another client has a model open; try again when its session has "
+                    "ended."
                 )
             model.name = f"{session.session_id}:train:{body.model_seq_id}"
             session.models[model.name] = model
@@ -247,7 +268,8 @@ class Door:
         return session.model_repeats.answer(body.model_seq_id, body.content, answer)
 
     def get_info(self, body: b.OfModel) -> Facts:
-        model, name = self.sessions.model(body.model_id), self.desk.base_model
+        model = self.sessions.model(body.model_id)
+        name = self.verbs.trained[model.role].path
         return {
             "type": "get_info",
             "model_id": model.name,
@@ -268,13 +290,13 @@ class Door:
 
         def work() -> bytes:
             try:
-                loss, settings = loss_of(message, self.desk.aliases)
+                loss = loss_of(message, model.role, self.desk.aliases)
                 datums = read_datums(message, loss, self.desk.limits)
             except VerlLikeError as error:
                 if not message.forward_only:
                     self.verbs.fail_step(model, error)
                 raise
-            return run(model, datums, loss, settings)
+            return run(model, datums, loss)
 
         return JSONResponse(self._in_turn(model, message.seq_id, body, work))
 
@@ -317,13 +339,9 @@ class Door:
         session = self.sessions.find(body.model_id.partition(":")[0])
         name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         path = self.verbs.spilled(model.name, name)
-
-        def work() -> Facts:
-            self.verbs.snapshot(model, name, self.desk.most_snapshots)
-            return {"sampling_session_id": name}
-
+        work = lambda: self.verbs.snapshot(model, name)  # noqa: E731
         answer = self._in_turn(model, body.seq_id, body.content, work)
-        session.samplers.setdefault(name, Sampler(name, name, path))
+        session.samplers.setdefault(name, Sampler(name, name, model.role, path))
         return answer
 
     def _save(self, body: b.Save, kind: str, may_replace: bool) -> Facts:
@@ -347,11 +365,11 @@ class Door:
                 raise RequestError("load_weights must be a model's first request.")
             work = lambda: self.verbs.load(model, path, body.optimizer)  # noqa: E731
             return self._in_turn(model, 1, body.content, work)
-        if body.base_model is not None:
-            self._check_base(body.base_model)
-        self._check_rank(facts["rank"])
-        frozen = tuple(facts["frozen"])
-        model = ServedModel("", facts["rank"], None, frozen, body.user_metadata)
+        role, frozen = facts["role"], tuple(facts["frozen"])
+        if body.base_model not in (None, facts["base_model"], role):
+            self._role_of(body.base_model)
+        self._check_rank(facts["rank"], role)
+        model = ServedModel("", role, facts["rank"], None, frozen, body.user_metadata)
         return self._open(body, model, lambda: self.verbs.load(model, path, body.optimizer))
 
     def weights_info(self, body: b.OfPath) -> Facts:
@@ -403,18 +421,15 @@ class Door:
         name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
 
         def answer() -> Facts:
-            role = body.base_model or ""
-            if role in self.verbs.scorers:
-                sampler = Sampler(name, f"role {role}", role=role)
-            elif body.model_path is None:
-                self._check_base(body.base_model)
-                sampler = Sampler(name, BASE)
+            if body.model_path is None:
+                sampler = Sampler(name, BASE, self._role_of(body.base_model))
             else:
                 path = SavedPath.parse(body.model_path)
                 facts = self.checkpoints.facts(path)
-                self._check_rank(facts["rank"])
+                self._check_rank(facts["rank"], facts["role"])
                 # a replaced checkpoint is a different state
-                sampler = Sampler(name, f"{path} of {facts['time']}", path, str(path))
+                state = f"{path} of {facts['time']}"
+                sampler = Sampler(name, state, facts["role"], path, str(path))
             session.samplers[name] = sampler
             return {"sampling_session_id": name}
 
@@ -422,7 +437,9 @@ class Door:
         return session.sampler_repeats.answer(number, body.content, answer)
 
     def get_sampler(self, body: b.OfSampler) -> Facts:
-        sampler, base = self.sessions.sampler(body.sampler_id), self.desk.base_model
+        sampler = self.sessions.sampler(body.sampler_id)
+        is_trained = sampler.role in self.verbs.trained
+        base = self.verbs.trained[sampler.role].path if is_trained else sampler.role
         shown = sampler.shown_path
         return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": shown}
 

@@ -83,7 +83,7 @@ class Checkpoints:
         self,
         path: SavedPath,
         step: int,
-        save: Callable[[str], object],
+        save: Callable[[Path], object],
         config: Facts,
         facts: Facts,
         ttl_seconds: int | None,
@@ -95,7 +95,7 @@ class Checkpoints:
         inside = part / f"global_step_{step}"
         try:
             inside.mkdir(parents=True)
-            save(str(inside / "actor"))
+            save(inside)
             write_marker(inside, step, config, {})
             size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
             written: Facts = {**facts, "time": now().isoformat(), "size_bytes": size}
@@ -106,16 +106,17 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
 
     def state_folder(self, path: SavedPath) -> Path:
-        """Return the folder that `load_checkpoint` reads."""
+        """Return the folder with the folder of the role that was saved."""
         self.facts(path)
-        (folder,) = self.place(path).glob("global_step_*/actor")
+        (folder,) = self.place(path).glob("global_step_*")
         return folder
 
     def find(self, path: SavedPath) -> Facts | None:
         """Return `checkpoint.json`; None if there is no checkpoint, or it has expired."""
         file = self.place(path) / "checkpoint.json"
         facts: Facts = read_json_object(file) if file.is_file() else {}
-        return facts if facts and not _is_over(facts) else None
+        # checkpoints of the first servers name no role
+        return {"role": "actor", **facts} if facts and not _is_over(facts) else None
 
     def facts(self, path: SavedPath) -> Facts:
         """Return `checkpoint.json`; raise status 404 if there is no such checkpoint."""

@@ -34,8 +34,6 @@ from workers.models.folder import model_folder, read_hf_config
 logger = logging.getLogger(__name__)
 SLICE_S = 0.05
 """Samples run in slices of this length, and training requests run between two slices."""
-ADAPTERS_IN_MEMORY, MODELS_IN_MEMORY = 16, 2
-"""Frozen snapshots of a model that stay in memory, of adapters and of whole models."""
 
 
 class Desk:
@@ -56,7 +54,6 @@ class Desk:
             for name, other in aliases.items()
         )
         self.trains_all = policy.model.lora_rank == 0
-        self.most_snapshots = MODELS_IN_MEMORY if self.trains_all else ADAPTERS_IN_MEMORY
         self.limits = Limits(
             vocabulary, config.data.max_prompt_length, config.data.max_response_length
         )

@@ -14,6 +14,7 @@ from trainer.config.recipe import Recipe, presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.ppo.config import AlgorithmConfig
 from verl_like.config_key import Section, key
+from verl_like.placement.roles import expand_roles
 from workers.config import WorkersConfig
 
 CLIENTS_SAY = "each request sets it"
@@ -40,6 +41,7 @@ class ServeConfig(RunConfig, WorkersConfig):
             "algorithm",
             *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs", "grad_clip")),
             *(f"{ACTOR}.optim.{name}" for name in ("lr", "betas", "weight_decay")),
+            *(f"critic.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs", "grad_clip")),
             *(f"{ROLLOUT}.{name}" for name in ("n", "temperature", "top_k", "top_p", "do_sample")),
             *(f"{ROLLOUT}.{name}" for name in ("sampling_kwargs", "val_kwargs")),
         ),
@@ -95,12 +97,20 @@ def prepare(config: Any) -> None:
     check_rollout(config)
 
 
+def unplaced_roles(config: ServeConfig) -> dict[str, str]:
+    """Return the optional roles that are on no pool."""
+    placed = expand_roles(config.role_mapping)
+    optional = ("ref", "critic", "reward_model")
+    return {role: f"role_mapping has no {role}" for role in optional if role not in placed}
+
+
 SERVE = Recipe(
     name="serve",
     schema=ServeConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="serve",
     placements=presets({"actor_pool": ["actor"], "rollout_pool": ["rollout"]}),
+    inactive_roles=unplaced_roles,
     registries=("trainer.ppo.advantages", "workers.losses", "workers.training.optim"),
     checks=(check,),
 )

@@ -1,7 +1,8 @@
 """Turn the datums of a request into rows of a batch, and results of rows into results of datums.
 
-    datums = read_datums(message, limits)       # checked: shapes, numbers, ids, lengths
-    batch = TrainingRows.of(datums, names).batch
+    loss = loss_of(message, role, aliases)
+    datums = read_datums(message, loss, limits)     # checked: shapes, numbers, ids, lengths
+    batch = TrainingRows.of(datums, loss).batch
 
 A datum has N input tokens and N targets, which the client has shifted. Its row has one more token,
 which is never read: the targets are the row's responses, and their log-probs are read at the input
@@ -22,11 +23,15 @@ import torch
 from omegaconf import OmegaConf
 
 from trainer import ppo
+from trainer.config.checks import check_value
+from trainer.config.keys import keys_by_name
 from trainer.serve.wire import Array, tensor_of, tokens_of
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column, Ragged
 from verl_like.errors import BatchError, nearest
+from workers.config import ActorConfig, CriticConfig
 from workers.losses.registry import POLICY_LOSSES
+from workers.losses.token_sums import LossInputs, TokenSum
 from workers.roles.served import MASK, OURS, SETTINGS, client_loss
 
 TARGETS = "target_tokens"
@@ -82,11 +87,26 @@ class Datum:
         return targets.shape[1] if targets.ndim == 2 else None
 
 
-def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
-    """Return the datums of a request, with the inputs that the loss reads."""
+@dataclass(frozen=True)
+class RequestLoss:
+    """The loss of a request, its inputs, and its checked settings."""
+
+    name: str
+    inputs: LossInputs
+    settings: dict[str, Any]
+
+
+def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
+    """Return the datums of a request, with the inputs that the loss reads.
+
+    A forward pass needs them only for a loss that is a sum over tokens, which it computes.
+    """
     if not message.data:
         raise BatchError("the request has no datums.")
-    spec = client_loss(loss)
+    inputs = loss.inputs
+    is_computed = not message.forward_only or isinstance(inputs, TokenSum)
+    needed = (TARGETS, *inputs.needed_columns) if is_computed else (TARGETS,)
+    optional = {*inputs.needed_columns, *inputs.optional_columns}
     datums: list[Datum] = []
     tensors = [entry.value for sent in message.data for entry in sent.loss_fn_inputs]
     entries = sum(abs(math.prod(tensor.shape)) for tensor in tensors)
@@ -97,16 +117,16 @@ def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
         tokens = tokens_of(sent.model_input, what)
         limits.check_tokens(np.asarray(tokens), what)
         fields = {entry.key: entry.value for entry in sent.loss_fn_inputs}
-        for name in (TARGETS, *spec.needed_columns):
+        for name in needed:
             if name not in fields:
                 raise BatchError(
-                    f"{what}: the loss {loss} needs loss_fn_inputs[{name!r}]; there are "
+                    f"{what}: the loss {loss.name} needs loss_fn_inputs[{name!r}]; there are "
                     f"{', '.join(fields) or 'none'}.{nearest(name, fields)}"
                 )
-        names = [TARGETS, *spec.needed_columns, *fields.keys() & {*spec.optional_columns}]
-        inputs = {name: tensor_of(fields[name], f"{what}, {name}") for name in names}
-        shape = inputs[TARGETS].shape
-        for name, values in inputs.items():
+        names = [*needed, *sorted(fields.keys() & optional - {*needed})]
+        tensors_of = {name: tensor_of(fields[name], f"{what}, {name}") for name in names}
+        shape = tensors_of[TARGETS].shape
+        for name, values in tensors_of.items():
             if values.shape != shape or len(shape) > 2 or shape[0] != len(tokens) or 0 in shape:
                 raise BatchError(
                     f"{what}: {name} has shape {[*values.shape]} for {len(tokens)} input tokens "
@@ -115,14 +135,15 @@ def read_datums(message: Any, loss: str, limits: Limits) -> list[Datum]:
             if not np.isfinite(values).all():
                 place = np.argwhere(~np.isfinite(values))[0].tolist()
                 raise BatchError(f"{what}: {name} is {values[tuple(place)]} at {place}.")
-        if inputs[TARGETS].dtype.kind != "i":
-            raise BatchError(f"{what}: {TARGETS} are {inputs[TARGETS].dtype}, not integers.")
-        limits.check_tokens(inputs[TARGETS], f"{what}, {TARGETS}")
-        datums.append(Datum(tokens, inputs))
+        targets = tensors_of[TARGETS]
+        if targets.dtype.kind != "i":
+            raise BatchError(f"{what}: {TARGETS} are {targets.dtype}, not integers.")
+        limits.check_tokens(targets, f"{what}, {TARGETS}")
+        datums.append(Datum(tokens, tensors_of))
     return datums
 
 
-def loss_of(message: Any, aliases: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def loss_of(message: Any, role: str, aliases: Mapping[str, str]) -> RequestLoss:
     """Return the loss of a request and its settings, checked."""
     name: str = aliases.get(message.loss_fn, message.loss_fn)
     loss, preset = algorithm_losses().get(name, (name, {}))
@@ -130,7 +151,18 @@ def loss_of(message: Any, aliases: Mapping[str, str]) -> tuple[str, dict[str, An
     for entry in message.loss_fn_config_v2:
         is_text = entry.value.HasField("text")
         settings[entry.key] = entry.value.text if is_text else entry.value.number
-    return loss, client_loss(loss).checked(loss, settings)
+    keys = keys_by_name(CriticConfig if role == "critic" else ActorConfig)
+    for setting, value in settings.items():
+        if value != value:
+            raise BatchError(f"the loss {loss}: its setting {setting} is NaN.")
+        if loss.startswith(OURS) and setting in keys:
+            is_text = bool(keys[setting].rules.choices)
+            if is_text != isinstance(value, str):
+                kind = "a text" if is_text else "a number"
+                raise BatchError(f"the loss {loss}: {setting}={value!r} must be {kind}.")
+            check_value(keys[setting], value)
+    inputs = client_loss(loss, role)
+    return RequestLoss(loss, inputs, inputs.checked(loss, settings))
 
 
 @cache
@@ -154,10 +186,10 @@ class TrainingRows:
     datums: Sequence[Datum]
 
     @classmethod
-    def of(cls, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]) -> TrainingRows:
+    def of(cls, datums: Sequence[Datum], loss: RequestLoss) -> TrainingRows:
         """Return rows with the columns that the pass and the loss read."""
         names = sorted({name for datum in datums for name in datum.inputs} - {TARGETS})
-        if MASK in client_loss(loss).columns:
+        if MASK in loss.inputs.columns:
             names = sorted({*names, MASK})
         ids, targets = [], []
         values: dict[str, list[torch.Tensor]] = {name: [] for name in names}
@@ -176,11 +208,10 @@ class TrainingRows:
         columns = pass_columns(ids, targets)
         for name, rows_of_name in values.items():
             columns[name] = Ragged.from_rows(rows_of_name, columns["responses"].shape[1])
-        meta = {SETTINGS: dict(settings)}
-        return cls(DataProto.from_dict(columns, meta_info=meta), datums)
+        return cls(DataProto.from_dict(columns, meta_info={SETTINGS: loss.settings}), datums)
 
-    def log_probs(self, column: Column) -> list[Array]:
-        """Return the log-probs of each datum's targets, in the shape of the targets."""
+    def of_datums(self, column: Column) -> list[Array]:
+        """Return the numbers of each datum's targets, in the shape of the targets."""
         assert isinstance(column, Ragged), "columns of tokens stay ragged"
         rows = iter(column.rows())
         results = []

@@ -49,11 +49,11 @@ class Sampler:
 
     sampler_id: str
     state: str
+    role: str = "actor"
+    """The role that computes log-probs; others than the actor do not sample."""
     path: SavedPath | None = None
     shown_path: str | None = None
     """The path in the client's request."""
-    role: str = "actor"
-    """The role that computes log-probs; others than the actor do not sample."""
     repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
 
@@ -112,6 +112,11 @@ class SampleRequest:
         params = self.body.sampling_params
         settings = params.temperature, params.top_k, params.top_p
         return self.sampler.state, longest, self.stops, settings
+
+    @property
+    def scorer(self) -> tuple[str, str]:
+        """Role and state that compute the prompt's log-probs, values or scores."""
+        return self.sampler.role, self.sampler.state
 
     @property
     def noise_name(self) -> str:
@@ -227,10 +232,11 @@ class SamplingLoop:
         with self._lock:
             if not self._waiting:
                 return []
-            roles = [r.sampler.role for r in self._waiting if r.sampler.role != "actor"]
-            if roles:
-                batch = [r for r in self._waiting if r.sampler.role == roles[0]]
-                self._waiting = deque(r for r in self._waiting if r.sampler.role != roles[0])
+            scoring = [r for r in self._waiting if r.sampler.role != "actor"]
+            if scoring:
+                scorer = scoring[0].scorer
+                batch = [request for request in scoring if request.scorer == scorer]
+                self._waiting = deque(r for r in self._waiting if r not in batch)
                 return batch
             if not self._running:
                 self._kind = self._waiting[0].kind
@@ -245,9 +251,7 @@ class SamplingLoop:
 
     def _start(self, batch: Sequence[SampleRequest]) -> None:
         sampler = batch[0].sampler
-        if sampler.path is not None:
-            self._verbs.bring_back(sampler.state, sampler.path)
-        self._score_prompts(sampler, batch)
+        self._score_prompts(batch)
         if not self._running:
             self._verbs.send_to_rollout(sampler.state)
         self._running.append(Batch(batch, self._widths, self._pad))
@@ -256,7 +260,7 @@ class SamplingLoop:
     def _score(self, batch: Sequence[SampleRequest]) -> None:
         """Answer requests with the scores of a role that does not sample."""
         try:
-            self._score_prompts(batch[0].sampler, batch)
+            self._score_prompts(batch)
             for request in batch:
                 request.sequences = dict.fromkeys(range(request.body.num_samples), NO_SAMPLE)
                 request.finish()
@@ -264,9 +268,11 @@ class SamplingLoop:
             for request in batch:
                 request.promise.fail(error)
 
-    def _score_prompts(self, sampler: Sampler, batch: Sequence[SampleRequest]) -> None:
-        """Compute prompt log-probs on the sampler's role, for the requests that want them."""
-        state, role = sampler.state, sampler.role
+    def _score_prompts(self, batch: Sequence[SampleRequest]) -> None:
+        """Compute the prompts' log-probs, values or scores, for the requests that want them."""
+        (role, state), path = batch[0].scorer, batch[0].sampler.path
+        if path is not None:
+            self._verbs.bring_back(state, path)
         scoring = [request for request in batch if request.body.prompt_logprobs]
         for request in scoring:
             request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")

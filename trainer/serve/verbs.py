@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from trainer.config.flat import flat_config
+from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import Facts
 from trainer.serve.checkpoints import Checkpoints, SavedPath
 from trainer.serve.promises import Repeats, Turns
-from trainer.serve.rows import Datum, TrainingRows, pass_columns
+from trainer.serve.rows import Datum, RequestLoss, TrainingRows, pass_columns
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged, rectangle_of
 from verl_like.errors import ConfigError
-from workers.losses.token_sums import TOKEN_SUMS
-from workers.roles.served import MASK, OURS
+from workers.losses.token_sums import TokenSum
+from workers.roles.served import MASK, TrainsStates
 from workers.training.optim import StepSettings
 from workers.training.states import BASE
 from workers.weights.sync import sync_weights
 
+ADAPTERS_IN_MEMORY, MODELS_IN_MEMORY = 16, 2
+"""Frozen snapshots of a model that stay in memory, of adapters and of whole models."""
 SPILLED = "snapshots"
 """Folder of a run with the snapshots that do not fit into memory."""
 
@@ -40,6 +44,7 @@ class ServedModel:
     """A client's model: the name of its state, its settings, and the order of its requests."""
 
     name: str
+    role: str
     rank: int
     seed: int | None = None
     frozen: tuple[str, ...] = ()
@@ -56,74 +61,99 @@ class ServedModel:
         """Return the entries of `checkpoint.json` and `run.json` for this model."""
         return {
             "base_model": base_model,
+            "role": self.role,
             "rank": self.rank,
             "frozen": list(self.frozen),
             "num_steps": self.num_steps,
         }
 
 
+@dataclass(frozen=True)
+class TrainedRole:
+    """A role whose model clients train."""
+
+    group: Any
+    key: str
+    """The section of its model in the configuration."""
+    path: str
+    rank: int
+    """0: all weights are trained."""
+    output: str
+    """The column that a pass computes."""
+    field: str
+    """The name of this column in a client's result."""
+
+
 class Verbs:
-    """Runs requests on the groups `actor` and `rollout`."""
+    """Runs requests on the worker groups."""
 
     def __init__(self, config: Any, groups: Any, checkpoints: Checkpoints) -> None:
         self.config, self.checkpoints = config, checkpoints
         self.actor, self.rollout = groups["actor"], groups["rollout"]
         self.scorers = {role: groups[role] for role in groups if role not in ("actor", "rollout")}
         """The other roles that the configuration places: references, critics, reward models."""
-        self.base_model: str = config.actor_rollout_ref.model.path
+        policy, critic = config.actor_rollout_ref.model, config.critic.model
+        key, columns = "actor_rollout_ref.model", ("log_probs", "logprobs")
+        self.trained = {
+            "actor": TrainedRole(self.actor, key, policy.path, policy.lora_rank, *columns)
+        }
+        if "critic" in groups and issubclass(worker_class(config, "critic"), TrainsStates):
+            self.trained["critic"] = TrainedRole(
+                groups["critic"], "critic.model", critic.path, critic.lora_rank, "values", "values"
+            )
         self._lock = threading.RLock()
-        self.states = {BASE}
-        """Names of the states in the actor's memory."""
+        self.states: dict[str, str] = {}
+        """Name of a state in memory -> the role whose model it is."""
         self._synced: str | None = None
         self._version = 0
 
     @contextmanager
-    def using(self, state: str) -> Iterator[None]:
-        """Inside the block, the actor has this state, and no other thread uses the actor."""
+    def using(self, state: str, role: str) -> Iterator[Any]:
+        """Inside the block, the group of a role has this state, and no other thread uses it."""
         with self._lock:
-            self.actor.use_state(state)
-            yield
+            group = self.trained[role].group
+            group.use_state(state)
+            yield group
 
     def create(self, model: ServedModel) -> Facts:
         """Add a model that starts with the base weights."""
         with self._lock:
-            self.actor.add_state(model.name, model.rank, model.seed, list(model.frozen))
-            self.states.add(model.name)
+            group = self.trained[model.role].group
+            group.add_state(model.name, model.rank, model.seed, list(model.frozen))
+            self.states[model.name] = model.role
         return {"model_id": model.name}
 
     def drop(self, state: str) -> None:
         """Delete a state."""
         with self._lock:
             if state in self.states:
-                self.actor.drop_state(state)
-                self.states.discard(state)
+                self.trained[self.states.pop(state)].group.drop_state(state)
                 shutil.rmtree(self.checkpoints.folder / state / SPILLED, ignore_errors=True)
 
-    def forward(
-        self, model: ServedModel, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]
-    ) -> bytes:
-        """Return log-probs and the loss, without gradients."""
-        rows = TrainingRows.of(datums, loss, settings)
-        with self.using(model.name):
-            column = self.actor.forward(rows.batch, ("log_probs",)).column("log_probs")
-        if loss not in TOKEN_SUMS:
-            return training_output(rows.log_probs(column), {})
-        columns = {name: rows.batch.padded(name) for name in rows.batch.columns}
-        losses = TOKEN_SUMS[loss].of_tokens(rectangle_of(column), columns, settings)
-        return training_output(rows.log_probs(column), {"loss:sum": float(losses.sum())})
+    def forward(self, model: ServedModel, datums: Sequence[Datum], loss: RequestLoss) -> bytes:
+        """Return log-probs or values, and the loss if it is a sum over tokens."""
+        rows, trained = TrainingRows.of(datums, loss), self.trained[model.role]
+        with self.using(model.name, model.role) as group:
+            column = group.forward(rows.batch, (trained.output,)).column(trained.output)
+        metrics = {}
+        if isinstance(loss.inputs, TokenSum):
+            columns = {name: rows.batch.padded(name) for name in rows.batch.columns}
+            losses = loss.inputs.of_tokens(rectangle_of(column), columns, loss.settings)
+            metrics["loss:sum"] = float(losses.sum())
+        return training_output(trained.field, rows.of_datums(column), metrics)
 
     def forward_backward(
-        self, model: ServedModel, datums: Sequence[Datum], loss: str, settings: Mapping[str, Any]
+        self, model: ServedModel, datums: Sequence[Datum], loss: RequestLoss
     ) -> bytes:
         """Add the gradients of a loss to the model's; after a failure the next step fails, too."""
-        rows = TrainingRows.of(datums, loss, settings)
+        rows = TrainingRows.of(datums, loss)
         counts = None
-        if loss.startswith(OURS):
+        if not isinstance(loss.inputs, TokenSum):
             inside = rows.batch.padded(MASK) != 0
             counts = {"num_rows": int(inside.any(dim=1).sum()), "num_tokens": int(inside.sum())}
         try:
-            with self.using(model.name):
-                result = self.actor.forward_backward(rows.batch, loss, counts)
+            with self.using(model.name, model.role) as group:
+                result = group.forward_backward(rows.batch, loss.name, counts)
         except Exception as error:
             self.fail_step(model, error)
             raise
@@ -131,25 +161,27 @@ class Verbs:
         for name, values in result.metrics.items():
             reduction = "mean" if counts and name != "loss" else "sum"
             metrics[f"{name.replace(':', '_')}:{reduction}"] = float(values[0])
-        return training_output(rows.log_probs(result.batch.column("log_probs")), metrics)
+        trained = self.trained[model.role]
+        column = result.batch.column(trained.output)
+        return training_output(trained.field, rows.of_datums(column), metrics)
 
     def fail_step(self, model: ServedModel, error: Exception) -> None:
         """Clear the gradients, and let the next step fail with this error."""
         model.failure = f"{error}"
-        with self.using(model.name):
-            self.actor.clear_gradients()
+        with self.using(model.name, model.role) as group:
+            group.clear_gradients()
 
     def optim_step(self, model: ServedModel, settings: StepSettings) -> Facts:
         """Take an optimizer step, unless a `forward_backward` before it failed."""
-        with self.using(model.name):
+        with self.using(model.name, model.role) as group:
             if model.failure:
                 failure, model.failure = model.failure, ""
-                self.actor.clear_gradients()
+                group.clear_gradients()
                 raise ConfigError(
                     "no step was taken, and the gradients are cleared: a forward_backward before "
                     f"it failed: {failure}"
                 )
-            metrics = self.actor.optim_step(settings)[0]
+            metrics = group.optim_step(settings)[0]
         model.num_steps += 1
         return {"metrics": {name: float(value) for name, value in metrics.items()}}
 
@@ -157,24 +189,24 @@ class Verbs:
         self, model: ServedModel, path: SavedPath, user_metadata: Facts | None, ttl: int | None
     ) -> Facts:
         """Write a checkpoint of a model."""
-        facts = {**model.facts(self.base_model), "user_metadata": user_metadata}
-        self._write(model.name, model.rank, model.num_steps, path, facts, ttl)
-        self.checkpoints.note_run(
-            model.name, {**model.facts(self.base_model), "user_metadata": model.user_metadata}
-        )
+        self._write(model, model.name, path, {"user_metadata": user_metadata}, ttl)
+        facts = model.facts(self.trained[model.role].path)
+        self.checkpoints.note_run(model.name, {**facts, "user_metadata": model.user_metadata})
         return {"path": str(path)}
 
     def _write(
-        self, state: str, rank: int, step: int, path: SavedPath, facts: Facts, ttl: int | None
+        self, model: ServedModel, state: str, path: SavedPath, more: Facts, ttl: int | None = None
     ) -> None:
-        config = flat_config(self.config) | {"actor_rollout_ref.model.lora_rank": rank}
+        """Write a checkpoint of a model's state, with `more` entries in `checkpoint.json`."""
+        trained, step = self.trained[model.role], model.num_steps
+        config = flat_config(self.config) | {f"{trained.key}.lora_rank": model.rank}
         contents = ["model", "optimizer"] if path.kind == "weights" else ["model"]
 
-        def save(folder: str) -> None:
-            with self.using(state):
-                self.actor.save_checkpoint(folder, step, contents)
+        def save(folder: Path) -> None:
+            with self.using(state, model.role) as group:
+                group.save_checkpoint(str(folder / model.role), step, contents)
 
-        self.checkpoints.write(path, step, save, config, facts, ttl)
+        self.checkpoints.write(path, step, save, config, model.facts(trained.path) | more, ttl)
 
     def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> Facts:
         """Load the weights of a checkpoint into a new model, with moments on request."""
@@ -183,37 +215,37 @@ class Verbs:
             raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
         with self._lock:
             if model.name not in self.states:
-                model.rank, model.frozen = facts["rank"], tuple(facts["frozen"])
                 self.create(model)
-            self._read(model.name, model.rank, path, with_optimizer)
+            self._read(model, path, with_optimizer)
         model.num_steps = facts["num_steps"]
         return {"path": str(path), "model_id": model.name}
 
-    def _read(self, state: str, rank: int, path: SavedPath, with_optimizer: bool) -> None:
-        """Read a checkpoint of this server's base and of this rank into a state."""
-        facts, base = self.checkpoints.facts(path), self.base_model
-        if (facts["base_model"], facts["rank"]) != (base, rank):
+    def _read(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> None:
+        """Read a checkpoint of this server's base and of this rank into a model."""
+        facts, base = self.checkpoints.facts(path), self.trained[model.role].path
+        saved = facts["role"], facts["rank"], facts["base_model"]
+        if saved != (model.role, model.rank, base):
             raise ConfigError(
-                f"{path} has rank {facts['rank']} on {facts['base_model']}, and this model has "
-                f"rank {rank} on {base}."
+                f"{path} has the {saved[0]} of rank {saved[1]} on {saved[2]}, and this model is "
+                f"the {model.role} of rank {model.rank} on {base}."
             )
-        with self.using(state):
-            self.actor.load_checkpoint(str(self.checkpoints.state_folder(path)))
+        with self.using(model.name, model.role) as group:
+            group.load_checkpoint(str(self.checkpoints.state_folder(path) / model.role))
             if not with_optimizer:
-                self.actor.clear_gradients(forget_moments=True)
+                group.clear_gradients(forget_moments=True)
 
-    def snapshot(self, model: ServedModel, name: str, most: int) -> None:
-        """Copy the weights to a frozen state; only the newest `most` copies stay in memory."""
+    def snapshot(self, model: ServedModel, name: str) -> Facts:
+        """Copy the weights to a frozen state; only the newest copies stay in memory."""
+        most = ADAPTERS_IN_MEMORY if model.rank else MODELS_IN_MEMORY
         with self._lock:
-            self.actor.copy_state(model.name, name)
-            self.states.add(name)
+            self.trained[model.role].group.copy_state(model.name, name)
+            self.states[name] = model.role
             model.snapshots.append(name)
             while len(model.snapshots) > most:
                 oldest = model.snapshots.pop(0)
-                facts = model.facts(self.base_model)
-                path = self.spilled(model.name, oldest)
-                self._write(oldest, model.rank, model.num_steps, path, facts, None)
+                self._write(model, oldest, self.spilled(model.name, oldest), {})
                 self.drop(oldest)
+        return {"sampling_session_id": name}
 
     def spilled(self, model: str, snapshot: str) -> SavedPath:
         """Return the path of a snapshot that is on disk."""
@@ -224,10 +256,11 @@ class Verbs:
         with self._lock:
             if state in self.states:
                 return
-            rank = self.checkpoints.facts(path)["rank"]
-            self.create(ServedModel(state, rank))
+            facts = self.checkpoints.facts(path)
+            model = ServedModel(state, facts["role"], facts["rank"])
+            self.create(model)
             try:
-                self._read(state, rank, path, with_optimizer=False)
+                self._read(model, path, with_optimizer=False)
             except Exception:
                 self.drop(state)
                 raise
@@ -240,7 +273,7 @@ class Verbs:
             self._synced = None
             self._version += 1
             bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-            with self.using(state):
+            with self.using(state, "actor"):
                 sync_weights(self.actor, self.rollout, self._version, bucket)
             self._synced = state
 
@@ -256,14 +289,14 @@ class Verbs:
             return []
         ids, targets = ([torch.tensor(row[side]) for row in rows] for side in (0, 1))
         batch = DataProto.from_dict(pass_columns(ids, targets))
-        if role == "actor":
-            with self.using(state):
-                results = self.actor.forward(batch, ("log_probs",))
+        if role in self.trained:
+            with self.using(state, role) as group:
+                results = group.forward(batch)
         else:
             group = self.scorers[role]
             # in the actor's process, a reference uses the actor's weights
             shares = group.shares_processes_with(self.actor)
-            with self.using(BASE) if shares else nullcontext():
+            with self.using(BASE, "actor") if shares else nullcontext():
                 results = group.forward(batch)
         (column,) = (results.column(name) for name in results.columns)
         if isinstance(column, Ragged):

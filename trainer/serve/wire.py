@@ -1,7 +1,7 @@
 """Read and write the protocol's protobuf messages; tensors in them are numpy arrays.
 
     request = parse("ForwardBackwardRequest", body)
-    body = training_output([log_probs_of_datum, ...], {"loss:sum": 1.5})
+    body = training_output("logprobs", [log_probs_of_datum, ...], {"loss:sum": 1.5})
 
 The messages are in `messages.proto`. They have a separate descriptor pool, so that the SDK can be
 imported in the same process.
@@ -96,14 +96,14 @@ def tokens_of(chunks: Sequence[Any], what: str) -> list[int]:
     return tokens
 
 
-def training_output(log_probs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
-    """Return the result of a forward or backward pass: `logprobs` of each datum, and metrics."""
+def training_output(field: str, outputs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
+    """Return the result of a forward or backward pass: this field of each datum, and metrics."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
-    rows = [np.ascontiguousarray(row, "<f4") for row in log_probs]
+    rows = [np.ascontiguousarray(row, "<f4") for row in outputs]
     for trailing_shape, group in groupby(rows, lambda row: row.shape[1:]):
         datums = list(group)
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
-        tensor = record.fields.add(key="logprobs").value
+        tensor = record.fields.add(key=field).value
         tensor.data = b"".join(row.tobytes() for row in datums)
         tensor.offsets = np.cumsum([0, *(row.nbytes for row in datums)]).astype("<i8").tobytes()
         tensor.dtype = FLOAT32

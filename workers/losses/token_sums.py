@@ -27,10 +27,9 @@ WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
-class TokenSum:
-    """A loss per token, its input columns, and its settings with their defaults."""
+class LossInputs:
+    """The input columns of a loss, and its settings with their defaults."""
 
-    of_tokens: Callable[[Tensor, Columns, Settings], Tensor]
     columns: tuple[str, ...]
     settings: Settings = field(default_factory=dict)
 
@@ -43,6 +42,17 @@ class TokenSum:
     def needed_columns(self) -> tuple[str, ...]:
         """Input columns that a batch must have."""
         return tuple(name for name in self.columns if name != WEIGHTS)
+
+    def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings; the role that computes the loss knows their names."""
+        return dict(settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSum(LossInputs):
+    """A loss per token."""
+
+    of_tokens: Callable[[Tensor, Columns, Settings], Tensor]
 
     def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings with defaults; reject unknown names and texts."""
@@ -111,11 +121,11 @@ def _pessimistic(ratio: Tensor, columns: Columns, settings: Settings) -> Tensor:
 
 _RANGE = {BOUNDS[0]: 0.8, BOUNDS[1]: 1.2}
 TOKEN_SUMS: dict[str, TokenSum] = {
-    "cross_entropy": TokenSum(cross_entropy, (WEIGHTS,)),
-    "importance_sampling": TokenSum(importance_sampling, POLICY),
-    "ppo": TokenSum(ppo, POLICY, _RANGE),
-    "cispo": TokenSum(cispo, POLICY, _RANGE),
-    "dro": TokenSum(dro, POLICY, {"beta": 0.05}),
-    "gspo": TokenSum(gspo, (*POLICY, "sequence_ratio_mask"), _RANGE),
+    "cross_entropy": TokenSum((WEIGHTS,), of_tokens=cross_entropy),
+    "importance_sampling": TokenSum(POLICY, of_tokens=importance_sampling),
+    "ppo": TokenSum(POLICY, _RANGE, of_tokens=ppo),
+    "cispo": TokenSum(POLICY, _RANGE, of_tokens=cispo),
+    "dro": TokenSum(POLICY, {"beta": 0.05}, of_tokens=dro),
+    "gspo": TokenSum((*POLICY, "sequence_ratio_mask"), _RANGE, of_tokens=gspo),
 }
 """Name in the protocol -> the loss."""

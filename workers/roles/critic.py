@@ -14,7 +14,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import Metrics
 from verl_like.errors import WeightSyncError
 from workers.columns import SEQUENCES, batch_columns
-from workers.config import FSDPConfig, critic_model, critic_optim, shuffle_seed
+from workers.config import CriticConfig, FSDPConfig, critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.memory import HeldModel
@@ -121,9 +121,14 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         return {"value": lambda _: Loss("value", self.loss, ("values", "returns"))}
 
     def loss(
-        self, outputs: Columns, columns: Columns, batch: MiniBatch
+        self,
+        outputs: Columns,
+        columns: Columns,
+        batch: MiniBatch,
+        settings: CriticConfig | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the micro-batch's share of the value loss, and of its metrics."""
+        settings = settings or self.config
         predicted, mask = outputs["values"], columns["response_mask"]
         divisors: Denominators = {**batch.denominators, "loss_scale_factor": self.loss_scale_factor}
         loss, clipped = compute_value_loss(
@@ -131,8 +136,8 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
             columns["returns"],
             columns["values"],
             mask,
-            self.config.cliprange_value,
-            self.loss_agg_mode,
+            settings.cliprange_value,
+            settings.loss_agg_mode or self.loss_agg_mode,
             **divisors,
         )
         mean = agg_loss(predicted, mask, "token-mean", **batch.denominators)

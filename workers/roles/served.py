@@ -1,4 +1,4 @@
-"""The actor and the rollout of `verl-like serve`: several trained states, requests of many clients.
+"""The workers of `verl-like serve`: several trained states, requests of many clients.
 
     actor.add_state("alice", 8); actor.use_state("alice")
     actor.forward_backward(rows, "importance_sampling")     # `workers.losses.token_sums`
@@ -27,13 +27,15 @@ from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError, nearest
 from workers.config import ActorConfig
 from workers.losses.registry import POLICY_LOSSES, get_policy_loss
-from workers.losses.token_sums import POLICY, TOKEN_SUMS, WEIGHTS, TokenSum
+from workers.losses.token_sums import POLICY, TOKEN_SUMS, WEIGHTS, LossInputs, TokenSum
 from workers.roles.actor import ActorWorker
-from workers.roles.model_worker import MakesLoss
+from workers.roles.critic import CriticWorker
+from workers.roles.model_worker import MakesLoss, ModelWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import SamplingParams
 from workers.rollout.build import tokenizer_of
 from workers.rollout.sample import Sample
+from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
 from workers.training.optim import CONFIGURED, StepSettings
@@ -47,7 +49,10 @@ OURS = "verl_like:"
 SETTINGS = "loss_settings"
 """The entry of a batch's meta_info with the settings of its loss."""
 MASK = WEIGHTS
-"""The column that marks the tokens of a policy loss."""
+"""The column that marks the tokens of a loss of this package."""
+VALUE = f"{OURS}value"
+"""The critic's loss."""
+VALUE_SETTINGS = ("cliprange_value", "loss_agg_mode")
 NO_FORMULA = (
     "the loss stable_reinforce has no public formula, so this server cannot compute it. Set "
     "loss_fn=importance_sampling, ppo or cispo; or start the server with --stable-reinforce=NAME, "
@@ -55,70 +60,30 @@ NO_FORMULA = (
 )
 
 
-class PolicyLossColumns(TokenSum):
-    """The input columns of a policy loss of this package."""
-
-    def checked(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings; the actor checks them."""
-        return dict(settings)
-
-
-def client_loss(name: str) -> TokenSum:
-    """Return the loss of this name in a client's request; reject unknown names."""
-    if name in TOKEN_SUMS:
-        return TOKEN_SUMS[name]
-    if name.removeprefix(OURS) in POLICY_LOSSES and name.startswith(OURS):
-        return PolicyLossColumns(TOKEN_SUMS["importance_sampling"].of_tokens, (*POLICY, MASK))
-    if name == "stable_reinforce":
+def client_loss(name: str, role: str = "actor") -> LossInputs:
+    """Return the loss of this name in a client's request; reject names that the role lacks."""
+    losses: dict[str, LossInputs] = {**TOKEN_SUMS}
+    for policy_loss in POLICY_LOSSES:
+        losses[f"{OURS}{policy_loss}"] = LossInputs((*POLICY, MASK))
+    if role == "critic":
+        losses = {VALUE: LossInputs(("values", "returns", MASK))}
+    elif name == "stable_reinforce":
         raise ConfigError(NO_FORMULA)
-    known = [*TOKEN_SUMS, *(f"{OURS}{ours}" for ours in POLICY_LOSSES)]
-    raise ConfigError(f"no loss {name!r}; valid: {', '.join(known)}.{nearest(name, known)}")
+    if name not in losses:
+        raise ConfigError(
+            f"no loss {name!r} of the {role}; valid: {', '.join(losses)}.{nearest(name, losses)}"
+        )
+    return losses[name]
 
 
-class ServedActorWorker(ActorWorker):
-    """Trains the state that is in use."""
-
-    lends_module = False
-    """A rollout in the same process has its own copy of the module."""
-
-    def __init__(self, config: WorkersConfig) -> None:
-        super().__init__(config)
-        self.temperature = 1.0
+class TrainsStates(ModelWorker):
+    """A role whose passes, steps and checkpoints belong to the state that is in use."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
         """Load the model, which is the base of every state."""
         super().init_model(total_steps)
         self.states = TrainedStates(self.engine)
-
-    def losses(self) -> dict[str, MakesLoss]:
-        """Return the sums over tokens, and this package's policy losses as `verl_like:<name>`."""
-        sums = {name: partial(sum_loss, loss) for name, loss in TOKEN_SUMS.items()}
-        ours = {f"{OURS}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
-        return {**super().losses(), **sums, **ours}
-
-    def _policy_loss(self, name: str, data: DataProto) -> Loss:
-        """Return a policy loss of this package on a client's rows."""
-        policy_loss = get_policy_loss(name)
-        config, arguments = policy_settings(name, self.config, data.meta_info.get(SETTINGS, {}))
-
-        def compute(
-            outputs: Columns, columns: Columns, batch: MiniBatch
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, metrics = policy_loss(
-                old_log_prob=columns["logprobs"],
-                log_prob=outputs["log_probs"],
-                advantages=columns["advantages"],
-                response_mask=columns[MASK],
-                loss_agg_mode=config.loss_agg_mode,
-                config=config,
-                rollout_is_weights=None,
-                **arguments,
-                **batch.denominators,
-            )
-            return loss, {"loss": loss, **metrics}
-
-        return Loss(name, compute, ("logprobs", "advantages", MASK))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def add_state(
@@ -153,6 +118,75 @@ class ServedActorWorker(ActorWorker):
         """Take an optimizer step of the state in use."""
         with self.states.without_frozen():
             return super().optim_step(settings)
+
+
+class ServedActorWorker(TrainsStates, ActorWorker):
+    """Trains the policy in use."""
+
+    lends_module = False
+    """A rollout in the same process has its own copy of the module."""
+
+    def __init__(self, config: WorkersConfig) -> None:
+        super().__init__(config)
+        self.temperature = 1.0
+
+    def losses(self) -> dict[str, MakesLoss]:
+        """Return the sums over tokens, and this package's policy losses as `verl_like:<name>`."""
+        sums = {name: partial(sum_loss, loss) for name, loss in TOKEN_SUMS.items()}
+        ours = {f"{OURS}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
+        return {**super().losses(), **sums, **ours}
+
+    def _policy_loss(self, name: str, data: DataProto) -> Loss:
+        """Return a policy loss of this package on a client's rows."""
+        policy_loss = get_policy_loss(name)
+        config, arguments = policy_settings(name, self.config, data.meta_info.get(SETTINGS, {}))
+
+        def compute(
+            outputs: Columns, columns: Columns, batch: MiniBatch
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, metrics = policy_loss(
+                old_log_prob=columns["logprobs"],
+                log_prob=outputs["log_probs"],
+                advantages=columns["advantages"],
+                response_mask=columns[MASK],
+                loss_agg_mode=config.loss_agg_mode,
+                config=config,
+                rollout_is_weights=None,
+                **arguments,
+                **batch.denominators,
+            )
+            return loss, {"loss": loss, **metrics}
+
+        return Loss(name, compute, ("logprobs", "advantages", MASK))
+
+
+class ServedCriticWorker(TrainsStates, CriticWorker):
+    """Trains the value model in use."""
+
+    engine: TrainEngine
+
+    def losses(self) -> dict[str, MakesLoss]:
+        """Return the loss of `update_critic`, and the same on a client's rows."""
+        return {**super().losses(), VALUE: self._value_loss}
+
+    def _value_loss(self, data: DataProto) -> Loss:
+        settings = data.meta_info.get(SETTINGS, {})
+        for name in settings:
+            if name not in VALUE_SETTINGS:
+                raise ConfigError(
+                    f"the loss {VALUE} has no setting {name!r}; it has "
+                    f"{', '.join(VALUE_SETTINGS)}.{nearest(name, VALUE_SETTINGS)}"
+                )
+        config = replace(self.config, **settings)
+
+        def compute(
+            outputs: Columns, columns: Columns, batch: MiniBatch
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            masked = {**columns, "response_mask": columns[MASK]}
+            loss, metrics = self.loss(outputs, masked, batch, config)
+            return loss, {"loss": loss, **metrics}
+
+        return Loss("value", compute, ("values", "returns", MASK))
 
 
 class ServedRolloutWorker(RolloutWorker):

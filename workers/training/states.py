@@ -1,4 +1,4 @@
-"""Several trained states of one engine: adapters of several tenants, or copies of a model.
+"""Several trained states of one engine: adapters of several clients, or copies of a model.
 
     states = TrainedStates(engine)
     states.add("alice", rank=8)         # new adapters; without adapters, a copy of the model
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
-from workers.models.lora import NAME, adapted_layers, initial_value
+from workers.models.lora import NAME, adapted_layers, initial_value, is_adapter
 from workers.models.state import local_rows, local_shard
 from workers.training.engine import TrainEngine
 
@@ -73,7 +73,8 @@ class TrainedStates:
                 f"{self.rank}: all have one rank there. Ask for rank {self.rank}, or start the "
                 f"model with lora_rank={rank}."
             )
-        weights = self._initial(rank, seed) if rank else self._clones(BASE)
+        weights = self._clones(BASE)
+        weights.update(self._adapters(rank, seed) if rank else {})
         self.states[name] = TrainedState(rank, weights, frozen)
 
     def copy(self, source: str, name: str) -> None:
@@ -152,9 +153,10 @@ class TrainedStates:
         return {key: tensor.clone() for key, tensor in tensors.items()}
 
     @torch.no_grad()
-    def _initial(self, rank: int, seed: int | None) -> dict[str, Tensor]:
+    def _adapters(self, rank: int, seed: int | None) -> dict[str, Tensor]:
         weights = {}
-        for name, weight in self.parameters.items():
+        adapters = {name: p for name, p in self.parameters.items() if is_adapter(name)}
+        for name, weight in adapters.items():
             shape = list(weight.shape)
             if ".lora_A." in name:
                 shape[0] = rank

@@ -24,10 +24,8 @@ from tests.trainer.serve.clients import (
 KEYS = [
     "role_mapping.ref=ref_pool",
     "resource_pool_spec.ref_pool=[1]",
-    "role_workers.ref=workers.roles.reference.ReferenceWorker",
     "role_mapping.reward_model=reward_pool",
     "resource_pool_spec.reward_pool=[1]",
-    "role_workers.reward_model=workers.roles.reward_model.RewardModelWorker",
     "reward_model.enable=true",
 ]
 

@@ -61,6 +61,15 @@ class TestSDK:
         steps = run_sdk("examples/serve/grpo.py", *arguments).splitlines()
         assert [line.split(":")[0] for line in steps] == ["step 0", "step 1", "saved"]
 
+    def test_it_trains_a_critic(self, tiny_dir: Path, tmp_path: Path) -> None:
+        keys = ("placement=split", "role_mapping.critic=values", "resource_pool_spec.values=[1]")
+        with served(config_of(tiny_dir / "model", tmp_path, *keys)) as (_, url):
+            printed = json.loads(run_sdk("tests/trainer/serve/sdk_critic.py", url))
+        errors = printed["errors"]
+        assert errors[0] == 1.0, "values begin at 0"
+        assert errors[-1] < 0.3
+        assert printed["is_equal"], "a loaded critic has other values"
+
 
 def test_most_methods_work_and_others_have_a_reason() -> None:
     assert len(METHODS) == 56

@@ -25,6 +25,7 @@ from tests.trainer.serve.clients import (
 )
 from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
+from trainer.serve import verbs
 from trainer.serve.desk import Desk
 from trainer.serve.promises import RequestError, Turns
 from verl_like.errors import ConfigError
@@ -246,10 +247,10 @@ def test_a_sampler_of_a_saved_path_outlives_the_server(tiny_dir: Path, tmp_path:
 
 
 def test_snapshots_beyond_memory_are_the_same_from_disk(
-    model: Model, server: tuple[Desk, str], monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, desk = model.client, server[0]
-    monkeypatch.setattr(desk, "most_snapshots", 1)
+    client = model.client
+    monkeypatch.setattr(verbs, "ADAPTERS_IN_MEMORY", 1)
     params = {"sampling_params": {"max_tokens": 8, "seed": 2}}
     drawn = []
     for number in range(3):
@@ -290,7 +291,7 @@ def test_a_bad_sample_request_is_rejected_at_once(
 BAD_DATUMS = [
     ([], "cross_entropy", "the request has no datums"),
     ([datum()], "ppo", "the loss ppo needs loss_fn_inputs.'logprobs'"),
-    ([datum()], "nope", "no loss 'nope'; valid: cross_entropy"),
+    ([datum()], "nope", "no loss 'nope' of the actor; valid: cross_entropy"),
     ([datum()], "stable_reinforce", "no public formula.*--stable-reinforce"),
     ([datum(weights=[1.0])], "cross_entropy", r"weights has shape \[1\] for 6 input tokens"),
     ([datum(weights=[math.nan] * 6)], "cross_entropy", r"datum 0: weights is nan at \[0\]"),
@@ -318,7 +319,7 @@ def test_bad_requests_harm_nobody(client: Client, model: Model, server: tuple[De
     base, http = server[0].base_model, client.http
     with pytest.raises(FailedError, match="400: this server has no model 'gpt'"):
         client.model("gpt", 7)
-    with pytest.raises(FailedError, match="trains adapters, and rank=0"):
+    with pytest.raises(FailedError, match="trains adapters of the actor, and rank=0"):
         client.model(base, 8, rank=0)
     with pytest.raises(FailedError, match="adam_params.beta1='1.5'"):
         model.step(beta1=1.5)
