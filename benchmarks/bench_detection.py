@@ -74,7 +74,7 @@ SETTINGS = [
     *POOLS,
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-    "reward_model.enable=true",
+    "reward.model.enable=true",
     "data.train_batch_size=16",
     "data.max_prompt_length=16",
     "data.max_response_length=8",
@@ -250,7 +250,7 @@ def measure(backend: str, cells: list[Cell], tiny: Path, folder: Path) -> None:
         f"trainer.total_training_steps={len(cells) + 2}",
         f"trainer.max_restarts={2 * len(cells)}",
         f"actor_rollout_ref.model.path={tiny}/model",
-        f"reward_model.model.path={tiny}/judge",
+        f"reward.model.path={tiny}/judge",
         f"data.train_files={tiny}/train.parquet",
     ]
     with redirect_stdout(sys.stderr):  # what a run says of itself goes beside the table

@@ -53,7 +53,7 @@ def settings_of(published: Case, case: Case, root: Path) -> list[str]:
     """Return the keys of a plan. `values` names the model of critic and reward model."""
     policy = model_folder(root, published, case.get("model") or published["model"])
     paths = {"actor_rollout_ref": policy}
-    if "reward_model.enable=true" in published["settings"]:
+    if "reward.model.enable=true" in published["settings"]:
         paths["reward_model"] = policy
     if "values" in case:
         paths["critic"] = paths["reward_model"] = model_folder(root, published, case["values"])

@@ -35,7 +35,7 @@ SHOWN = ("step", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
 """Of the last lines of metrics.jsonl."""
 WIDE = (
     *POOLS,
-    *("trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", "reward_model.enable=true"),
+    *("trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", "reward.model.enable=true"),
     *("actor_rollout_ref.actor.use_kl_loss=true", "data.train_batch_size=4"),
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 )
@@ -124,7 +124,7 @@ def side(folder: Path, tiny: Path, steps: int, kill_every: int, wide: bool) -> d
         *("actor_rollout_ref.actor.optim.lr=1e-3", "trainer.logger=[]"),
     ]
     if wide:
-        overrides += [*WIDE, f"reward_model.model.path={tiny}/judge"]
+        overrides += [*WIDE, f"reward.model.path={tiny}/judge"]
     if kill_every:
         kills, chance = steps // kill_every, 1 / kill_every
         seed = seed_of(kills, steps, chance)

@@ -141,7 +141,7 @@ Methods = list[str]
 def ppo_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
     """A role of PPO's, its configuration, and its calls."""
     from tests.workers.samples import tiny_config
-    from workers.config import ParallelConfig, RewardModelConfig, ScoringModelConfig
+    from workers.config import ParallelConfig, RewardModelConfig
     from workers.roles.actor import ActorWorker
     from workers.roles.critic import CriticWorker
     from workers.roles.reference import ReferenceWorker
@@ -172,9 +172,8 @@ def ppo_worker(folder: Path, case: Case) -> tuple[Any, Any, Methods]:
     for section in (policy.rollout, policy.ref):
         section.log_prob_micro_batch_size_per_gpu = ROWS_AT_ONCE
     critic.ppo_micro_batch_size_per_gpu = ROWS_AT_ONCE
-    scorer = ScoringModelConfig(path=str(folder / "scorer"))
-    config.reward_model = RewardModelConfig(
-        enable=True, model=scorer, micro_batch_size_per_gpu=ROWS_AT_ONCE
+    config.reward.model = RewardModelConfig(
+        enable=True, path=str(folder / "scorer"), micro_batch_size_per_gpu=ROWS_AT_ONCE
     )
     kind, calls = kinds[case.role]
     return kind, config, calls

@@ -202,7 +202,7 @@ def settings(folder: Path, tiny: Path, num_prompts: int, steps: int) -> list[str
         *(f"data.train_batch_size={num_prompts}", f"{policy}.rollout.n={SAMPLES_A_PROMPT}"),
         f"{policy}.actor.ppo_mini_batch_size={num_prompts // 2}",
         *("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
-        *("reward_model.enable=true", f"reward_model.model.path={tiny}/judge"),
+        *("reward.model.enable=true", f"reward.model.path={tiny}/judge"),
         *("data.val_files=null", f"trainer.default_local_dir={folder}"),
         *(f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}"),
         "trainer.save_final=false",

@@ -49,7 +49,7 @@ TINY = {
     MINI_BATCH: 8,
     "actor_rollout_ref.actor.optim.lr": 3e-3,
     "actor_rollout_ref.rollout.n": 8,
-    "reward_model.overlong_buffer.enable": "false",
+    "reward.overlong_penalty.enable": "false",
     "trainer.total_training_steps": NUM_STEPS,
     "trainer.backend": "local",
     "trainer.logger": "[]",

@@ -61,7 +61,7 @@ KEY_PAGES = {
     "keys_run.md": ("", "trainer", "ray"),
     "keys_models.md": ("actor_rollout_ref", "critic", "parallel", "ptx", "distillation"),
     "keys_rollout.md": ("actor_rollout_ref.rollout", "environment"),
-    "keys_rewards.md": ("custom_reward_function", "reward_model", "reward"),
+    "keys_rewards.md": ("reward",),
     "keys_algorithm.md": ("algorithm",),
     "keys_data.md": ("data",),
 }
@@ -194,7 +194,7 @@ SAID_BY_THE_MEANING = {
 
 
 def reward_key_table() -> str:
-    """The keys of one item of the list `rewards`."""
+    """The keys of one item of `reward.list`."""
     return _rows_of_keys(RewardConfig, leaf_keys(RewardConfig))
 
 
@@ -471,7 +471,7 @@ def _here(row: Row) -> str:
 
 def verl_rows() -> list[list[str]]:
     """(there, here) of verl's keys that have another name, or no counterpart, here."""
-    fields = {key.rules.verl: key.name for key in leaf_keys(PPOConfig) if key.rules.verl}
+    fields = {key.rules.verl: key.name for key in config_keys(PPOConfig) if key.rules.verl}
     table = verl.tables()
 
     def without(name: str) -> str:

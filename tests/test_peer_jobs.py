@@ -58,7 +58,7 @@ SAME = {
     "actor_rollout_ref.rollout.temperature": 1.0,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "algorithm.use_kl_in_reward": False,
-    "custom_reward_function.path": str(PEERS / "reward.py"),
+    "reward.function.path": str(PEERS / "reward.py"),
     "trainer.n_gpus_per_node": 2,
     "trainer.nnodes": 1,
     "trainer.total_training_steps": 5,

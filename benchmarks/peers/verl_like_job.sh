@@ -19,7 +19,7 @@ run "$PYTHON" "$peers/../bench_job.py" --out "$out/bench.json" \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$PASS_TOKENS" \
     actor_rollout_ref.actor.optim.lr="$LR" \
     actor_rollout_ref.rollout.n="$SAMPLES" \
-    custom_reward_function.path="$peers/reward.py" \
+    reward.function.path="$peers/reward.py" \
     trainer.device="$DEVICE" \
     trainer.n_gpus_per_node="$GPUS" \
     trainer.total_training_steps="$STEPS" \

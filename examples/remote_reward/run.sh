@@ -45,7 +45,7 @@ train() { # <folder of the run> <its rewards> [key=value ...]
         data.train_batch_size=16 data.max_prompt_length=16 data.max_response_length=8 \
         algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \
         actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.optim.lr=2e-3 \
-        trainer.total_training_steps=5 trainer.default_local_dir="$1" "rewards=[$2]" "${@:3}"
+        trainer.total_training_steps=5 trainer.default_local_dir="$1" "reward.list=[$2]" "${@:3}"
 }
 train "$run_dir/remote" "{name: judge, kind: remote, url: '$url', token_env: JUDGE_TOKEN, batch_size: 16}" "$@"
 train "$run_dir/in_process" "{name: judge, path: $here/judge.py, function: share_of_letter}" "$@" >"$run_dir/in_process.log" 2>&1 ||

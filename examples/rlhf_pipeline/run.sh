@@ -47,7 +47,7 @@ scorer=$run_dir/reward_model/model
 preference="{name: preference, kind: model, path: '$scorer'}"
 rule="{name: kindness, path: $here/kindness.py, function: kindness, weight: 0}" # measured, not trained with
 step ppo ppo actor_rollout_ref.model.path="$run_dir/sft/model" critic.model.path="$scorer" \
-    "rewards=[$preference, $rule]" \
+    "reward.list=[$preference, $rule]" \
     ptx.train_files="$data/sft.jsonl" ptx.coef=0.2 ptx.batch_size=32 \
     algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.05 \
     data.train_files="$data/prompts.jsonl" data.val_files="$data/prompts_val.jsonl" \

@@ -46,7 +46,7 @@ ROWS = ("",)
 REF_IN_INT8 = "actor_rollout_ref.ref.quantization=int8"
 LORA = "actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4"
 AVERAGED = "actor_rollout_ref.actor.ema_decay=0.5", "data.val_files={tiny}/val.parquet"
-CLASSIFIER = "reward_model.enable=true", "reward_model.model.path={classifier}"
+CLASSIFIER = "reward.model.enable=true", "reward.model.path={classifier}"
 GENERATORS = "async_training.topology=2m{num_ranks}t", "async_training.max_staleness=0"
 BESIDE = {
     "actor, reference, critic": Beside("ppo"),

@@ -31,7 +31,7 @@ def run_with_rewards(tiny: Path, tmp_path: Path, *more: str) -> Path:
     function.write_text(REWARDS, encoding="utf-8")
     run(
         load_config(
-            settings(tiny, folder, f"custom_reward_function.path={function}", *more),
+            settings(tiny, folder, f"reward.function.path={function}", *more),
         )
     )
     return folder

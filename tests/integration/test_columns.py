@@ -103,8 +103,8 @@ def recorders(
     """Steps with every role and option that adds a column, and with two such algorithms."""
     folder = tmp_path_factory.mktemp("columns")
     every_role = [
-        "reward_model.enable=true",
-        f"reward_model.model.path={classifier}",
+        "reward.model.enable=true",
+        f"reward.model.path={classifier}",
         "+actor_rollout_ref.rollout.sampling_kwargs.truncated_log_probs=true",
         "actor_rollout_ref.rollout.top_k=20",
         "actor_rollout_ref.actor.ppo_epochs=2",

@@ -108,8 +108,8 @@ def test_grpo_runs_without_critic_and_reference(tiny_dir: Path, tmp_path: Path) 
 def test_a_reward_model_scores_beside_the_rules(
     tiny_dir: Path, classifier: Path, tmp_path: Path, rule_weight: float
 ) -> None:
-    model = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
-    last = train(tiny_dir, tmp_path, *GRPO, *model, f"reward_model.rule_weight={rule_weight}")
+    model = ("reward.model.enable=true", f"reward.model.path={classifier}")
+    last = train(tiny_dir, tmp_path, *GRPO, *model, f"reward.rule_weight={rule_weight}")
     assert {e["cat"] for e in calls(tmp_path, "compute_rm_score")} == {"reward_model"}
     # a rule that weighs nothing is not called
     rule_score = last["reward/rule_score/mean"] if rule_weight else 0.0

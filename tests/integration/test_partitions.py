@@ -23,7 +23,7 @@ from trainer.record import Metrics, Run
 PARTITIONS = sorted(partitions(ROLES))
 SETTINGS = [
     "trainer.backend=local",
-    "reward_model.enable=true",
+    "reward.model.enable=true",
     "trainer.total_training_steps=1",
     "data.train_batch_size=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -40,7 +40,7 @@ def step(
     """Return the metrics of a first step of real roles on these pools, without times."""
     folder = tmp_path_factory.mktemp("partitions")
     tiny = make_tiny.make(folder / "tiny", num_train=2, hidden_size=16, num_layers=1)
-    files = (f"data.train_files={tiny}/train.parquet", f"reward_model.model.path={classifier}")
+    files = (f"data.train_files={tiny}/train.parquet", f"reward.model.path={classifier}")
     config = load_config(overrides(tiny, folder / "run", *files, *SETTINGS))
     with ExitStack() as at_end:
         inputs = PPOTrainer.prepare(config, at_end)

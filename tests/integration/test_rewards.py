@@ -31,7 +31,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_an_exit_code_and_their_words(
 ) -> None:
     path, folder = tmp_path / "mine.py", tmp_path / "run"
     path.write_text("def broken(solution_str):\n    return 1 / 0\n", encoding="utf-8")
-    rewards = f"rewards=[{{name: mine, path: '{path}', function: broken, on_failure: skip}}]"
+    rewards = f"reward.list=[{{name: mine, path: '{path}', function: broken, on_failure: skip}}]"
     settings = overrides(tiny_dir, folder, *GRPO, *FEW_ROWS, rewards)
     given = [key for key in settings if not key.startswith("critic.")]
     monkeypatch.setattr(sys, "argv", ["verl-like", *given])
@@ -56,7 +56,7 @@ def test_functions_models_and_a_server_score_side_by_side(
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     rewards = (
-        "rewards=[{name: rule},"
+        "reward.list=[{name: rule},"
         f"{{name: here, path: '{path}', function: letters, weight: 2}},"
         f"{{name: there, kind: remote, url: '{server.url}', weight: 0.5}},"
         f"{{name: first, kind: model, path: '{classifier}'}},"
@@ -83,7 +83,9 @@ def test_functions_models_and_a_server_score_side_by_side(
 def test_further_models_stand_beside_the_first_unless_they_are_mapped(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    rewards = "rewards=[" + ",".join(f"{{name: {n}, kind: model, path: m}}" for n in "abc") + "]"
+    rewards = (
+        "reward.list=[" + ",".join(f"{{name: {n}, kind: model, path: m}}" for n in "abc") + "]"
+    )
     elsewhere = "role_mapping.reward_model_c=actor_rollout_ref_pool"
     settings = (rewards, "placement=split", "trainer.n_gpus_per_node=2", elsewhere)
     config = load_config(overrides(tiny_dir, tmp_path, *settings))
@@ -96,16 +98,22 @@ def test_further_models_stand_beside_the_first_unless_they_are_mapped(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["rewards=[{name: a}, {name: a}]"], r"rewards\[1\].name='a': every reward has a name"),
-        (["rewards=[{}]"], r"rewards\[0\].name is empty"),
-        (["rewards=[{name: a, weight: 0}]"], "the weights of a are all 0"),
-        (["rewards=[{name: a, kind: modle, path: m}]"], r"rewards\[0\].kind=modle.*Did you mean"),
-        (["rewards=[{name: a, kind: model}]"], r"rewards\[0\] is a model: give path"),
-        (["rewards=[{name: a, kind: remote, url: host}]"], "url='host' is not of the form"),
-        (["rewards=[{name: a, timeout_s: 0}]"], r"rewards\[0\].timeout_s=0.*above 0"),
-        (["rewards=[{name: a, wieght: 2}]"], "wieght"),
         (
-            ["rewards=[{name: a, normalize: true}]", "algorithm.adv_estimator=remax"],
+            ["reward.list=[{name: a}, {name: a}]"],
+            r"reward.list\[1\].name='a': every reward has a name",
+        ),
+        (["reward.list=[{}]"], r"reward.list\[0\].name is empty"),
+        (["reward.list=[{name: a, weight: 0}]"], "the weights of a are all 0"),
+        (
+            ["reward.list=[{name: a, kind: modle, path: m}]"],
+            r"reward.list\[0\].kind=modle.*Did you mean",
+        ),
+        (["reward.list=[{name: a, kind: model}]"], r"reward.list\[0\] is a model: give path"),
+        (["reward.list=[{name: a, kind: remote, url: host}]"], "url='host' is not of the form"),
+        (["reward.list=[{name: a, timeout_s: 0}]"], r"reward.list\[0\].timeout_s=0.*above 0"),
+        (["reward.list=[{name: a, wieght: 2}]"], "wieght"),
+        (
+            ["reward.list=[{name: a, normalize: true}]", "algorithm.adv_estimator=remax"],
             "would be normalised apart",
         ),
     ],

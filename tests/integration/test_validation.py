@@ -39,9 +39,7 @@ def finished(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for s in ("n=4", "do_sample=true", "temperature=2.0")
     ]
     validation = [f"data.val_files={tiny_dir}/val.parquet", "trainer.test_freq=2", *sampling]
-    return run_in(
-        folder / "run", tiny_dir, *validation, f"custom_reward_function.path={folder}/rule.py"
-    )
+    return run_in(folder / "run", tiny_dir, *validation, f"reward.function.path={folder}/rule.py")
 
 
 def test_validation_comes_before_the_first_step_every_so_many_and_after_the_last(
@@ -79,7 +77,7 @@ def test_the_whole_set_is_validated_with_noise_of_its_own(finished: Path) -> Non
 def test_validation_does_not_change_the_training(
     finished: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    rule = f"custom_reward_function.path={finished.parent}/rule.py"
+    rule = f"reward.function.path={finished.parent}/rule.py"
     alone = run_in(tmp_path / "alone", tiny_dir, rule)
     trained = [
         {name: value for name, value in line.items() if not name.startswith("val-")}

@@ -128,18 +128,18 @@ BAD_OF_PPO = [
     ("data.prompt_key=question", "no column 'question'; there is .*prompt"),
     (f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
     (f"{MODEL}={{tmp}}/no_tokenizer", "No tokenizer loads from actor_rollout_ref.model.path="),
-    ("custom_reward_function.path={tmp}/nowhere.py", "there is no such file"),
-    ("custom_reward_function.path={tmp}/my.py", "has no such name; it has asks, fails, splits"),
+    ("reward.function.path={tmp}/nowhere.py", "there is no such file"),
+    ("reward.function.path={tmp}/my.py", "has no such name; it has asks, fails, splits"),
     (
-        "custom_reward_function.path={tmp}/my.py custom_reward_function.name=asks",
+        "reward.function.path={tmp}/my.py reward.function.name=asks",
         "nothing fills the reward function's parameter 'answer'",
     ),
     (
-        "custom_reward_function.path={tmp}/my.py custom_reward_function.name=fails",
+        "reward.function.path={tmp}/my.py reward.function.name=fails",
         "gives no score for any of 8 rows whose answer is their own ground truth|failed",
     ),
     (
-        "custom_reward_function.path={tmp}/my.py custom_reward_function.name=splits "
+        "reward.function.path={tmp}/my.py reward.function.name=splits "
         "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc "
         "algorithm.adv_estimator=grpo ~critic.optim.lr",
         "algorithm.filter_groups.metric=acc: choose seq_reward, or .*; here: seq_reward, accuracy",
@@ -147,7 +147,7 @@ BAD_OF_PPO = [
     ("actor_rollout_ref.rollout.name=vllm", "needs the package vllm.* is not installed"),
     ("trainer.nnodes=2", "trainer.nnodes=2 with trainer.backend=local, .* only on this machine"),
     ("trainer.device=cuda", "trainer.device=cuda asks for GPUs, but torch .* sees none"),
-    ("reward_model.enable=true reward_model.model.path={tmp}/judge", "reward_model.model.path=.*j"),
+    ("reward.model.enable=true reward.model.path={tmp}/judge", "reward.model.path=.*j"),
     ("trainer.default_local_dir={tmp}/my.py/run", "trainer.default_local_dir=.* cannot be written"),
     ("+role_workers.critic=my_roles.Critic", "role_workers.critic=my_roles.Critic cannot be impo"),
 ]
@@ -182,7 +182,7 @@ def _is_not_installed(package: str) -> str:
     [
         ("async", f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
         ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
-        ("eval", "custom_reward_function.path={tmp}/no.py", "there is no such file"),
+        ("eval", "reward.function.path={tmp}/no.py", "there is no such file"),
         ("dpo", "data.train_files={tmp}/no.jsonl", "there is no file"),
         ("dpo", "trainer.device=cuda", "trainer.device=cuda asks for GPUs"),
     ],

@@ -64,7 +64,7 @@ CELLS: list[Cell] = [
 ]
 CLASSIFIER = "CLASSIFIER"
 """In settings: the folder of a reward model."""
-SCORED = f"rewards=[{{name: judge, kind: model, path: {CLASSIFIER}}}]"
+SCORED = f"reward.list=[{{name: judge, kind: model, path: {CLASSIFIER}}}]"
 WIDE: list[Cell] = [
     (
         PPO,

@@ -37,14 +37,11 @@ class RunKeys(TypedDict, total=False):
 
 
 class PPOKeys(RunKeys, total=False):
-    """Keywords of PPO and its variants; the section `reward` has only dotted names."""
+    """Keywords of PPO and its variants, without `reward`."""
 
     algorithm: str | Section
     correction: str
     async_training: Section
-    rewards: Sequence[Any]
-    custom_reward_function: Section
-    reward_model: Section
     environment: str | Section
     actor_rollout_ref: Section
     critic: Section

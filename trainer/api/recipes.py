@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from trainer.api.flat_names import OF_PPO, OF_ROWS, PPOKeys, RowKeys, named
+from trainer.api.flat_names import OF_PPO, OF_ROWS, PPOKeys, RowKeys, Section, named
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, require_counts
 from trainer.api.rewards import reward_list
@@ -38,7 +38,7 @@ class PPO(PythonRun):
     model_sections = {
         "actor": "actor_rollout_ref.model",
         "critic": "critic.model",
-        "reward_model": "reward_model.model",
+        "reward_model": "reward.model",
         "ref": "actor_rollout_ref.ref.model",
     }
 
@@ -46,7 +46,7 @@ class PPO(PythonRun):
         self,
         model: Any,
         prompts: Any,
-        reward: Callable[..., Any] | None = None,
+        reward: Callable[..., Any] | Sequence[Any] | Section | None = None,
         *,
         val_prompts: Any = None,
         tokenizer: Any = None,
@@ -77,23 +77,24 @@ class PPO(PythonRun):
         """Write the arguments to the run folder, and check the configuration.
 
         - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`; for
-        several roles a dict of actor, critic, reward_model, ref; or a function that returns any of
-        these. - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
-        `datasets.Dataset`, any iterable of them), or file names. - `reward`: a function, or a
-        module's `forward`; its parameters name what it reads: `prompt`, `response`, columns of the
-        row, verl's `solution_str`, `ground_truth`, ..., or `**row` for all. Or a reward model of
-        transformers. By default, the rule of each row's data_source. `rewards=[...]` is the
-        configuration's list, which may contain functions and models. - `callbacks`: objects with
-        hooks of `trainer.hooks`, called with the trainer first. - `n`: samples per prompt;
-        `save_to`: the run folder; `devices`: processes per node. All keywords from `lr` to `logger`
-        have the configuration's default if they are None. - `keys`: keys of the configuration, or
-        names of TRL such as `num_generations`.
+          several roles a dict of actor, critic, reward_model, ref; or a function that returns any
+          of these.
+        - `prompts`, `val_prompts`: texts, chats, or dicts with a `prompt` (a list, a
+          `datasets.Dataset`, any iterable of them), or file names.
+        - `reward`: a function, or a module's `forward`; its parameters name what it reads:
+          `prompt`, `response`, columns of the row, verl's `solution_str`, `ground_truth`, ..., or
+          `**row` for all. Or a reward model of transformers. By default, the rule of each row's
+          data_source. A list contains these, or dicts as in the configuration's `reward.list`; a
+          dict is the configuration's section `reward`.
+        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
+        - `n`: samples per prompt; `save_to`: the run folder; `devices`: processes per node.
+          All keywords from `lr` to `logger` have the configuration's default if they are None.
+        - `keys`: keys of the configuration, or names of TRL such as `num_generations`.
         """
         settings = {**keys, **named(OF_PPO, locals())}
-        if reward is not None and "rewards" in settings:
-            raise ConfigError("reward and rewards are both given: put all into the list `rewards`.")
         if reward is not None:
-            settings["rewards"] = [reward]
+            rewards = reward if isinstance(reward, list | tuple) else [reward]
+            settings["reward"] = reward if isinstance(reward, Mapping) else {"list": rewards}
         self._columns: list[str] | None = None
         data = {"data.train_files": prompts, "data.val_files": val_prompts}
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)
@@ -157,15 +158,16 @@ class PPO(PythonRun):
     def model_settings(self, model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
         """Enable the reward model if one is passed."""
         settings = super().model_settings(model, tokenizer, inputs)
-        if "reward_model.model.path" in settings:
-            settings["reward_model.enable"] = True
+        if "reward.model.path" in settings:
+            settings["reward.model.enable"] = True
         return settings
 
     def plain_settings(self, own: Mapping[str, Any], inputs: Path) -> dict[str, Any]:
         """Replace reward functions by files."""
         settings = dict(own)
-        if "rewards" in own:
-            settings["rewards"] = reward_list(own["rewards"], inputs / "rewards", self._columns)
+        if "reward.list" in own:
+            rewards = own["reward.list"]
+            settings["reward.list"] = reward_list(rewards, inputs / "rewards", self._columns)
         return settings
 
 

@@ -1,4 +1,4 @@
-"""Convert reward functions of a call to items of the list `rewards`.
+"""Convert reward functions of a call to items of `reward.list`.
 
 A function runs in another process, which does not have the user's session and must not start the
 user's script. A function that can be imported there is named by its file or module. Any other
@@ -34,7 +34,7 @@ compute_score = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
 def reward_list(
     rewards: Sequence[Any], folder: Path, columns: Sequence[str] | None
 ) -> list[dict[str, Any]]:
-    """Return the items of `rewards`, which are functions or dicts as in the configuration.
+    """Return the items of `reward.list`, which are functions or dicts as in the configuration.
 
     A dict's `function` may be a function, too. `columns` are the rows' columns, if known: a
     parameter that nothing fills is then rejected. A reward model in memory is written to `folder`;

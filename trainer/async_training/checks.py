@@ -178,7 +178,7 @@ def _check_generators(config: AsyncConfig) -> None:
         )
     if len(config.generator_roles) < async_training.generators * (1 + len(roles)):
         raise ConfigError(
-            "async_training.score_on=generator: a model in `rewards` has a name that ends in a "
+            "async_training.score_on=generator: a model in `reward.list` has a name that ends in a "
             f"number, as a further generator's role has ({', '.join(config.generator_roles)}). "
             "Rename it."
         )

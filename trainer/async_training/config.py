@@ -12,7 +12,7 @@ from trainer.async_training.topology import ANY_RANK, Topology, generator_role, 
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from trainer.ppo.sizes import CRITIC_COPY
-from verl_like.config_key import Section, When, key, when
+from verl_like.config_key import Section, When, changed, key, when
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
@@ -222,8 +222,8 @@ class AsyncConfig(PPOConfig):
         A further generator's reward model gets only its own entry of the rewards.
         """
         kind, generator = self.generator_roles.get(role, (role, 0))
-        if kind != role and self.rewards and kind in model_rewards(self):
-            return dataclasses.replace(self, rewards=[model_rewards(self)[kind]])
+        if kind != role and self.reward.list and kind in model_rewards(self):
+            return changed(self, {"reward.list": [model_rewards(self)[kind]]})
         settings = self.async_training.generator_settings.get(generator)
         if kind != "rollout" or settings is None:
             return self

@@ -22,6 +22,7 @@ from trainer.config.recipe import Recipe, presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
+from trainer.ppo.verl import translate
 from verl_like.config_key import Section, key, when
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, RolloutConfig, ScoringSections, model_rewards, plays
@@ -132,11 +133,12 @@ def check(config: BestOfNConfig) -> None:
     check_quantized_device(config)
     rollout, selection = config.actor_rollout_ref.rollout, config.selection
     check_sampling(rollout, config.data.max_response_length)
-    for number, reward in enumerate(config.rewards):
+    for number, reward in enumerate(config.reward.list):
         if reward.normalize:
             raise ConfigError(
-                f"rewards[{number}].normalize=true: scores are compared with selection.min_score "
-                "and written down, so they must not depend on the batch. Set it to false."
+                f"reward.list[{number}].normalize=true: scores are compared with "
+                "selection.min_score and written down, so they must not depend on the batch. Set "
+                "it to false."
             )
 
     if plays(config) and (selection.write == "pairs" or config.environment.tools):
@@ -172,4 +174,5 @@ BEST_OF_N = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     checks=(check,),
+    translate=translate,
 )

@@ -21,6 +21,7 @@ from typing import Any
 from trainer.config.keys import leaf_keys
 from trainer.config.settings import overrides_of
 from trainer.evaluation.recipe import EVAL, EvaluationConfig
+from trainer.ppo.verl import renamed
 from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel, find_saved_model
 from verl_like.errors import ConfigError
@@ -29,9 +30,7 @@ from workers.models.folder import is_on_hub, model_folder
 CARRIED = (
     "data.",
     "actor_rollout_ref.rollout.",
-    "rewards",
-    "custom_reward_function.",
-    "reward_model.",
+    "reward.",
     "environment.",
     "trainer.seed",
 )
@@ -73,12 +72,13 @@ def settings_of_run(saved: SavedModel) -> dict[str, Any]:
     """Return the keys of a PPO run that an evaluation also has; none for other recipes."""
     if POLICY not in saved.config:
         return {}
+    saved_config = {renamed(name) or name: value for name, value in saved.config.items()}
     settings: dict[str, Any] = {}
     for name in (key.name for key in leaf_keys(EvaluationConfig)):
         if not name.startswith(CARRIED) or name in LEFT:
             continue
-        below = [key for key in saved.config if key.startswith(f"{name}.")]
-        inside = {key.removeprefix(f"{name}."): saved.config[key] for key in below}
-        if name in saved.config or inside:
-            settings[name] = inside or saved.config[name]
+        below = [key for key in saved_config if key.startswith(f"{name}.")]
+        inside = {key.removeprefix(f"{name}."): saved_config[key] for key in below}
+        if name in saved_config or inside:
+            settings[name] = inside or saved_config[name]
     return settings

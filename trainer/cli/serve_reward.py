@@ -5,7 +5,7 @@
 Loads a reward function, prints the address, and answers until it gets SIGINT or SIGTERM. Without
 --function, the rule of each sample's data_source scores it. A run calls it with
 
-  rewards='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
+  reward.list='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
 
 with the same numbers as the function in process, and in the same sandbox, whose keys --sandbox
 sets. It listens only on this machine (port 8000; 0 takes a free one), unless you set --host and a

@@ -132,10 +132,12 @@ SHORT_FOR = {"environment": "environment.path", "tools": "environment.tools"}
 def _in_full(setting: Override) -> list[Override]:
     """Return the settings that this setting abbreviates, or the setting itself."""
     value = setting.value()
+    if setting.key_or_group == "reward" and isinstance(value, list):
+        return [parse(f"reward.list={setting.get_value_string()}")]
     if setting.key_or_group == "reward" and isinstance(value, str):
         path, _, name = value.rpartition(":")
         function = {"path": path, "name": name} if path else {"path": value}
-        return [parse(f"custom_reward_function.{key}={part}") for key, part in function.items()]
+        return [parse(f"reward.function.{key}={part}") for key, part in function.items()]
     full = SHORT_FOR.get(setting.key_or_group)
     if full is None or setting.is_delete():
         return [setting]

@@ -60,7 +60,7 @@ class Key:
 
     @cached_property
     def item_schema(self) -> type | None:
-        """The schema of the items of a list of sections, such as `rewards`, or of a dict."""
+        """The schema of the items of a list of sections, such as `reward.list`, or of a dict."""
         is_collection = typing.get_origin(self.kind) in (list, dict)
         item = typing.get_args(self.kind)[-1] if is_collection else None
         return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
@@ -215,7 +215,7 @@ def leaves_of(config: Any) -> Iterator[tuple[Key, Any]]:
 
 
 def leaves_of_items(config: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield the keys of the sections in values, such as `rewards[0].name`, as `leaves_of` does."""
+    """Yield the keys of sections in values, such as `reward.list[0].name`, as `leaves_of` does."""
     for key, section in leaves_of(config):
         value, items = getattr(section, key.leaf), dict[str, Any]()
         if key.rules.options is not None and value:

@@ -106,6 +106,8 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
     pools = {pool for preset in recipe.placements.values() for pool in preset}
     if name in pools:
         hint = f" Did you mean 'resource_pool_spec.{name}', the processes of that pool?"
+    elif name == "rewards":
+        hint = " Did you mean 'reward.list'?"
     elif name == "recipe":
         hint = (
             f" The recipe is the command, here {recipe.name!r}; presets are chosen by "
@@ -122,7 +124,7 @@ def no_such_key(name: str, recipe: Recipe[Any]) -> str:
 
 
 def _key_above(name: str, recipe: Recipe[Any]) -> Key | None:
-    """Return the key whose name begins the given name, such as `rewards` in `rewards.name`."""
+    """Return the key whose name begins the given name: `reward.list` for `reward.list.name`."""
     known = keys_by_name(recipe.schema)
     while "." in name:
         name = name.rpartition(".")[0]
@@ -134,9 +136,14 @@ def _key_above(name: str, recipe: Recipe[Any]) -> Key | None:
 
 def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
     """Suggest the key with this name in verl, keys with the same last word, or the nearest name."""
-    ours = [key.name for key in keys if name and key.rules.verl == name]
-    if ours:
-        return f" Here it is {ours[0]!r}."
+    names = {key.name for key in keys}
+    renamed = {
+        key.name + name.removeprefix(key.rules.verl)
+        for key in keys
+        if key.rules.verl and f"{name}.".startswith(f"{key.rules.verl}.")
+    }
+    if ours := renamed & names:
+        return f" Here it is {min(ours)!r}."
 
     leaf = name.rpartition(".")[2]
     last_words = [(key.name, key.name.rpartition(".")[2]) for key in keys]

@@ -43,7 +43,7 @@ def notice_of(names: Collection[str], reason: str) -> str:
 
 
 def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
-    """Yield notices of keys such as `rewards[0].retries` in the lists that the user set."""
+    """Yield notices of keys such as `reward.list[0].retries` in what the user set."""
     sections = {name.partition(".")[0] for name in keys}
     for key, section in leaves_of_items(config):
         if key.name.partition(".")[0].partition("[")[0] in sections:

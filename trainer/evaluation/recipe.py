@@ -16,6 +16,7 @@ from trainer.best_of_n.recipe import (
 from trainer.config.recipe import Recipe, presets
 from trainer.config.schema import TrainerConfig
 from trainer.ppo.recipe import extra_roles
+from trainer.ppo.verl import translate
 from verl_like.config_key import key
 from verl_like.errors import ConfigError
 
@@ -78,4 +79,5 @@ EVAL = Recipe(
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     checks=(check,),
+    translate=translate,
 )

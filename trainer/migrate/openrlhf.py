@@ -57,23 +57,22 @@ def _on_rows(name: str, launcher: Sequence[str], words: Sequence[str]) -> Transl
 
 
 def _rewards(flags: GivenFlags) -> None:
-    """Translate servers, a function in a file, or models; several become the list `rewards`."""
+    """Translate servers, a function in a file, or models; several become `reward.list`."""
     urls, models = flags.value("remote_rm_url"), flags.value("reward_pretrain")
     if urls.endswith(".py"):
-        function = "custom_reward_function"
-        settings = {f"{function}.path": urls, f"{function}.name": "compute_score"}
+        settings = {"reward.function.path": urls, "reward.function.name": "compute_score"}
         flags.becomes("remote_rm_url", settings)
         flags.done.absent.append(
             "reward_func(queries, prompts, labels): name it compute_score, and its parameters by "
             "what they hold: solution_strs, raw_prompts, ground_truths; it returns a list"
         )
     elif urls:
-        flags.becomes("remote_rm_url", {"rewards": _reward_list(urls, "url")})
+        flags.becomes("remote_rm_url", {"reward.list": _reward_list(urls, "url")})
     if "," in models:
-        flags.becomes("reward_pretrain", {"rewards": _reward_list(models, "path")})
+        flags.becomes("reward_pretrain", {"reward.list": _reward_list(models, "path")})
     else:
-        model = {"enable": True, "model.path": models, "rule_weight": 0}
-        flags.becomes("reward_pretrain", {f"reward_model.{key}": model[key] for key in model})
+        model = {"model.enable": True, "model.path": models, "rule_weight": 0}
+        flags.becomes("reward_pretrain", {f"reward.{key}": model[key] for key in model})
     low, high = flags.values("reward_clip_range") or ("-10", "10")
     if low != f"-{high}":
         flags.done.refused.append(
@@ -84,7 +83,7 @@ def _rewards(flags: GivenFlags) -> None:
 
 
 def _reward_list(places: str, column: str) -> str:
-    """Return the value of `rewards` for servers at URLs, or for models in folders."""
+    """Return the value of `reward.list` for servers at URLs, or for models in folders."""
     kind = "remote, protocol: openrlhf" if column == "url" else "model"
     items = [
         f'{{name: reward_{number}, kind: {kind}, {column}: "{place}"}}'

@@ -156,7 +156,7 @@ def _reject_rewards(config: PPOConfig) -> None:
         "algorithm.use_pf_ppo=true": algorithm.use_pf_ppo,
         f"algorithm.running_norm={algorithm.running_norm}": bool(algorithm.running_norm),
         f"algorithm.score_clip={algorithm.score_clip}": algorithm.score_clip is not None,
-        "reward_model.overlong_buffer.enable=true": config.reward_model.overlong_buffer.enable,
+        "reward.overlong_penalty.enable=true": config.reward.overlong_penalty.enable,
     }
     for setting, is_set in act_on_rewards.items():
         if is_set and has_only_teacher(config):
@@ -188,12 +188,12 @@ def _reject_rewards(config: PPOConfig) -> None:
             "prompt has no other to be equal with, so nothing is filtered. Set "
             f"{ROLLOUT}.n to 2 or more, or algorithm.filter_groups.enable=false."
         )
-    for number, reward in enumerate(config.rewards):
+    for number, reward in enumerate(config.reward.list):
         if reward.normalize and compares_with_greedy(name):
             raise ConfigError(
-                f"rewards[{number}].normalize=true and algorithm.adv_estimator={name}: the scores "
-                "of samples and of greedy answers are compared, and would be normalised apart. "
-                "Drop one."
+                f"reward.list[{number}].normalize=true and algorithm.adv_estimator={name}: the "
+                "scores of samples and of greedy answers are compared, and would be normalised "
+                "apart. Drop one."
             )
 
     # the estimator reads the rewards that settings change or name

@@ -70,7 +70,7 @@ class Tables:
     not_here: Mapping[str, str]
     """Keys that have no counterpart -> the way out."""
     newer: Mapping[str, str]
-    """Later names, or prefixes of names -> the names in these tables."""
+    """Other versions' names, or prefixes of names -> the names in these tables."""
     lays_out: Sequence[str]
     """The rejected keys that determine how the work is laid out, not what is trained."""
 
@@ -169,6 +169,7 @@ def fate_of(
 
     A key that has the same name in this project counts as verl's, too.
     """
+    key = older(key)
     ours = renamed(key)
     if ours is not None:
         if ".megatron." in key and (why := _no_axis(ours, value, settings)):
@@ -177,7 +178,9 @@ def fate_of(
             value = _shard_size(ours, value, settings)
         return Fate(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
     if _first_match(key, OF_ALL_RANKS) and value.isdigit():
-        return Fate(key=f"{key}_per_gpu", value=str(_rows_of_one_rank(int(value), settings)))
+        of_a_rank = f"{key}_per_gpu"
+        rows = _rows_of_one_rank(int(value), settings)
+        return Fate(key=renamed(of_a_rank) or of_a_rank, value=str(rows))
     table = tables()
     lays_out = bool(_first_match(key, table.lays_out))
     if name := _first_match(key, table.changes_nothing):
@@ -286,7 +289,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def older(key: str) -> str:
-    """Return verl's earlier name for a key of rewards, before verl had a section for them."""
+    """Return the name in our tables for a key of rewards, which several versions of verl name."""
     start = next((name for name in tables().newer if f"{key}.".startswith(f"{name}.")), "")
     return tables().newer[start] + key.removeprefix(start) if start else key
 
@@ -300,16 +303,14 @@ def with_trackers(value: str) -> tuple[list[str], list[str]]:
 
 
 def renamed(key: str) -> str | None:
-    """Return this project's key for verl's: the same name, a field's `verl=`, or an older name."""
+    """Return our key for verl's: the same name, a key's or section's `verl=`, or an older name."""
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):
         return key
-    names = {**names, **tables().renamed}
-    if key in names:
-        return names[key]
-    for name, ours in names.items():
-        if key.startswith(f"{name}.") and f"{ours}." in takes_any:
-            return ours + key.removeprefix(name)
+    for name, ours in {**names, **tables().renamed}.items():
+        ours += key.removeprefix(name)
+        if f"{key}.".startswith(f"{name}.") and (ours in known or ours.startswith(takes_any)):
+            return ours
     return None
 
 

@@ -3,7 +3,7 @@
 
 Trains a reward model on pairs: a `chosen` and a `rejected` response, with their `prompt` or as
 whole dialogues, and optionally a `margin`. Placement, run folder, checkpoints and resume work as in
-`verl-like ppo`, whose reward_model.model.path and critic.model.path load the folder that hf_model
+`verl-like ppo`, whose reward.model.path and critic.model.path load the folder that hf_model
 exports.
 
   verl-like reward-model --cfg all  every key with its meaning

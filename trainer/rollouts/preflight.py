@@ -45,7 +45,7 @@ def check_reward_models(config: Any) -> None:
     """Reject reward models that are missing, too short, or without a score head."""
     for number, reward in enumerate(rewards_of(config)):
         if reward.kind == "model":
-            key = f"rewards[{number}].path" if config.rewards else "reward_model.model.path"
+            key = f"reward.list[{number}].path" if config.reward.list else "reward.model.path"
             check_model(config, key, reward.path)
             check_score_head(key, reward.path)
 

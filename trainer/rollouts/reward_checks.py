@@ -10,27 +10,26 @@ from workers.rewards.remote import check_url
 
 def check_rewards(config: Any) -> None:
     """Check that the configured rewards can score."""
-    if config.rewards:
+    if config.reward.list:
         _check_reward_list(config)
-    elif config.reward_model.enable and not config.reward_model.model.path:
+    elif config.reward.model.enable and not config.reward.model.path:
         raise ConfigError(
-            "reward_model.enable=true needs reward_model.model.path: the folder of a sequence "
-            "classifier."
+            "reward.model.enable=true needs reward.model.path: the folder of a sequence classifier."
         )
 
-    buffer, limit = config.reward_model.overlong_buffer, config.data.max_response_length
+    buffer, limit = config.reward.overlong_penalty, config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= limit:
         raise ConfigError(
-            f"reward_model.overlong_buffer.len={buffer.len} tokens: it lies between 1 and "
+            f"reward.overlong_penalty.len={buffer.len} tokens: it lies between 1 and "
             f"data.max_response_length={limit}; DAPO takes a fifth of that."
         )
 
 
 def _check_reward_list(config: Any) -> None:
     """Check that rewards have different names, valid settings, and a nonzero total weight."""
-    names = [reward.name for reward in config.rewards]
-    for number, reward in enumerate(config.rewards):
-        where = f"rewards[{number}]"
+    names = [reward.name for reward in config.reward.list]
+    for number, reward in enumerate(config.reward.list):
+        where = f"reward.list[{number}]"
         if not reward.name.isidentifier() or names.index(reward.name) != number:
             raise ConfigError(
                 f"{where}.name={reward.name!r}: every reward has a name of its own, of letters, "
@@ -41,8 +40,8 @@ def _check_reward_list(config: Any) -> None:
         if reward.kind == "remote":
             check_url(reward.url, reward.name)
 
-    if not any(reward.weight for reward in config.rewards):
+    if not any(reward.weight for reward in config.reward.list):
         raise ConfigError(
             f"the weights of {', '.join(names)} are all 0: nothing would be learned. Give one of "
-            "`rewards` another weight."
+            "`reward.list` another weight."
         )

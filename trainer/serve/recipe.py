@@ -13,6 +13,7 @@ from typing import Any
 from trainer.config.recipe import Recipe, presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.ppo.config import AlgorithmConfig
+from trainer.ppo.verl import translate
 from verl_like.config_key import Section, key
 from verl_like.placement.roles import expand_roles
 from workers.config import WorkersConfig
@@ -46,7 +47,8 @@ class ServeConfig(RunConfig, WorkersConfig):
             *(f"{ROLLOUT}.{name}" for name in ("sampling_kwargs", "val_kwargs")),
         ),
         CLIENTS_LOOP: (
-            *("custom_reward_function", "reward", "environment"),
+            *("reward.function", "reward.max_failed_share", "reward.trust_programs"),
+            *("reward.sandbox", "environment"),
             *("ptx", "distillation", "trainer.cls", "trainer.stop_at", "trainer.logger"),
             *("trainer.total_epochs", "trainer.total_training_steps", "trainer.test_freq"),
             *("trainer.val_before_train", "trainer.save_freq", "trainer.save_every_minutes"),
@@ -113,4 +115,5 @@ SERVE = Recipe(
     inactive_roles=unplaced_roles,
     registries=("trainer.ppo.advantages", "workers.losses", "workers.training.optim"),
     checks=(check,),
+    translate=translate,
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from verl_like.config_key import Section, key, unless
-from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, NO_REWARD_LIST, has_no_reward
+from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, has_no_reward
 from workers.config.environment import PLAYS, EnvironmentConfig, plays
 from workers.config.model import (
     SAVE_CONTENTS,
@@ -42,12 +42,11 @@ from workers.config.policy import (
     shuffle_seed,
 )
 from workers.config.rewards import (
-    OverlongBufferConfig,
+    OverlongPenaltyConfig,
     RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,
     ScoringConfig,
-    ScoringModelConfig,
     UserCodeConfig,
 )
 from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingConfig
@@ -57,16 +56,8 @@ from workers.config.rollout import ENGINES, RolloutConfig, ValidationSamplingCon
 class ScoringSections(Section):
     """Sections about the scores of samples, in runs with and without training."""
 
-    rewards: list[RewardConfig] = key(factory=list, allows="a list of sections")
-    """Weighted rewards, instead of the two sections below."""
-    custom_reward_function: RewardFunctionConfig = key(
-        factory=RewardFunctionConfig, read_when=NO_REWARD_LIST
-    )
-    """Your reward function. Without one, a row's data_source names a built-in rule."""
-    reward_model: RewardModelConfig = key(factory=RewardModelConfig)
-    """Reward model, and how its score is combined with the rule's."""
     reward: ScoringConfig = key(factory=ScoringConfig)
-    """Failures and limits of reward functions."""
+    """Rewards: a function, a model or a list, and what holds for all of them."""
     environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
     """The environment of a policy that acts in several turns."""
 
@@ -127,27 +118,28 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
 
 
 def rewards_of(config: ScoringSections) -> list[RewardConfig]:
-    """Return `rewards`, or the rewards of `custom_reward_function` and `reward_model`.
+    """Return `reward.list`, or the rewards of `reward.function` and `reward.model`.
 
     The reward of an environment is added.
     """
     rewards = []
     if config.environment.path or config.environment.paths:
         rewards.append(RewardConfig(name="environment", kind="environment", on_failure="skip"))
-    if config.rewards or has_no_reward(config):
-        return [*config.rewards, *rewards]
+    settings = config.reward
+    if settings.list or has_no_reward(config):
+        return [*settings.list, *rewards]
 
-    custom, model = config.custom_reward_function, config.reward_model
-    by_source = not rewards and (not model.enable or model.rule_weight != 0)
-    if custom.path or by_source:
+    function, model = settings.function, settings.model
+    by_source = not rewards and (not model.enable or settings.rule_weight != 0)
+    if function.path or by_source:
         rule = RewardConfig(
             name="rule",
-            weight=model.rule_weight if model.enable else 1.0,
-            default_score=model.default_score,
-            timeout_s=model.sample_timeout_s,
-            path=custom.path,
-            function=custom.name,
-            kwargs=custom.reward_kwargs,
+            weight=settings.rule_weight if model.enable else 1.0,
+            default_score=settings.default_score,
+            timeout_s=settings.timeout_s,
+            path=function.path,
+            function=function.name,
+            kwargs=function.kwargs,
         )
         rewards.append(rule)
 
@@ -156,8 +148,8 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
             RewardConfig(
                 name="model",
                 kind="model",
-                path=model.model.path,
-                quantization=model.model.quantization,
+                path=model.path,
+                quantization=model.quantization,
                 micro_batch_size_per_gpu=model.micro_batch_size_per_gpu,
             )
         )

@@ -34,8 +34,10 @@ def has_only_teacher(run: Any) -> bool:
 
 def has_no_reward(run: Any) -> bool:
     """True if no reward is configured, and the teacher makes the built-in rules unnecessary."""
-    custom, model = run.custom_reward_function, run.reward_model
-    return has_only_teacher(run) and not (run.rewards or custom.path or model.enable)
+    reward = run.reward
+    return has_only_teacher(run) and not (
+        reward.list or reward.function.path or reward.model.enable
+    )
 
 
 def is_bare_config(path: str) -> bool:
@@ -95,7 +97,7 @@ VALIDATES = When(
     "trainer.val_before_train",
 )
 NO_REWARD_LIST = When(
-    "`rewards` is empty", lambda _, run: not run.rewards, "the list `rewards` says what scores"
+    "`reward.list` is empty", lambda _, run: not run.reward.list, "reward.list says what scores"
 )
 SAVES = When(
     "`trainer.save_freq` or `trainer.save_every_minutes` is set",

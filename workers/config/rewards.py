@@ -1,4 +1,4 @@
-"""Rewards: verl's sections of a rule and a model, or a list of rewards, and settings for all."""
+"""The section `reward`: a function and a model, or a list of rewards, and settings for all."""
 
 from __future__ import annotations
 
@@ -12,48 +12,28 @@ from workers.config.model import QUANTIZATIONS
 
 
 def _rules_score(_: Any, run: Any) -> bool:
-    model_alone = run.reward_model.enable and run.reward_model.rule_weight == 0
-    return bool(run.custom_reward_function.path) or not (model_alone or has_no_reward(run))
+    model_alone = run.reward.model.enable and run.reward.rule_weight == 0
+    return bool(run.reward.function.path) or not (model_alone or has_no_reward(run))
 
 
 RULES_SCORE = When(
     "a rule scores",
     _rules_score,
-    "no rule scores, because reward_model.rule_weight=0 leaves the score to the model, or a "
+    "no rule scores, because reward.rule_weight=0 leaves the score to the model, or a "
     "teacher alone gives the advantages",
 )
 
 
 @dataclass(kw_only=True)
-class OverlongBufferConfig(Section):
+class OverlongPenaltyConfig(Section):
     """DAPO's soft punishment of responses that come near `data.max_response_length`."""
 
-    enable: bool = key(False, verl="reward_model.reward_kwargs.overlong_buffer_cfg.enable")
+    enable: bool = key(False)
     """Penalise responses near the length limit."""
-    len: int = key(
-        0,
-        allows="1 to `data.max_response_length`",
-        read_when=when("enable"),
-        verl="reward_model.reward_kwargs.overlong_buffer_cfg.len",
-    )
+    len: int = key(0, allows="1 to `data.max_response_length`", read_when=when("enable"))
     """Tokens before the limit in which the penalty grows."""
-    penalty_factor: float = key(
-        1.0,
-        at_least=0,
-        read_when=when("enable"),
-        verl="reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
-    )
+    penalty_factor: float = key(1.0, at_least=0, read_when=when("enable"))
     """Penalty at the limit."""
-
-
-@dataclass(kw_only=True)
-class ScoringModelConfig(Section):
-    """A sequence classifier with one output, on the actor's tokenizer."""
-
-    path: str = key("", allows="a folder")
-    """Folder of a sequence classifier."""
-    quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8 stores linear weights as int8, whole on each rank."""
 
 
 @dataclass(kw_only=True)
@@ -72,32 +52,29 @@ class RewardFunctionConfig(UserCodeConfig):
 
     name: str = key("compute_score", allows="a name", read_when=unless("path", ""))
     """Name in that file or module."""
-    reward_kwargs: dict[str, Any] = key(
-        factory=dict, allows="what the function takes", read_when=unless("path", "")
+    kwargs: dict[str, Any] = key(
+        factory=dict,
+        allows="what the function takes",
+        read_when=unless("path", ""),
+        verl="custom_reward_function.reward_kwargs",
     )
     """Extra keyword arguments of each call."""
 
 
 @dataclass(kw_only=True)
 class RewardModelConfig(Section):
-    """Scores: rule functions, a reward model, or both."""
+    """A sequence classifier with one output, on the actor's tokenizer."""
 
-    enable: bool = key(False, read_when=NO_REWARD_LIST)
-    """Score with a model; starts the role reward_model."""
-    model: ScoringModelConfig = key(factory=ScoringModelConfig, read_when=when("enable"))
-    """The model."""
+    enable: bool = key(False)
+    """Score with a model."""
+    path: str = key("", allows="a folder", read_when=when("enable"), verl="reward_model.model.path")
+    """Folder of a sequence classifier."""
+    quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=when("enable"))
+    """int8 stores linear weights as int8, whole on each rank."""
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
     """Samples per pass and rank; null: by tokens, like the actor."""
-    overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
-    """Penalty on long responses (DAPO)."""
-    rule_weight: float = key(1.0, allows="a number", read_when=when("enable"))
-    """Weight of the rule's score; 0 uses only the model."""
-    default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Score of failed calls."""
-    sample_timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Timeout per sample; a batch has twelve times that."""
 
 
 REWARD_KINDS = ("function", "model", "remote")
@@ -166,29 +143,52 @@ class RewardConfig(Section):
 
 
 def _functions_of_the_user(_: Any, run: Any) -> bool:
-    if run.rewards:
-        return any(reward.kind == "function" and reward.path for reward in run.rewards)
-    return bool(run.custom_reward_function.path)
+    if run.reward.list:
+        return any(reward.kind == "function" and reward.path for reward in run.reward.list)
+    return bool(run.reward.function.path)
 
 
 def _may_fail(_: Any, run: Any) -> bool:
-    if run.rewards:
-        return any(reward.kind != "model" for reward in run.rewards)
+    if run.reward.list:
+        return any(reward.kind != "model" for reward in run.reward.list)
     return _rules_score(_, run)
 
 
 HAS_FUNCTION = When(
     "a function of your own scores",
     _functions_of_the_user,
-    "no function of your own scores. Set custom_reward_function.path, or a `path` in `rewards`",
+    "no function of your own scores. Set reward.function.path, or a `path` in reward.list",
 )
 MAY_FAIL = When("a function or server scores", _may_fail, "no function and no server scores")
 
 
+RewardList = list[RewardConfig]
+
+
 @dataclass(kw_only=True)
 class ScoringConfig(Section):
-    """Rules for every reward of the run."""
+    """The rewards of a run, and rules for all of them."""
 
+    function: RewardFunctionConfig = key(
+        factory=RewardFunctionConfig, read_when=NO_REWARD_LIST, verl="custom_reward_function"
+    )
+    """Your reward function. Without one, a row's data_source names a built-in rule."""
+    model: RewardModelConfig = key(
+        factory=RewardModelConfig, read_when=NO_REWARD_LIST, verl="reward_model"
+    )
+    """A reward model, which the role `reward_model` loads."""
+    list: RewardList = key(factory=RewardList, allows="a list of sections")
+    """Weighted rewards, instead of `function` and `model`."""
+    rule_weight: float = key(1.0, allows="a number", read_when=when("reward.model.enable"))
+    """Weight of the function's or rule's score beside the model's; 0 uses only the model."""
+    default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
+    """Score of failed calls."""
+    timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
+    """Timeout per sample; a batch has twelve times that."""
+    overlong_penalty: OverlongPenaltyConfig = key(
+        factory=OverlongPenaltyConfig, verl="reward_model.reward_kwargs.overlong_buffer_cfg"
+    )
+    """Penalty on long responses (DAPO)."""
     max_failed_share: float = key(
         0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
     )

@@ -18,7 +18,7 @@ RewardFunction = Callable[[str, str, Any, Mapping[str, Any] | None], "float | di
 
 GIVE_REWARD = (
     "To score with your own function, set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION. "
-    "If only a reward model scores, set reward_model.rule_weight=0"
+    "If only a reward model scores, set reward.rule_weight=0"
 )
 GSM8K_TAIL_CHARS = 300
 """An answer comes at the end: only this many characters at the end of a solution are searched."""

@@ -58,9 +58,9 @@ class FunctionSpec:
     has_truth: bool = True
     """True if any row has a ground truth."""
     sandbox: Sandbox = field(default_factory=Sandbox)
-    path_key: str = "custom_reward_function.path"
+    path_key: str = "reward.function.path"
     """The setting of `path`, for error messages."""
-    name_key: str = "custom_reward_function.name"
+    name_key: str = "reward.function.name"
     """The setting of `name`."""
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from verl_like.errors import ConfigError, RewardError
 from verl_like.process.sandbox import Sandbox
 from verl_like.tensor_ops import last_places
 from workers.columns import format_like, read_columns
-from workers.config import OverlongBufferConfig, RewardConfig, ScoringSections, rewards_of
+from workers.config import OverlongPenaltyConfig, RewardConfig, ScoringSections, rewards_of
 from workers.rewards.code import NOT_TRUSTED
 from workers.rewards.environment import EnvironmentScores
 from workers.rewards.failures import FailureLog, Failures
@@ -73,7 +73,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     server that does not reply, and asserts on programs that are not trusted.
     """
     parts: list[RewardTerm] = []
-    overlong = run.reward_model.overlong_buffer
+    overlong = run.reward.overlong_penalty
     rewards = Rewards(parts, overlong if overlong.enable else None)
     sandbox = Sandbox.of(run.reward.sandbox)
     try:
@@ -82,7 +82,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
             if config.kind == "environment":
                 manager = EnvironmentScores()
             elif config.kind != "model":
-                section = f"rewards[{number}]" if run.rewards else None
+                section = f"reward.list[{number}]" if run.reward.list else None
                 trusted = run.reward.trust_programs
                 scorer = _scorer(config, section, rows, sandbox, trusted)
                 manager = RewardManager(tokenizer, scorer, config.default_score)
@@ -113,7 +113,7 @@ def _scorer(
     sandbox: Sandbox,
     trust_programs: bool,
 ) -> Scorer | RemoteScorer:
-    """Create the scorer; `section` names its settings (None: `custom_reward_function`)."""
+    """Create the scorer; `section` names its settings (None: `reward.function`)."""
     deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
         return RemoteScorer(config, deadline)
@@ -172,7 +172,7 @@ class Rewards:
     def __init__(
         self,
         parts: list[RewardTerm],
-        overlong: OverlongBufferConfig | None = None,
+        overlong: OverlongPenaltyConfig | None = None,
     ):
         """Create the rewards; `overlong` penalizes long responses, independent of their scores."""
         self.parts, self.overlong = parts, overlong
@@ -387,7 +387,7 @@ def place_at_last_token(values: Tensor, mask: Tensor) -> Tensor:
     return placed
 
 
-def overlong_punishment(mask: Tensor, buffer: OverlongBufferConfig) -> Tensor:
+def overlong_punishment(mask: Tensor, buffer: OverlongPenaltyConfig) -> Tensor:
     """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13) of every response.
 
     It is 0 up to `limit - buffer.len` tokens, and falls linearly to `-buffer.penalty_factor` at

@@ -47,9 +47,7 @@ class RewardModelWorker(ModelWorker):
         model = ModelConfig(
             path=reward.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
-        return HeldModel(
-            "reward_model.model.path", model, head="score", quantization=reward.quantization
-        )
+        return HeldModel("reward.model.path", model, head="score", quantization=reward.quantization)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:

@@ -290,8 +290,8 @@ def test_a_key_that_an_argument_stands_for_is_refused(tmp_path: Path) -> None:
         SFT("a", ROWS, save_to=tmp_path, **{"model.path": "b"})
     with pytest.raises(ConfigError, match=r"There is no key 'optim\.lrr'.*'optim\.lr'"):
         SFT("a", ROWS, save_to=tmp_path, optim={"lrr": 1.0})
-    with pytest.raises(ConfigError, match="put all into the list `rewards`"):
-        PPO("a", PROMPTS, len, rewards=[len], save_to=tmp_path)
+    with pytest.raises(ConfigError, match="reward.list is given twice"):
+        PPO("a", PROMPTS, len, save_to=tmp_path, **{"reward.list": [len]})
 
 
 def test_every_run_without_a_folder_has_one_of_its_own(
@@ -305,6 +305,24 @@ def test_every_run_without_a_folder_has_one_of_its_own(
 @pytest.mark.parametrize("cls", [SFT, RewardModel, DPO])
 def test_a_recipe_is_called_on_the_command_line_as_here(cls: Any) -> None:
     assert cls.recipe == RECIPES[load_object(cls.recipe, "").name]
+
+
+def test_rewards_are_a_function_a_list_or_the_section(tiny_dir: Path) -> None:
+    judge = {"name": "judge", "kind": "model", "path": "j"}
+
+    def short(response: str) -> float:
+        return -float(len(response))
+
+    def reward_of(reward: Any) -> Any:
+        return PPO(tiny_dir / "model", ["say a"] * 4, reward).config().reward
+
+    assert [one.name for one in reward_of(short).list] == ["short"]
+    assert [one.name for one in reward_of([short, judge]).list] == ["short", "judge"]
+    section = reward_of({"list": [short], "max_failed_share": 0.1, "overlong_penalty": {"len": 2}})
+    assert [one.name for one in section.list] == ["short"]
+    assert section.max_failed_share == 0.1
+    model = reward_of({"model": {"enable": True, "path": "j"}, "rule_weight": 0})
+    assert (model.model.path, model.rule_weight, model.list) == ("j", 0, [])
 
 
 def test_few_prompts_are_one_batch_and_mini_batches_divide_it(tiny_dir: Path) -> None:

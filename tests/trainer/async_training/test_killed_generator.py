@@ -92,7 +92,7 @@ def test_a_run_outlives_a_generator_that_is_killed_as_it_is_to_validate(
         "trainer.backend=local",
         f"async_training.topology={topology}",
         f"async_training.on_generator_loss={policy}",
-        f"rewards=[{{name: model, kind: model, path: '{classifier}'}}]",
+        f"reward.list=[{{name: model, kind: model, path: '{classifier}'}}]",
         "async_training.score_on=generator",
         f"data.val_files={tiny_dir}/few.parquet",
         "trainer.test_freq=1",

@@ -17,7 +17,7 @@ NUM_SAMPLES = 2 * 4 * 2
 @pytest.fixture(scope="module")
 def legacy(tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of one generator, one trainer and a reward model on the trainer's pool."""
-    model = f"rewards=[{{name: model, kind: model, path: '{classifier}'}}]"
+    model = f"reward.list=[{{name: model, kind: model, path: '{classifier}'}}]"
     settings = ("algorithm=coati_legacy", model, TWO_STEPS, *FEW_ROWS)
     return run_async(tiny_dir, tmp_path_factory.mktemp("legacy"), *settings)
 

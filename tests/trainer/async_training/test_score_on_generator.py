@@ -46,7 +46,7 @@ def two_models(classifier: Path) -> str:
     """A rule and two models, the second normalized over the batch."""
     model = f"kind: model, path: '{classifier}', micro_batch_size_per_gpu: 1"
     second = f"{{name: second, {model}, weight: 0.5, normalize: true}}"
-    return f"rewards=[{{name: rule}},{{name: first, {model}}},{second}]"
+    return f"reward.list=[{{name: rule}},{{name: first, {model}}},{second}]"
 
 
 def roles_of(folder: Path, methods: Iterable[str] = SCORES) -> dict[str, set[str]]:
@@ -183,10 +183,10 @@ def test_generators_have_the_roles_that_score_and_trainers_those_that_learn() ->
 
 
 def test_a_further_generators_reward_model_is_told_the_reward_that_is_its() -> None:
-    rewards = "rewards=[{name: a, kind: model, path: x}, {name: b, kind: model, path: y}]"
+    rewards = "reward.list=[{name: a, kind: model, path: x}, {name: b, kind: model, path: y}]"
     config = configured(rewards, "async_training.generators=2")
-    assert [one.path for one in config.of_role("reward_model_b_1").rewards] == ["y"]
-    assert [one.path for one in config.of_role("reward_model_1").rewards] == ["x"]
+    assert [one.path for one in config.of_role("reward_model_b_1").reward.list] == ["y"]
+    assert [one.path for one in config.of_role("reward_model_1").reward.list] == ["x"]
     assert config.role_workers["reward_model_b_1"] == config.role_workers["reward_model_b"]
 
 
@@ -208,7 +208,7 @@ MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b
         ),
         ([*GRPO, "algorithm.use_kl_in_reward=false"], "no reference, reward model or critic"),
         (["role_workers.critic=verl_like.Worker"], "verl_like.Worker cannot publish its weights"),
-        ([f"rewards=[{MODELS}]"], "ends in a number.*reward_model_b_1.*Rename"),
+        ([f"reward.list=[{MODELS}]"], "ends in a number.*reward_model_b_1.*Rename"),
     ],
 )
 def test_what_generators_cannot_score_is_refused_before_anything_starts(

@@ -267,7 +267,7 @@ def test_as_many_prompts_in_another_order_are_refused(tiny_dir: Path, tmp_path: 
 def test_pairs_by_a_reward_model_on_its_own_pool(
     tiny_dir: Path, tmp_path: Path, classifier: Path
 ) -> None:
-    judged = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
+    judged = ("reward.model.enable=true", f"reward.model.path={classifier}")
     pairs = (*judged, "selection.write=pairs", "data.train_batch_size=32")
     files = []
     for folder, placed in (("one", "colocate"), ("two", "split")):
@@ -336,7 +336,7 @@ def test_a_key_of_training_has_no_effect(
         ("selection.file=rows.csv", "it ends in .parquet or .jsonl"),
         ("actor_rollout_ref.rollout.do_sample=false", "are its greedy answer"),
         ("actor_rollout_ref.actor.optim.lr=1", "There is no key 'actor_rollout_ref.actor.optim.lr"),
-        ("rewards=[{name:a,kind:function,normalize:true}]", "must not depend on the batch"),
+        ("reward.list=[{name:a,kind:function,normalize:true}]", "must not depend on the batch"),
     ],
 )
 def test_what_cannot_work_is_refused(tiny_dir: Path, tmp_path: Path, more: str, words: str) -> None:

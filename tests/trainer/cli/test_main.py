@@ -109,7 +109,7 @@ def test_a_module_of_the_current_folder_is_found_beside_decoys(
         "    return {'score': 1.0, 'from_mine': 2.0}\n"
     )
     more = (
-        *("algorithm.adv_estimator=mine.estimate", "custom_reward_function.path=mine"),
+        *("algorithm.adv_estimator=mine.estimate", "reward.function.path=mine"),
         *("trainer.dry_run=true", "trainer.backend=local", "algorithm.use_kl_in_reward=false"),
     )
     done = verl_like(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *more))

@@ -68,7 +68,7 @@ SETTINGS = [
     ),
     (
         "resource_pool_spec.rm=[1] role_mapping.reward_model=rm",
-        ["No role uses the pool 'rm'", "reward_model is mapped to it", "reward_model.enable=false"],
+        ["No role uses the pool 'rm'", "reward_model is mapped to it", "reward.model.enable=false"],
     ),
     (
         "~role_mapping.critic",
@@ -207,22 +207,22 @@ SETTINGS = [
     ),
     ("critic.loss_agg_mode=token_mean", ["token_mean", "Did you mean"]),
     (
-        "custom_reward_function.path=mine.py",
-        ["custom_reward_function.path=mine.py", "no such file"],
+        "reward.function.path=mine.py",
+        ["reward.function.path=mine.py", "no such file"],
     ),
     (
-        "custom_reward_function.path=json",
-        ["custom_reward_function.name='compute_score'", "it has", "dumps"],
+        "reward.function.path=json",
+        ["reward.function.name='compute_score'", "it has", "dumps"],
     ),
     (
         "trainer.cls=trainer.ppo.PPOTrainr",
         ["trainer.cls=trainer.ppo.PPOTrainr", "Did you mean 'PPOTrainer'"],
     ),
     (
-        "reward_model.overlong_buffer.enable=true",
-        ["overlong_buffer.len=0 tokens", "max_response_length=8"],
+        "reward.overlong_penalty.enable=true",
+        ["overlong_penalty.len=0 tokens", "max_response_length=8"],
     ),
-    ("reward_model.enable=true", ["reward_model.model.path", "sequence classifier"]),
+    ("reward.model.enable=true", ["reward.model.path", "sequence classifier"]),
     ("data.val_files=x trainer.test_freq=-2", ["trainer.test_freq=-2", "-1 or more"]),
     ("data.custom_cls.path=mine.py", ["data.custom_cls.path=mine.py needs data.custom_cls.name"]),
     (
@@ -285,7 +285,7 @@ def another_run(tiny: Path, folder: Path) -> str:
 
 
 def reward_model_without_score(tiny: Path, folder: Path) -> str:
-    return f"rewards=[{{name: model, kind: model, path: {tiny}/model}}]"
+    return f"reward.list=[{{name: model, kind: model, path: {tiny}/model}}]"
 
 
 def model_with_half_a_config(tiny: Path, folder: Path) -> str:
@@ -295,7 +295,7 @@ def model_with_half_a_config(tiny: Path, folder: Path) -> str:
 
 
 FILES = [
-    (reward_model_without_score, ["rewards[0].path=", "has no score.weight"]),
+    (reward_model_without_score, ["reward.list[0].path=", "has no score.weight"]),
     (model_with_half_a_config, ["config.json is damaged: Expecting value"]),
     (row_without_prompt, ["p.jsonl, line 2", "nothing in column 'prompt'", "data.on_bad_row=skip"]),
     (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "reward=FILE.py:FUNCTION"]),
@@ -336,8 +336,8 @@ def test_bad_files_are_refused(
 @pytest.mark.parametrize(
     "function",
     [
-        "custom_reward_function.path=workers.rewards.code custom_reward_function.name=run_tests",
-        "rewards=[{name:tests,path:workers.rewards.code,function:run_tests}]",
+        "reward.function.path=workers.rewards.code reward.function.name=run_tests",
+        "reward.list=[{name:tests,path:workers.rewards.code,function:run_tests}]",
     ],
 )
 def test_asserts_are_rejected_for_every_way_to_their_rule(

@@ -12,7 +12,7 @@ VALUES = [
     ("trainer.seed=-1", ["trainer.seed=-1", "must be 0 or more"]),
     ("trainer.default_local_dir=", ["trainer.default_local_dir is empty", "name the folder"]),
     ("=3", ["There is no key ''. All keys"]),
-    ("rewards=[{name:a,weigth:2}]", ["An item of rewards has no key 'weigth'", "'weight'"]),
+    ("reward.list=[{name:a,weigth:2}]", ["An item of reward.list has no key 'weigth'", "'weight'"]),
     (
         "actor_rollout_ref.rollout.top_p=1.5",
         ["actor_rollout_ref.rollout.top_p=1.5", "must be above 0 and at most 1"],

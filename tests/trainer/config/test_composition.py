@@ -135,8 +135,8 @@ def test_a_mapped_role_shares_a_pool_of_the_preset(words: list[str], pools: list
 
 ALL_ROLES = [
     "algorithm.use_kl_in_reward=true",
-    "reward_model.enable=true",
-    "reward_model.model.path=model",
+    "reward.model.enable=true",
+    "reward.model.path=model",
 ]
 
 
@@ -261,7 +261,22 @@ def test_grpo_process_with_environments_says_that_it_is_biased(
 
 @pytest.mark.parametrize("path", ["my.py", "my_package.rewards"])
 def test_a_reward_is_named_as_other_code_is(path: str) -> None:
-    function = load_config([*NEEDED, f"reward={path}:score"]).custom_reward_function
+    function = load_config([*NEEDED, f"reward={path}:score"]).reward.function
     assert (function.path, function.name) == (path, "score")
     config = load_config([*NEEDED, f"reward={path}", "reward.max_failed_share=0.1"])
-    assert (config.custom_reward_function.path, config.reward.max_failed_share) == (path, 0.1)
+    assert (config.reward.function.path, config.reward.max_failed_share) == (path, 0.1)
+
+
+def test_a_list_is_the_list_of_rewards() -> None:
+    (one,) = load_config([*NEEDED, "reward=[{name: a, path: f.py}]"]).reward.list
+    assert (one.name, one.path) == ("a", "f.py")
+
+
+def test_a_file_with_a_key_of_verl_s_is_answered_with_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nreward_model: {enable: true, model: {path: m}}\n"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        load_config(NEEDED, PPO.with_files_of(tmp_path, "mine"))
+    for here in ("'reward.model.enable'", "'reward.model.path'"):
+        assert f"Here it is {here}." in str(refusal.value)

@@ -15,10 +15,16 @@ from verl_like.errors import ConfigError, VerlLikeError
 
 REFUSED = [
     ("epochs=3", "There is no key 'epochs'. Did you mean .* or 'trainer.total_epochs'"),
-    ("rewards={name: a}", "'rewards.name'. rewards has no keys below it; it takes a list"),
+    (
+        "reward.list={name: a}",
+        "'reward.list.name'. reward.list has no keys below it; it takes a list",
+    ),
     ("trainer.seed.step=2", "trainer.seed has no keys below it; it takes a whole number"),
-    ("rewards=[a]", r"^rewards=\[a\]: .*str is not .*; it takes a list of sections.$"),
-    ("rewards=[{name: a, weight: x}]", ": weight: Value 'x' .* Float; it takes a number.$"),
+    ("reward.list=[a]", r"^reward.list=\[a\]: .*str is not .*; it takes a list of sections.$"),
+    ("rewards=[{name: a}]", "There is no key 'rewards'. Did you mean 'reward.list'"),
+    ("reward_model.sample_timeout_s=1", "no key 'reward_model.sample_timeout_s'.*reward.timeout_s"),
+    ("reward_model.rule_weight=1", "Did you mean 'reward.rule_weight'"),
+    ("reward.list=[{name: a, weight: x}]", ": weight: Value 'x' .* Float; it takes a number.$"),
     ("critic.ppo_epochs=0", "critic.ppo_epochs=0: it must be above 0, or null for the actor's"),
     ("trainer.stop_at={reward: high}", "'high' .* Float; it takes metric: value.$"),
     ("trainer.seed=x", "^trainer.seed=x: .* Integer; it takes a whole number, 0 or more.$"),

@@ -69,11 +69,11 @@ def test_a_key_that_is_not_read_has_its_default_value() -> None:
 def test_what_was_read_because_of_an_unread_key_is_not_read_either(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours = ["rewards=[{name: a}]", "reward_model.enable=true", "reward_model.model.path=judge"]
+    ours = ["reward.list=[{name: a}]", "reward.model.enable=true", "reward.rule_weight=0"]
     config = load_config([*NEEDED, *ours])
-    assert not config.reward_model.enable
-    assert "reward_model.enable has no effect: the list `rewards` says" in caplog.text
-    assert "reward_model.model.path has no effect: reward_model.enable is false" in caplog.text
+    assert not config.reward.model.enable
+    assert "reward.model.enable has no effect: reward.list says what scores" in caplog.text
+    assert "reward.rule_weight has no effect: reward.model.enable is false" in caplog.text
 
 
 def test_a_role_has_the_axes_of_the_run_except_for_its_own() -> None:

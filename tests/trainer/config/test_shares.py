@@ -102,7 +102,7 @@ def test_a_pool_of_frozen_models_has_fewer_devices_than_one_that_trains(
 
 
 def test_split_gives_a_reward_model_its_half_where_there_is_no_critic() -> None:
-    rewarded = ["reward_model.enable=true", "reward_model.model.path=scores"]
+    rewarded = ["reward.model.enable=true", "reward.model.path=scores"]
     config = load("placement=split", "algorithm=grpo", "trainer.n_gpus_per_node=8", *rewarded)
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
 

@@ -28,7 +28,7 @@ NO_CRITIC, BY_TOKENS, ROWS = (
     "actor_rollout_ref.actor.use_dynamic_bsz=false",
 )
 MODEL_ALONE = [
-    *("reward_model.enable=true", "reward_model.model.path=judge", "reward_model.rule_weight=0"),
+    *("reward.model.enable=true", "reward.model.path=judge", "reward.rule_weight=0"),
     "role_mapping.reward_model=global_pool",
 ]
 
@@ -77,9 +77,9 @@ def notices(caplog: pytest.LogCaptureFixture, *settings: str, recipe: Any = None
         ("critic.ppo_max_token_len_per_gpu=64", [ROWS]),
         ("algorithm.filter_groups.metric=acc", [NO_CRITIC]),
         ("algorithm.rollout_correction.rollout_is_threshold=3", []),
-        ("custom_reward_function.reward_kwargs.bonus=1", []),
-        ("reward_model.micro_batch_size_per_gpu=2", []),
-        ("reward_model.default_score=1", MODEL_ALONE),
+        ("reward.function.kwargs.bonus=1", []),
+        ("reward.model.micro_batch_size_per_gpu=2", []),
+        ("reward.default_score=1", MODEL_ALONE),
         ("cpus_per_process=0.5", ["trainer.backend=local"]),
     ],
 )
@@ -137,12 +137,12 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
             "of this run does not take ppo_kl_coef",
         ),
         (
-            ["rewards=[{name: a, retries: 2}]"],
-            "rewards[0].retries has no effect: rewards[0].kind is not remote",
+            ["reward.list=[{name: a, retries: 2}]"],
+            "reward.list[0].retries has no effect: reward.list[0].kind is not remote",
         ),
         (
-            ["rewards=[{name: a}]", "reward_model.enable=true"],
-            "reward_model.enable has no effect: the list `rewards` says what scores",
+            ["reward.list=[{name: a}]", "reward.model.enable=true"],
+            "reward.model.enable has no effect: reward.list says what scores",
         ),
         (
             [*GRPO, "role_mapping.critic=global_pool", "role_workers.critic=some.Critic"],

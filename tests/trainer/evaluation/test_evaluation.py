@@ -19,6 +19,7 @@ from trainer.evaluation.step import core_table
 from trainer.ppo.recipe import load_config
 from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel
+from workers.config import ModelConfig
 
 CORE = ("mean@4", "best@4/mean")
 
@@ -73,7 +74,7 @@ def test_a_model_folder_and_several_data_sets_are_told_apart(
     monkeypatch.chdir(tmp_path)
     settings = [
         f"data.val_files=[{tiny_dir}/val.parquet,own.jsonl]",
-        "custom_reward_function.path=length.py",
+        "reward.function.path=length.py",
         "data.max_prompt_length=16",
         "data.max_response_length=8",
         "trainer.logger=[]",
@@ -143,8 +144,8 @@ def test_what_a_run_says_of_its_validation_arrives_as_it_was(
             "data.train_files=t",
             "data.val_files=[v.parquet,'with space.jsonl']",
             "data.sampler=my.order",
-            "rewards=[{name: a, kind: function, path: r.py, kwargs: {k: 2}}, {name: b, weight: 0.5,"
-            " kind: remote, url: 'http://127.0.0.1:1/score'}]",
+            "reward.list=[{name: a, kind: function, path: r.py, kwargs: {k: 2}}, {name: b,"
+            " weight: 0.5, kind: remote, url: 'http://127.0.0.1:1/score'}]",
             "actor_rollout_ref.rollout.sampling_kwargs={stop_strings: ['\\n\\n', x], min_p: 0.1}",
             "actor_rollout_ref.rollout.val_kwargs={n: 3, do_sample: true, top_p: 0.9}",
             "trainer.seed=11",
@@ -156,7 +157,24 @@ def test_what_a_run_says_of_its_validation_arrives_as_it_was(
     config = configuration(monkeypatch, settings, "data.max_response_length=7")
     assert config.data.max_response_length == 7
     assert config.data.val_files == ["v.parquet", "with space.jsonl"]
-    assert config.rewards == trained.rewards
+    assert config.reward.list == trained.reward.list
     ours, theirs = config.actor_rollout_ref.rollout, trained.actor_rollout_ref.rollout
     assert (ours.sampling_kwargs, ours.val_kwargs) == (theirs.sampling_kwargs, theirs.val_kwargs)
     assert config.trainer.seed == 11
+
+
+def test_a_run_with_verls_names_is_evaluated_by_its_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = {
+        "actor_rollout_ref.model.path": "m",
+        "data.val_files": "v",
+        "custom_reward_function.path": "f.py",
+        "custom_reward_function.reward_kwargs.k": 2,
+        "reward_model.enable": True,
+        "reward_model.model.path": "judge",
+    }
+    saved = SavedModel(tmp_path, 1, tmp_path, ModelConfig(), flat)
+    config = configuration(monkeypatch, settings_of_run(saved), "actor_rollout_ref.model.path=m")
+    assert (config.reward.function.path, config.reward.function.kwargs) == ("f.py", {"k": 2})
+    assert (config.reward.model.enable, config.reward.model.path) == (True, "judge")

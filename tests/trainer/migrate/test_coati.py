@@ -59,7 +59,7 @@ def test_the_maths_is_colossalchats() -> None:
     algorithm = config.algorithm
     assert (algorithm.adv_estimator, algorithm.kl_penalty_per) == ("coati", "sequence")
     assert (algorithm.kl_ctrl.kl_coef, config.critic.cliprange_value) == (0.1, 0.4)
-    assert (config.reward_model.model.path, config.critic.model.path) == ("rm", "rm")
+    assert (config.reward.model.path, config.critic.model.path) == ("rm", "rm")
 
 
 def test_train_prompts_becomes_ppo_with_ptx() -> None:

@@ -75,7 +75,7 @@ def test_values_and_defaults_are_theirs() -> None:
     assert (actor.ppo_mini_batch_size, config.data.train_batch_size) == (128, 1024)
     assert (rollout.name, rollout.tensor_model_parallel_size) == ("vllm", 2)
     assert config.critic.model.path == "rm"
-    assert config.reward_model.model.path == "rm"
+    assert config.reward.model.path == "rm"
     assert config.algorithm.use_kl_in_reward
     assert (config.algorithm.kl_ctrl.kl_coef, config.algorithm.score_clip) == (0.01, 10.0)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 512)
@@ -96,7 +96,7 @@ def test_flags_with_sections_and_shell_variables() -> None:
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)
     assert (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu) == (True, 16192)
     assert actor.strategy == "shard_grad_op"  # ZeRO stage 2, their default
-    assert config.custom_reward_function.path == "reward_func.py"
+    assert config.reward.function.path == "reward_func.py"
     assert config.algorithm.filter_groups.enable
     assert list(config.resource_pool_spec.values()) == [[8]]
 
@@ -105,8 +105,8 @@ def test_without_engines_the_actor_generates() -> None:
     flags = "--pretrain model --remote_rm_url http://a:1,http://b:2 --prompt_data x.jsonl"
     config = composed(migrated("openrlhf", flags))
     assert config.role_mapping["rollout"] == "actor_pool"
-    assert [reward.url for reward in config.rewards] == ["http://a:1", "http://b:2"]
-    assert [reward.protocol for reward in config.rewards] == ["openrlhf"] * 2
+    assert [reward.url for reward in config.reward.list] == ["http://a:1", "http://b:2"]
+    assert [reward.protocol for reward in config.reward.list] == ["openrlhf"] * 2
 
 
 @pytest.mark.parametrize(

@@ -91,13 +91,7 @@ REFUTED_BY = {
     "the reference is the model before training": "ref.update_every",
     "tokens are drawn from the policy itself, whose log-probs are trained": "*repetition_penalty*",
     # rewards
-    "each reward of the list `rewards` has its weight": "reward_weights",
     "groups that score alike are filtered, whatever the score": "*filter_groups.*range*",
-    "the reward model reads the actor's tokens: take one on its tokenizer, or ask it over HTTP "
-    "(`rewards`, kind: remote)": "reward_model.*tokenizer*",
-    "the reward model computes in its role's processes, or is served: `rewards`, kind: remote": (
-        "reward_model.rollout*"
-    ),
     "the reward model stays on its device": "reward_model.*offload*",
     "a reward function sees the whole row, rules its ground_truth": "data.label_key",
     "a reward model's rows are whole on each device": "reward_model.*parallel*",

@@ -24,7 +24,7 @@ def test_every_key_is_one_of_ours(system: str, sections: tuple[str, ...], progra
     schema = RECIPES[program].schema
     RECIPES[program].load_registries()
     arguments = {key.name for key in known_arguments(schema)}
-    known = {*named_keys(schema), "reward_model.overlong_buffer.len", *arguments}
+    known = {*named_keys(schema), "reward.overlong_penalty.len", *arguments}
     for name, row in Table(system, *sections).rows.items():
         done = Translation(program, places=PLACES if program == "ppo" and system == "trl" else {})
         done.rename(name, row.settings)

@@ -49,7 +49,7 @@ def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
     assert (rollout.top_k, rollout.name) == (50, "native")
     assert config.actor_rollout_ref.model.lora_rank == 16
     assert config.data.train_files == "hub://trl-lib/tldr:train"
-    assert (config.reward_model.enable, config.reward_model.rule_weight) == (True, 0)
+    assert (config.reward.model.enable, config.reward.rule_weight) == (True, 0)
     assert config.trainer.total_training_steps == 100
     assert config.trainer.n_gpus_per_node == 4
 
@@ -201,7 +201,7 @@ def test_scripts_with_code_of_their_own_are_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--reward_weights 1 2", "each reward of the list"),
+        ("--reward_weights 1 2", "each reward in `reward.list`"),
         ("--load_in_4bit", "trained models are not quantized"),
         ("--max_tool_calling_iterations 3", "environment.tools=[FILE.py:FUNCTION]"),
         ("--loss_type vespo", "--loss_type vespo: there are"),

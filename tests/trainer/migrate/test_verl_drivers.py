@@ -144,7 +144,7 @@ def test_older_micro_batches_are_divided_by_the_processes() -> None:
 def test_a_reward_model_s_score_stands_alone() -> None:
     words = "reward_model.enable=True reward_model.model.path=rm reward_model.rollout.name=vllm"
     config = composed(translated_whole("verl", f"{MAIN} {words}"))
-    assert (config.reward_model.enable, config.reward_model.rule_weight) == (True, 0)
+    assert (config.reward.model.enable, config.reward.rule_weight) == (True, 0)
 
 
 def test_newer_names_of_rewards_are_the_older_ones() -> None:
@@ -152,7 +152,7 @@ def test_newer_names_of_rewards_are_the_older_ones() -> None:
     words += "reward.reward_model.rollout.name=vllm reward.num_workers=8 "
     words += "reward.reward_manager.name=dapo reward.custom_reward_function.name=score"
     config = composed(translated_whole("verl", f"{MAIN} {words}"))
-    assert (config.reward_model.model.path, config.reward_model.rule_weight) == ("rm", 0)
+    assert (config.reward.model.path, config.reward.rule_weight) == ("rm", 0)
     with pytest.raises(ConfigError, match="reward_model.sandbox_fusion.url=http"):
         translated_whole("verl", f"{MAIN} reward.sandbox_fusion.url=http://a")
 
@@ -162,7 +162,7 @@ def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
     words = f"reward_model.reward_manager=dapo {section}.overlong_buffer_cfg.enable=True "
     words += f"{section}.overlong_buffer_cfg.len=128 {section}.max_resp_len=512 "
     words += f"{section}.overlong_buffer_cfg.log=False"
-    buffer = composed(translated_whole("verl", f"{MAIN} {words}")).reward_model.overlong_buffer
+    buffer = composed(translated_whole("verl", f"{MAIN} {words}")).reward.overlong_penalty
     assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 128, 1.0)
     with pytest.raises(ConfigError, match="max_resp_len=512: the punishment of length ends at"):
         translated_whole("verl", f"{MAIN} {words} data.max_response_length=1024")

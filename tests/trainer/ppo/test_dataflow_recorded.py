@@ -107,7 +107,7 @@ def test_the_nodes_are_the_calls_of_a_step(
 def test_a_reward_model_is_drawn_where_it_is_called(
     tiny_dir: Path, classifier: Path, tmp_path: Path, placement: str
 ) -> None:
-    model = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
+    model = ("reward.model.enable=true", f"reward.model.path={classifier}")
     placed = one_process_a_pool(tiny_dir, tmp_path, f"placement={placement}", *model)
     nodes, spans = recorded(tiny_dir, tmp_path, *placed)
     check(nodes, spans)

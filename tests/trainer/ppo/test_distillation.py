@@ -122,7 +122,7 @@ def test_no_reward_is_needed_and_one_that_is_named_is_only_logged(
     more = (
         "trainer.total_training_steps=2",
         "actor_rollout_ref.actor.optim.lr=3e-3",
-        "rewards=[{name: rule, kind: function}]",
+        "reward.list=[{name: rule, kind: function}]",
     )
     config = load_config(settings(tiny_dir, tmp_path, teacher, *more))
     assert [reward.name for reward in rewards_of(config)] == ["rule"]

@@ -133,7 +133,7 @@ def test_offloaded_weights_are_there_while_an_engine_gets_its_own(model: Path) -
 
 
 def test_a_reward_model_computes_beside_the_engine_that_may_draw_more(model: Path) -> None:
-    judge = ("reward_model.enable=true", f"reward_model.model.path={model}")
+    judge = ("reward.model.enable=true", f"reward.model.path={model}")
     config = script_config(model, "placement=colocate", *judge)
     (reads,) = (r for r in role_memories(config, "cuda", CARD) if r.role == "reward_model")
     assert reads.call == 0
@@ -285,9 +285,9 @@ def test_on_cpus_the_processes_of_a_node_share_its_memory(
 def test_a_reward_model_passes_as_many_tokens_as_the_actor(
     tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:
-    judge = ("reward_model.enable=true", f"reward_model.model.path={classifier}")
+    judge = ("reward.model.enable=true", f"reward.model.path={classifier}")
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=240"
-    rows = "reward_model.micro_batch_size_per_gpu=3"
+    rows = "reward.model.micro_batch_size_per_gpu=3"
     by_tokens, of_its_own = (
         load_config(overrides(tiny_dir, tmp_path, *judge, *more))
         for more in ((tokens,), (tokens, rows))

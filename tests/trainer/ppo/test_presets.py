@@ -41,10 +41,10 @@ def test_one_update_a_step_where_no_ratio_corrects_a_second(preset: str) -> None
 
 def test_dapo_punishes_the_last_fifth_of_a_response() -> None:
     paper = load_config([*NEEDED, "algorithm=dapo", "data.max_response_length=20480"])
-    assert paper.reward_model.overlong_buffer.enable
-    assert paper.reward_model.overlong_buffer.len == 4096
+    assert paper.reward.overlong_penalty.enable
+    assert paper.reward.overlong_penalty.len == 4096
     short = load_config([*NEEDED, "algorithm=dapo", "data.max_response_length=3"])
-    assert short.reward_model.overlong_buffer.len == 1
+    assert short.reward.overlong_penalty.len == 1
 
 
 def test_keys_of_the_command_win() -> None:

@@ -109,6 +109,32 @@ def test_most_keys_of_verls_examples_are_accepted() -> None:
     assert len(accepted) / len(fates) >= 0.85
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "custom_reward_function.path=f.py custom_reward_function.name=score "
+        "custom_reward_function.reward_kwargs.bonus=1 reward_model.enable=True "
+        "reward_model.model.path=m reward_model.micro_batch_size_per_gpu=3 "
+        "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.log=False",
+        "custom_reward_function={path:f.py,name:score,reward_kwargs:{bonus:1}} "
+        "reward_model={enable:True,model:{path:m},micro_batch_size_per_gpu:3} "
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+        "reward.custom_reward_function.path=f.py reward.custom_reward_function.name=score "
+        "reward.custom_reward_function.reward_kwargs.bonus=1 reward.reward_model.enable=True "
+        "reward.reward_model.model_path=m reward.reward_model.micro_batch_size_per_gpu=3 "
+        "reward.num_workers=8 reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+    ],
+    ids=["names", "sections", "newer names"],
+)
+def test_rewards_have_verls_names_of_every_version(settings: str) -> None:
+    words = [*NEEDED, "actor_rollout_ref.rollout.n=2", "reward.overlong_penalty.len=8"]
+    reward = load_config([*words, *settings.split()]).reward
+    function, model = reward.function, reward.model
+    assert (function.path, function.name, function.kwargs) == ("f.py", "score", {"bonus": 1})
+    assert (model.enable, model.path, model.micro_batch_size_per_gpu) == (True, "m", 3)
+    assert reward.overlong_penalty.enable
+
+
 def test_a_key_of_ours_is_never_called_foreign() -> None:
     for key in KEYS:
         fate = fate_of(key, "1")

@@ -124,9 +124,9 @@ def test_ppo_takes_the_folder_as_reward_model_and_as_critic(
 ) -> None:
     folder = whole / "global_step_5" / "reward_model" / "huggingface"
     more = [
-        "reward_model.enable=true",
-        f"reward_model.model.path={folder}",
-        "reward_model.rule_weight=0",
+        "reward.model.enable=true",
+        f"reward.model.path={folder}",
+        "reward.rule_weight=0",
         f"critic.model.path={folder}",
         "placement=split",
         "trainer.n_gpus_per_node=2",

@@ -69,7 +69,7 @@ def test_turns_that_read_as_the_template_writes_are_trained_so(
 
 def test_a_reward_function_is_added_to_the_environments(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
-    more = (*POLICY_ALONE, f"custom_reward_function.path={tmp_path}/reward.py")
+    more = (*POLICY_ALONE, f"reward.function.path={tmp_path}/reward.py")
     play(tiny_dir, tmp_path / "run", *more, f"environment={GAMES}:Count")
     line = lines(tmp_path / "run")[0]
     assert line["critic/score/mean"] == pytest.approx(14.0)
@@ -150,7 +150,7 @@ def test_too_many_failures_end_the_run(tiny_dir: Path, tmp_path: Path) -> None:
 def test_one_turn_is_a_run_without_an_environment(tiny_dir: Path, tmp_path: Path) -> None:
     """Same noise, same path: an environment without observations changes no draw."""
     (tmp_path / "reward.py").write_text(REWARD)
-    more = (*POLICY_ALONE, f"custom_reward_function.path={tmp_path}/reward.py")
+    more = (*POLICY_ALONE, f"reward.function.path={tmp_path}/reward.py")
     sizes = ("data.max_prompt_length=16", "data.max_response_length=8")
     plain = settings_of(tiny_dir, tmp_path / "plain", *more, *sizes)
     run(load_config([one for one in plain if not one.startswith("environment")], PPO))

@@ -77,7 +77,7 @@ def test_every_form_of_a_reward_scores(
     settings = [
         f"actor_rollout_ref.model.path={tiny_dir}/model",
         f"data.{files}={tmp_path}/rows.jsonl",
-        *overrides_of({"rewards": rewards}),
+        *overrides_of({"reward.list": rewards}),
         f"trainer.default_local_dir={tmp_path}/run",
         "data.max_prompt_length=16",
         "data.max_response_length=8",

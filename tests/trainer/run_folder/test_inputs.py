@@ -26,7 +26,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "reward.py").write_text("def compute_score(): return 1")
     return {
         "data.train_files": tmp_path / "data.jsonl",
-        "custom_reward_function.path": tmp_path / "reward.py",
+        "reward.function.path": tmp_path / "reward.py",
         "critic.model.path": folder,
     }
 
@@ -35,7 +35,7 @@ def overrides(files: dict[str, Path]) -> tuple[str, ...]:
     return tuple(f"{key}={path}" for key, path in files.items())
 
 
-@pytest.mark.parametrize("key", ["data.train_files", "custom_reward_function.path"])
+@pytest.mark.parametrize("key", ["data.train_files", "reward.function.path"])
 def test_a_file_of_other_contents_is_refused_by_its_key(
     files: dict[str, Path], key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_module_that_a_reward_imports_is_refused_as_its_own_file_is(
     for name, content in IMPORTED.items():
         (tmp_path / name).write_text(content)
     monkeypatch.syspath_prepend(tmp_path / "base")
-    reward = files["custom_reward_function.path"]
+    reward = files["reward.function.path"]
     reward.write_text("import sys, beside\ndef compute_score():\n    import terms\n    return 1")
     run = tmp_path / "run"
     saved(run, 2, overrides=overrides(files))

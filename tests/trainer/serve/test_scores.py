@@ -26,14 +26,14 @@ KEYS = [
     "resource_pool_spec.ref_pool=[1]",
     "role_mapping.reward_model=reward_pool",
     "resource_pool_spec.reward_pool=[1]",
-    "reward_model.enable=true",
+    "reward.model.enable=true",
 ]
 
 
 def test_a_reference_and_a_reward_model_score_rows(
     tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:
-    keys = [*KEYS, f"reward_model.model.path={classifier}"]
+    keys = [*KEYS, f"reward.model.path={classifier}"]
     config = config_of(tiny_dir / "model", tmp_path, "placement=split", *keys)
     with served(config) as (desk, url), Client(url) as client:
 

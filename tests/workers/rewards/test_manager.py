@@ -19,7 +19,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.process import child
-from workers.config import RewardConfig, RewardFunctionConfig
+from workers.config import RewardConfig, RewardFunctionConfig, ScoringConfig
 from workers.rewards import scorer
 from workers.rewards.manager import FAILURES, RewardManager
 from workers.rewards.process import FunctionSpec
@@ -93,10 +93,8 @@ def make_manager(tokenizer: Any, managers: Any) -> Iterator[Any]:
     """Create managers as a configuration defines them."""
     made: list[Rewards] = []
 
-    def make(
-        sources: Sequence[str] = ("verl_like/tiny_letters",), **sections: Any
-    ) -> RewardManager:
-        config = PPOConfig(data=None, trainer=None, **sections)
+    def make(sources: Sequence[str] = ("verl_like/tiny_letters",), **reward: Any) -> RewardManager:
+        config = PPOConfig(data=None, trainer=None, reward=ScoringConfig(**reward))
         rows = SimpleNamespace(
             data_sources={*sources}, columns=[], has_truth=True, has_open_asserts=False
         )
@@ -218,21 +216,25 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_once(
     make_manager: Any, path: str, name: str, answer: str
 ) -> None:
     with pytest.raises(ConfigError, match=answer):
-        make_manager(custom_reward_function=RewardFunctionConfig(path=path, name=name))
+        make_manager(function=RewardFunctionConfig(path=path, name=name))
 
 
 @pytest.mark.parametrize(
     ("path", "function", "words"),
     [
-        ("no_such_file.py", "odd", r"^rewards\[0\]\.path=no_such_file\.py: there is no such file"),
-        ("odd_rewards", "even", r"^rewards\[0\]\.function='even': odd_rewards has no such name"),
+        ("no_such_file.py", "odd", r"^reward.list\[0\]\.path=no_such_file\.py: there is no such"),
+        (
+            "odd_rewards",
+            "even",
+            r"^reward.list\[0\]\.function='even': odd_rewards has no such name",
+        ),
     ],
 )
 def test_one_of_several_rewards_is_refused_by_its_own_keys(
     make_manager: Any, path: str, function: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        make_manager(rewards=[RewardConfig(name="first", path=path, function=function)])
+        make_manager(list=[RewardConfig(name="first", path=path, function=function)])
 
 
 @pytest.mark.parametrize(
@@ -252,9 +254,7 @@ def test_a_function_that_dies_while_it_loads_is_refused(
 ) -> None:
     (tmp_path / "broken.py").write_text(code, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
-        make_manager(
-            custom_reward_function=RewardFunctionConfig(path=str(tmp_path / "broken.py"), name="f")
-        )
+        make_manager(function=RewardFunctionConfig(path=str(tmp_path / "broken.py"), name="f"))
 
 
 def test_a_function_in_a_file_gets_its_keyword_arguments(
@@ -262,9 +262,9 @@ def test_a_function_in_a_file_gets_its_keyword_arguments(
 ) -> None:
     (tmp_path / "odd_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
     custom = RewardFunctionConfig(
-        path=str(tmp_path / "odd_rewards.py"), name="odd", reward_kwargs={"bonus": 0.5}
+        path=str(tmp_path / "odd_rewards.py"), name="odd", kwargs={"bonus": 0.5}
     )
-    manager = make_manager(custom_reward_function=custom)
+    manager = make_manager(function=custom)
     scores, _ = manager.remote(make_batch(tokenizer, ["ab"], [""])).result()
     assert scores.batch["token_level_scores"].sum().item() == 2.5
 

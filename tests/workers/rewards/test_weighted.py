@@ -12,7 +12,7 @@ import torch
 from trainer.ppo.update import without_skipped
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError, WorkerDiedError
-from workers.config import OverlongBufferConfig, RewardConfig
+from workers.config import OverlongPenaltyConfig, RewardConfig
 from workers.rewards import weighted
 from workers.rewards.failures import MOST_KINDS, FailureLog, group_by_kind
 from workers.rewards.manager import FAILURES, Scored
@@ -262,12 +262,12 @@ def test_a_group_that_is_skipped_whole_scores_zero() -> None:
 
 
 def test_overlong_responses_are_punished_softly() -> None:
-    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
+    buffer = OverlongPenaltyConfig(enable=True, len=4, penalty_factor=2.0)
     lengths = torch.tensor([0, 4, 5, 6, 8])
     mask = torch.arange(8) < lengths[:, None]
     assert overlong_punishment(mask, buffer).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
 
-    short = OverlongBufferConfig(enable=True, len=2, penalty_factor=1.0)
+    short = OverlongPenaltyConfig(enable=True, len=2, penalty_factor=1.0)
     scored, metrics = scores_of(part("rule", [1.0] * 4), overlong=short)
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 0.5, 1.0]
     assert scored.non_tensor_batch["reward_extra/overlong_reward"].tolist() == [-0.5, -1.0, -0.5, 0]

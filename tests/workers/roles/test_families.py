@@ -14,7 +14,7 @@ from tests.workers.gradients import ACTOR_COLUMNS, FAMILIES, gradients
 from tests.workers.samples import VOCAB, learned, make_batch, started, text_rows, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.config import ModelConfig, RewardModelConfig, ScoringModelConfig
+from workers.config import ModelConfig, RewardModelConfig
 from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
 from workers.roles.actor import ActorWorker
@@ -92,8 +92,7 @@ def test_a_reward_model_scores_as_the_family_s_classifier(folder: Path, tmp_path
     classifier = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     classifier.save_pretrained(tmp_path)
     settings = config_of(folder)
-    scoring = ScoringModelConfig(path=str(tmp_path))
-    settings.reward_model = RewardModelConfig(enable=True, model=scoring)
+    settings.reward.model = RewardModelConfig(enable=True, path=str(tmp_path))
     batch = make_batch(3)
     scores = started(RewardModelWorker, settings).compute_rm_score(batch).batch["rm_scores"]
     for number in range(3):

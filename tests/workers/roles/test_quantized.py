@@ -83,11 +83,11 @@ def test_a_reward_model_scores_with_int8(
         path = str(classifier)
         if listed:
             reward = RewardConfig(name="one", kind="model", path=path, quantization=quantization)
-            config.rewards = [reward]
+            config.reward.list = [reward]
         else:
-            config.reward_model.enable = True
-            config.reward_model.model.path = path
-            config.reward_model.model.quantization = quantization
+            config.reward.model.enable = True
+            config.reward.model.path = path
+            config.reward.model.quantization = quantization
         worker = started(RewardModelWorker, config)
         assert is_quantized(worker.engine.module) == bool(quantization)
         assert not isinstance(worker.engine.module.score.weight, Int8Weight)

@@ -7,7 +7,7 @@ import torch
 
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import ConfigError
-from workers.config import RewardModelConfig, ScoringModelConfig
+from workers.config import RewardModelConfig
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker
@@ -15,9 +15,7 @@ from workers.roles.reward_model import RewardModelWorker
 
 def scorer(tiny_dir: Path, path: Path) -> RewardModelWorker:
     config = tiny_config(tiny_dir)
-    config.reward_model = RewardModelConfig(
-        enable=True, model=ScoringModelConfig(path=str(path)), micro_batch_size_per_gpu=2
-    )
+    config.reward.model = RewardModelConfig(enable=True, path=str(path), micro_batch_size_per_gpu=2)
     return started(RewardModelWorker, config)
 
 

@@ -16,7 +16,7 @@ from tests.workers.samples import VOCAB, learned, own_piece, random_row, started
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.config import CheckpointConfig, OptimConfig, RewardModelConfig, ScoringModelConfig
+from workers.config import CheckpointConfig, OptimConfig, RewardModelConfig
 from workers.config.rows import RewardTrainingConfig, RowDataConfig, TrainedModelConfig
 from workers.losses.pairwise import PAIRWISE_LOSSES
 from workers.roles.critic import CriticWorker
@@ -141,7 +141,7 @@ def test_more_padding_does_not_change_a_score(packs: bool, one_layer_dir: Path) 
 def scored_in_ppo(one_layer_dir: Path, path: Path) -> torch.Tensor:
     """Return [pairs, 2]: the scores of both sides as samples, by PPO's reward model."""
     config = tiny_config(one_layer_dir)
-    config.reward_model = RewardModelConfig(enable=True, model=ScoringModelConfig(path=str(path)))
+    config.reward.model = RewardModelConfig(enable=True, path=str(path))
     samples = DataProto.from_dict({name: pairs().padded(name).flatten(0, 1) for name in INPUTS})
     scored = started(RewardModelWorker, config).compute_rm_score(samples)
     return scored.batch["rm_scores"].sum(dim=1).view(-1, 2)
