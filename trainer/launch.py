@@ -279,7 +279,7 @@ def check_trainer(cls: type[Trainer]) -> None:
     check_methods(cls, base, f"trainer.cls={cls.__module__}.{cls.__qualname__}", names)
 
 
-ALL_FOUND = "Nothing is wrong that shows before a process starts."
+ALL_FOUND = "No problem was found that shows before processes start."
 
 
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:

@@ -2,15 +2,15 @@
        verl-like bench overlap --gen 1.2 --score 0.3 --update 0.8 --sync 0.1
            [--generators 1,2] [--trainers 1] [--staleness 0,1,4] [--json] ...
 
-`overlap` predicts how fast an asynchronous run is, whose generators generate while its trainer
-trains. It reads the seconds of the phases from a run, or takes those given, and simulates: seconds
-per step, speed-up over the synchronous run, who is idle, and what limits, for fewer and more
-generators. Nothing is started.
+`overlap` predicts how fast an asynchronous run would be. It reads the seconds of each phase from a
+run, or from the options, and simulates several numbers of generators: seconds per step, speed-up
+over the synchronous run, who is idle, and what limits the speed. Nothing is started.
 
-  --pieces 4          pieces of a batch, each made by one generator; by default as many as
-  generators --limit 8           pieces that may be queued or in generation at once --at-once
-  generators take new weights in the middle of a piece --fixed-share 0.5   share of generation that
-  fewer rows do not shorten: the longest response's
+  --pieces 4          parts of a batch, each from one generator; by default one per generator
+  --limit 8           parts that may be queued or in generation at once
+  --at-once           generators take new weights in the middle of a part
+  --fixed-share 0.5   share of the generation that more generators do not shorten, because the
+                      longest response takes it
 """
 
 from __future__ import annotations

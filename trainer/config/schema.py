@@ -94,7 +94,7 @@ class TrainerConfig(Section):
     dry_run: bool = key(False)
     """Check the run, print the plan and stop (`verl-like check`)."""
     simulate: str | None = key(
-        None, allows="number and card, as 8xH100", read_when=when("dry_run", True)
+        None, allows="number and GPU, as 8xH100", read_when=when("dry_run", True)
     )
     """Check as if the machines had these GPUs; sets dry_run (`verl-like check --gpus`)."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")

@@ -81,9 +81,9 @@ class PromptSet:
         """Returns the players of a row's environment, if a run has several players."""
         longest = max(lengths, default=0)
         self.story = (
-            f"data.{setting} holds {len(lengths)} prompts; {self.num_overlong} were dropped and "
-            f"{self.num_cut} cut for more than data.max_prompt_length={config.max_prompt_length} "
-            f"tokens (the longest has {longest})"
+            f"data.{setting} has {len(lengths)} prompts of at most {longest} tokens; longer than "
+            f"data.max_prompt_length={config.max_prompt_length}: {self.num_overlong} dropped, "
+            f"{self.num_cut} cut"
         )
 
     def __len__(self) -> int:
@@ -237,10 +237,10 @@ class PromptLoader:
         self._sets = [self.prompts, *([self.validation] if self.validation is not None else [])]
         if not len(self):
             raise ConfigError(
-                f"{self.prompts.story}: {len(self.prompts)} remain, too few for one batch of "
+                f"{self.prompts.story}. The remaining {len(self.prompts)} do not fill a batch of "
                 f"data.train_batch_size={self._config.train_batch_size}."
             )
-        logger.info("%s; %d left over", self.prompts.story, self.num_left_over)
+        logger.info("%s; %d do not fill a batch", self.prompts.story, self.num_left_over)
         if self.validation is not None:
             logger.info("%s", self.validation.story)
 

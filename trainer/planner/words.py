@@ -16,8 +16,8 @@ SHOWN = 5
 MOST_LOSERS = 10
 MOST_GPUS = 4096
 ASSUMED = (
-    f"Seconds are arithmetic, nothing is measured: GPUs are taken to reach {FLOPS_REACHED:g} "
-    f"of their operations and {BYTES_REACHED:g} of their bytes per second."
+    f"Seconds are calculated, not measured. They assume that GPUs reach {FLOPS_REACHED:g} of "
+    f"their operations per second and {BYTES_REACHED:g} of their memory bandwidth."
 )
 
 
@@ -38,7 +38,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.rows_in_words}\n"
         f"{ASSUMED}",
         "\n".join([*draw_table(_table(job, best), max_columns), _speed(job, first)]),
-        _listed("Keys of the first:", job.overrides(first)),
+        _listed("Keys of placement 1:", job.overrides(first)),
         memory_table(roles, devices, max_columns),
         _listed(
             f"Why other {'layouts' if is_single else 'placements'} lose:", losers[:MOST_LOSERS]
@@ -115,7 +115,7 @@ def _speed(job: Job, placement: PlannedPlacement) -> str:
         length = "set trainer.total_training_steps to see the hours of the run"
     else:
         length = f"the run of {steps:,} steps takes {steps * placement.step / 3600:,.1f} hours"
-    return f"The first: {samples / placement.step:,.1f} samples per second; {length}."
+    return f"Placement 1: {samples / placement.step:,.1f} samples per second; {length}."
 
 
 def _other_partitions(

@@ -88,8 +88,8 @@ def batch_line(config: PPOConfig) -> str:
     tokens = data.max_prompt_length + data.max_response_length
     return (
         f"A step: {data.train_batch_size:,} prompts, {num_samples} "
-        f"sample{'s' if num_samples > 1 else ''} of each, {tokens:,} tokens at most; updates of "
-        f"{config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
+        f"sample{'s' if num_samples > 1 else ''} of each, at most {tokens:,} tokens; mini-batches "
+        f"of {config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
     )
 
 

@@ -77,7 +77,7 @@ def _first_to_last(data: RunData) -> list[str]:
         values = next((v for v in candidates if word != "KL" or any(v)), None)
         if values:
             changes.append(f"{word} {values[0]:.3g} -> {values[-1]:.3g}")
-    return [f"from the first to the last: {', '.join(changes)}"] if changes else []
+    return [f"first to last step: {', '.join(changes)}"] if changes else []
 
 
 def _trajectories(data: RunData) -> Iterator[str]:

@@ -68,9 +68,9 @@ def try_rewards(
         )
     scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
-    beside = f", and beside them {', '.join(names)}" if names else ""
+    beside = f", and the values {', '.join(names)}" if names else ""
     line = (
-        f"rewards, tried on {len(batch)} rows with their ground truth for an answer: scores from "
+        f"rewards, tried on {len(batch)} rows with their ground truth as response: scores from "
         f"{float(scores.min()):.4g} to {float(scores.max()):.4g}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]

@@ -44,7 +44,8 @@ class RunResult:
         """Read the result from the run folder; an export is of `role`."""
         folder = Path(config.trainer.default_local_dir)
         notes: list[str] = []
-        metrics = read_metrics(folder / "metrics.jsonl", notes)
+        file = folder / "metrics.jsonl"
+        metrics = read_metrics(file, notes) if file.is_file() else []  # a check writes none
         for note in notes:
             logger.warning("%s", note)
         exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]

@@ -46,9 +46,9 @@ class EnvironmentConfig(Section):
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
     """Functions that the policy can call; in short `tools=[...]`."""
     call_parser: str | None = key(
-        None, allows="the name of a form, or FILE.py:FUNCTION", read_when=PLAYS
+        None, allows="the name of a format, or FILE.py:FUNCTION", read_when=PLAYS
     )
-    """Form of tool calls, or a parser; null: the chat template's."""
+    """Format of tool calls, or a parser; null: by the chat template."""
     overrides: str = key(
         "serve",
         choices=("serve", "override", "reject"),
@@ -68,7 +68,7 @@ class EnvironmentConfig(Section):
     )
     """Tokens per turn."""
     history: str = key("as_drawn", choices=("as_drawn", "as_template"), read_when=PLAYS)
-    """How a turn reads older turns: as they were sampled, or as the template writes them now."""
+    """How a turn reads older turns: as sampled, or as the chat template writes them now."""
     step_timeout_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Timeout of a reply in seconds."""
     trajectory_timeout_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)
