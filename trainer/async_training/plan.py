@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
 
 AGES = {0: "as new as the policy", 1: "at most 1 version old"}
-MOMENTS = {"between_batches": "between two pieces", "immediate": "in the middle of a piece"}
+MOMENTS = {"between_batches": "between two calls", "immediate": "in the middle of a call"}
 
 
 def plan_lines(
@@ -17,23 +17,20 @@ def plan_lines(
     staleness, num_batches = async_training.max_staleness, async_training.update_steps
     age = AGES.get(staleness, f"at most {staleness} versions old")
     rounds = "batch" if num_batches == 1 else f"{num_batches} batches"
-    aged = (
-        f"a sample is {age} when it is trained on: generators wait rather than let one grow older"
-    )
+    aged = f"a sample is {age} when it is trained on; generators wait if a new one could get older"
     batch, most = config.data.train_batch_size, max(map(config.pieces_at_once, range(generators)))
-    together = f"; a generator answers up to {most} together" if most > 1 else ""
+    together = f"; a generator runs up to {most} together" if most > 1 else ""
     pieces = (
-        f"a batch of {batch} prompts is {_count(batch // config.piece_size, 'piece')}: "
-        f"{_count(config.piece_size, 'prompt')} each, which one generator answers in a "
-        f"call{together}"
+        f"a batch of {batch} prompts is {_count(batch // config.piece_size, 'call')} of "
+        f"{_count(config.piece_size, 'prompt')}, each to one generator{together}"
     )
     queued = (
         f"at most {num_open} samples are queued or in generation "
         f"({num_open / samples_per_batch(config):.3g} times a batch)"
     )
     versions = (
-        f"there is a version of the weights after every {rounds}; "
-        f"a generator takes it {MOMENTS[async_training.weight_update]}"
+        f"trainers send new weights after every {rounds}; "
+        f"a generator takes them {MOMENTS[async_training.weight_update]}"
     )
     drawn = topology.describe(max_columns).splitlines()
     lines = [*drawn, pieces, aged, queued, versions]

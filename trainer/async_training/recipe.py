@@ -99,7 +99,7 @@ def _other_weights(config: AsyncConfig) -> str:
     async_training = config.async_training
     if async_training.max_staleness:
         staleness = f"async_training.max_staleness={async_training.max_staleness}"
-        return f"{staleness} lets samples be of older weights"
+        return f"{staleness} allows samples of older weights"
     for generator, settings in async_training.generator_settings.items():
         if settings.quantization:
             rounds = f"quantization={settings.quantization} rounds that generator's weights"

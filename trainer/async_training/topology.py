@@ -166,7 +166,7 @@ class Topology:
 
     def describe(self, width: int | None = None) -> str:
         """Return the table of routes, no wider than `width` columns."""
-        rows = [("sender", "role or rank", "pool", "experience to", "weights to")]
+        rows = [("sender", "role or rank", "pool", "samples to", "weights to")]
         for generator, (role, pool) in enumerate(self.roles().items()):
             to = _named("trainer", self.trainers_of(generator))
             rows.append((f"generator {generator}", role, pool, to, "-"))

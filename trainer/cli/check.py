@@ -94,7 +94,7 @@ def generators_sections(
     if not isinstance(config, AsyncConfig):
         return {}
     if not measured:
-        ask = "verl-like check async --measured RUN_DIR ...: from the seconds of any PPO run"
+        ask = "Add --measured RUN_DIR, the folder of a PPO run, to predict the seconds of a step."
         return {"Generators and trainers": plan_lines(config, max_columns), "How fast": [ask]}
     phases, notes = measured_phases(measured)
     fast = [prediction_line(config, phases), *notes]

@@ -204,6 +204,6 @@ def correct_by_default(config: P, keys: Collection[str], reason: str = "") -> tu
 
     return changed(config, {f"{CORRECTION}.rollout_is": "token"}), [
         f"notice: {reason}, so {CORRECTION}.rollout_is=token (at most "
-        f"{correction.rollout_is_threshold}), as correction=decoupled_token_is sets it; "
+        f"{correction.rollout_is_threshold}) is set, as by correction=decoupled_token_is; "
         "correction=disabled turns it off"
     ]

@@ -30,14 +30,12 @@ def config_of(*overrides: str) -> AsyncConfig:
 
 def test_it_says_pieces_ages_and_what_may_be_open() -> None:
     lines = plan_lines(config_of("async_training.generators=2", "async_training.max_staleness=2"))
-    pieces = (
-        "a batch of 8 prompts is 2 pieces: 4 prompts each, which one generator answers in a call"
-    )
+    pieces = "a batch of 8 prompts is 2 calls of 4 prompts, each to one generator"
     assert pieces in lines
     assert any("at most 2 versions old when it is trained on" in line for line in lines)
     assert "at most 96 samples are queued or in generation (3 times a batch)" in lines
     assert any(
-        "after every batch; a generator takes it between two pieces" in line for line in lines
+        "after every batch; a generator takes them between two calls" in line for line in lines
     )
     assert any("corrected: rollout_is=token" in line for line in lines)
     assert lines[1].split()[:3] == ["generator", "0", "rollout"]
@@ -45,10 +43,8 @@ def test_it_says_pieces_ages_and_what_may_be_open() -> None:
 
 def test_pieces_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
     config = config_of("async_training.topology=2m4t")
-    pieces = (
-        "a batch of 8 prompts is 4 pieces: 2 prompts each, which one generator answers in a call"
-    )
-    assert f"{pieces}; a generator answers up to 2 together" in plan_lines(config)
+    pieces = "a batch of 8 prompts is 4 calls of 2 prompts, each to one generator"
+    assert f"{pieces}; a generator runs up to 2 together" in plan_lines(config)
     setup = setup_of(config)
     assert [setup.generators_of(place) for place in range(setup.num_pieces)] == [(0,), (1,)]
 
