@@ -136,13 +136,13 @@ class Trajectories:
 
     def play(self, round_: int) -> list[Any]:
         """One round."""
-        from workers.agents.trajectory import Start
+        from workers.agents.trajectory import TrajectoryStart
 
         starts = []
         for row in range(self.rows):
             key = 100000 * round_ + row
             prompt = self.model.prompt(round_, row)
-            starts.append(Start(prompt, {"number": row}, (key, key), key, f"row {row}"))
+            starts.append(TrajectoryStart(prompt, {"number": row}, (key, key), key, f"row {row}"))
         return self.loop.play(starts, self.sampling, num_open=1024)
 
     def run(self, round_: int) -> int:

@@ -56,7 +56,7 @@ def swap(owner: Any, name: str, stub: Any) -> Restore:
 def without_sandbox() -> list[Restore]:
     """In the driver: it calls the function."""
     from verl_like.registry import load_from
-    from workers.rewards.call import Call, Sample
+    from workers.rewards.call import RewardCall, Sample
     from workers.rewards.outcome import Outcome
     from workers.rewards.process import Calls
     from workers.rewards.scorer import Scorer
@@ -67,7 +67,7 @@ def without_sandbox() -> list[Restore]:
         if id(self) not in calls:
             spec = self._function
             function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
-            call = Call.of(function, spec.kwargs, spec.columns)
+            call = RewardCall.of(function, spec.kwargs, spec.columns)
             calls[id(self)] = Calls(call, spec)
         return [calls[id(self)].score(sample) for sample in samples]
 

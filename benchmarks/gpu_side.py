@@ -99,15 +99,15 @@ def sharded_over_one_rank() -> Iterator[None]:
     """Engines that are built inside use FSDP2 although they have one rank."""
     import torch.distributed as dist
 
-    from workers.parallel.groups import Groups
+    from workers.parallel.groups import RankGroups
 
-    plain = Groups.__init__
+    plain = RankGroups.__init__
 
-    def with_a_loss_group(self: Groups, *args: Any) -> None:
+    def with_a_loss_group(self: RankGroups, *args: Any) -> None:
         plain(self, *args)
         self.loss = dist.group.WORLD
 
-    with patch.object(Groups, "__init__", with_a_loss_group):
+    with patch.object(RankGroups, "__init__", with_a_loss_group):
         yield
 
 
@@ -198,14 +198,14 @@ def local_rank_fixed(trial: Trial) -> Iterator[Figure]:
     from verl_like.process.facts import ProcessFacts
     from verl_like.process.worker import Worker, construction
     from workers.parallel.dims import ParallelDims
-    from workers.parallel.groups import Groups
+    from workers.parallel.groups import RankGroups
 
     os.environ |= {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "0"}
     facts = ProcessFacts(local_rank=3, local_world_size=8, device_kind=trial.device)
     with construction(facts, {}):
         worker = Worker()
     worker.open_process_group()
-    groups = Groups(ParallelDims(), worker.device)
+    groups = RankGroups(ParallelDims(), worker.device)
     ones = torch.ones(8, device=worker.device)
     dist.all_reduce(ones, group=groups.mesh.get_group("shard"))
     yield "device", str(ones.device)

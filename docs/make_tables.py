@@ -34,7 +34,7 @@ from trainer.cli.check import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.migrate.flags import Row, Table, read_table
+from trainer.migrate.flags import FlagRow, Table, read_table
 from trainer.ppo import verl
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
@@ -458,7 +458,7 @@ def flag_rows(system: str, dashes: str = "") -> list[list[str]]:
     return sorted(rows)
 
 
-def _here(row: Row) -> str:
+def _here(row: FlagRow) -> str:
     """Return the translation of a flag."""
     if row.always:
         return f"always: {row.always}"

@@ -30,7 +30,7 @@ from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CallbackError, ConfigError, nearest
-from verl_like.signatures import Call, call_of, check_method
+from verl_like.signatures import CallSignature, call_of, check_method
 
 
 class Hooks:
@@ -119,6 +119,6 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 )
             if method in hooks:
                 hook = call_of(getattr(Hooks, method))
-                check_method(callback, method, name, Call("trainer", *hook.by_position))
+                check_method(callback, method, name, CallSignature("trainer", *hook.by_position))
         if not any(hasattr(callback, hook) for hook in hooks):
             raise ConfigError(f"{name} has no hook: give it one of {', '.join(hooks)}.")

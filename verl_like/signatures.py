@@ -1,6 +1,6 @@
 """Check, before anything runs, that the user's code accepts the calls that it will get.
 
-    LOSS = Call("old_log_prob", "log_prob", by_name=("advantages", "response_mask"))
+    LOSS = CallSignature("old_log_prob", "log_prob", by_name=("advantages", "response_mask"))
     check_call(my_loss, "policy loss 'my_module.my_loss'", LOSS)
     check_methods(MyEngine, RolloutEngine, "rollout.name=my_module.MyEngine")
 
@@ -21,7 +21,7 @@ Check = Callable[[Any, str], None]
 BOUND_OTHERWISE = (staticmethod, classmethod)
 
 
-class Call:
+class CallSignature:
     """The arguments of a call: values by position, with names for messages, and others by name."""
 
     def __init__(self, *by_position: str, by_name: Sequence[str] = ()) -> None:
@@ -33,7 +33,7 @@ class Call:
         return f"({', '.join([*self.by_position, *named])})"
 
 
-def check_call(function: Any, subject: str, call: Call) -> None:
+def check_call(function: Any, subject: str, call: CallSignature) -> None:
     """Reject an object that is not a function or does not accept this call."""
     if not callable(function):
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_by_name(function: Any, subject: str) -> None:
     check_call(
         function,
         subject,
-        Call(by_name=[parameter.name for parameter in names if is_required(parameter)]),
+        CallSignature(by_name=[parameter.name for parameter in names if is_required(parameter)]),
     )
 
 
@@ -80,28 +80,28 @@ def check_methods(
             check_method(cls, name, subject, call_of(ours))
 
 
-def check_method(owner: Any, name: str, subject: str, call: Call) -> None:
+def check_method(owner: Any, name: str, subject: str, call: CallSignature) -> None:
     """Reject a method of a class or object that does not accept this call."""
     is_unbound = isinstance(owner, type) and not isinstance(
         inspect.getattr_static(owner, name), BOUND_OTHERWISE
     )
-    whole = Call("self", *call.by_position, by_name=call.by_name) if is_unbound else call
+    whole = CallSignature("self", *call.by_position, by_name=call.by_name) if is_unbound else call
     check_call(getattr(owner, name), f"{subject}: its {name}", whole)
 
 
-def call_of(method: Any) -> Call:
+def call_of(method: Any) -> CallSignature:
     """Return the shortest call that a method of this project accepts, without `self`."""
     function = method.__func__ if isinstance(method, BOUND_OTHERWISE) else method
     signature = signature_of(function)
     if signature is None:
-        return Call()
+        return CallSignature()
     bound = 0 if isinstance(method, staticmethod) else 1
     needed = [parameter for parameter in signature.parameters.values() if is_required(parameter)]
     by_position = [
         parameter.name for parameter in needed if parameter.kind is not parameter.KEYWORD_ONLY
     ]
     by_name = [parameter.name for parameter in needed if parameter.kind is parameter.KEYWORD_ONLY]
-    return Call(*by_position[bound:], by_name=by_name)
+    return CallSignature(*by_position[bound:], by_name=by_name)
 
 
 def signature_of(function: Any) -> inspect.Signature | None:

@@ -9,9 +9,9 @@ import pytest
 
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
-from verl_like.signatures import Call, call_of, check_by_name, check_call, check_methods
+from verl_like.signatures import CallSignature, call_of, check_by_name, check_call, check_methods
 
-SCORE = Call("batch", by_name=("seed",))
+SCORE = CallSignature("batch", by_name=("seed",))
 
 
 class Base:

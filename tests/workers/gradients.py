@@ -11,7 +11,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from workers.parallel.fsdp import full_tensor
 from workers.training.engine import INPUTS
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Rows, mini_batch
 
@@ -52,7 +52,7 @@ def gradients(
 def loss_of(worker: Any, data: DataProto) -> Loss:
     """Return the worker's own loss, with entropies."""
     make, *_ = worker.losses().values()
-    return replace(make(data), wanted=Wanted(entropy=True))
+    return replace(make(data), wanted=TokenOutputs(entropy=True))
 
 
 def assert_equal_gradients(grads: Gradients, expected: Gradients) -> None:

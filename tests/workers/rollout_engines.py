@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
+from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams, TakeBudget
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 
@@ -166,7 +166,7 @@ class EmptyEngine(RolloutEngine):
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
         pass
 
-    def _advance(self, budget: Budget) -> dict[int, Sample]:
+    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
         return {}
 
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:

@@ -26,7 +26,7 @@ from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.server import serve_command
 from workers.rollout.vllm.setup import EXTENSION, VllmSettings, model_facts
-from workers.rollout.vllm.worker import Sampler, WorkerExtension
+from workers.rollout.vllm.worker import NoiseSampler, WorkerExtension
 
 START_S = 300
 STEP_S = 0.05
@@ -39,7 +39,7 @@ class SlowExtension(WorkerExtension):
     def install_sampler(self) -> list[str]:
         methods = super().install_sampler()
         sampler = self.model_runner.sampler
-        draw = Sampler.forward
+        draw = NoiseSampler.forward
 
         def draw_slowly(*args: Any, **kwargs: Any) -> Any:
             time.sleep(STEP_S if sampler.sampling is not None else 0)
@@ -104,7 +104,7 @@ class StandIn(WorkerExtension):
         self.weights: dict[str, torch.Tensor] = {}
         self.damage: Callable[[], object] = lambda: None
         """Gets at the weights before their hashes are compared."""
-        self.tables = Sampler(None, torch.nn.Identity())
+        self.tables = NoiseSampler(None, torch.nn.Identity())
         self.calls: list[str] = []
         self.aborted: set[str] = set()
         self.held: set[int] = set()

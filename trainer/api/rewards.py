@@ -20,7 +20,7 @@ import cloudpickle
 
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
-from workers.rewards.call import Call
+from workers.rewards.call import RewardCall
 
 LOADER = '''"""A reward function from a Python session: its pickle lies beside this file."""
 
@@ -60,7 +60,7 @@ def reward_list(
             if hasattr(function, "forward"):  # a module: its __call__ does not show the parameters
                 function = function.forward
             if columns is not None:
-                Call.of(function, dict(item.get("kwargs", {})), columns)
+                RewardCall.of(function, dict(item.get("kwargs", {})), columns)
             item["path"], item["function"] = place_of_function(function, folder / item["name"])
         items.append(item)
     return items

@@ -28,7 +28,7 @@ VERBS = {
 }
 
 
-class State(NamedTuple):
+class ActivityState(NamedTuple):
     """A role's state, and the time when it began."""
 
     name: str
@@ -96,14 +96,14 @@ class RoleActivity:
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
-        self.state = State("waiting", "something to do", 0.0)
+        self.state = ActivityState("waiting", "something to do", 0.0)
         self._counted_to = 0.0
         self._seconds = dict.fromkeys(STATES, 0.0)
 
     @contextmanager
     def _enter(self, name: str, task: str) -> Iterator[None]:
         before = self.state
-        self._go_to(State(name, task, 0.0))
+        self._go_to(ActivityState(name, task, 0.0))
         try:
             yield
         finally:
@@ -120,7 +120,7 @@ class RoleActivity:
 
     def leave(self, task: str) -> None:
         """Enter the state `gone` for good."""
-        self._go_to(State("gone", task, 0.0))
+        self._go_to(ActivityState("gone", task, 0.0))
 
     def seconds(self, now: float) -> dict[str, float]:
         """Return the seconds spent in each state until `now`."""
@@ -129,7 +129,7 @@ class RoleActivity:
         self._counted_to = now
         return dict(self._seconds)
 
-    def _go_to(self, state: State) -> None:
+    def _go_to(self, state: ActivityState) -> None:
         with self._activity.lock:
             now = self._activity.now(begins=True)
             self.seconds(now)

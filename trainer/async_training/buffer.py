@@ -52,7 +52,7 @@ class StalledError(VerlLikeError, RuntimeError):
     """Generators and trainer wait for each other; the message says who waits for what."""
 
 
-class Weights(NamedTuple):
+class WeightVersion(NamedTuple):
     """Weights that a generator holds or may take; greater is newer."""
 
     num_swaps: int
@@ -89,7 +89,7 @@ class ExperienceBuffer:
         self._to_validate: list[Experience] = []
         self._generators: set[int] = set()
         self._idle: set[int] = set()
-        self.weights = Weights(0, 0)
+        self.weights = WeightVersion(0, 0)
         """The newest weights that generators can take."""
         self._demand = Demand()
         self._num_taken = 0
@@ -117,7 +117,9 @@ class ExperienceBuffer:
             self._generators.discard(generator)
             self._failure = self._failure or error
 
-    def begin(self, generator: int, weights: Weights, waits: bool = True) -> Experience | None:
+    def begin(
+        self, generator: int, weights: WeightVersion, waits: bool = True
+    ) -> Experience | None:
         """Return the next piece for a generator with these weights; wait for its turn.
 
         Return None if the generator has to take newer weights first, if the run is over, or if
@@ -214,7 +216,7 @@ class ExperienceBuffer:
         """Announce weights of this version, which generators take before their next piece."""
         with self._change():
             swaps = self.weights.num_swaps + (version == self.version)
-            self.weights = Weights(swaps, version)
+            self.weights = WeightVersion(swaps, version)
 
     @contextmanager
     def paused(self, timeout_s: float) -> Iterator[None]:

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from trainer.async_training.activity import Activity
-from trainer.async_training.buffer import ExperienceBuffer, Weights
+from trainer.async_training.buffer import ExperienceBuffer, WeightVersion
 from trainer.async_training.samplers import Experience
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
@@ -65,7 +65,7 @@ class Generator:
         self._number, self._role = number, generator_role(number)
         self._buffer, self._feed, self._goes_on_after = buffer, weights, goes_on_after
         self._activity = activity.of(f"generator {number}")
-        self._weights = Weights(0, 0)
+        self._weights = WeightVersion(0, 0)
         self._running: dict[Submission, Experience] = {}
         self._max_tokens = config.rollout_of(number).max_new_tokens_per_call
         self._num_at_once = config.pieces_at_once(number)
@@ -110,7 +110,7 @@ class Generator:
         if newest > self._weights and (self._takes_weights_within or not self._running):
             with self._activity.syncing(f"weights of version {newest.version}"):
                 version = self._feed.deliver(self._number)
-                self._weights = Weights(newest.num_swaps, version)
+                self._weights = WeightVersion(newest.num_swaps, version)
 
     def _submit(self) -> None:
         """Submit pieces if the queue has room; wait for room if there is nothing else to do."""
@@ -164,7 +164,7 @@ class Generator:
         Raise if the run cannot go on.
         """
         num_lost = self._buffer.lost(self._number)
-        self._running, self._weights = {}, Weights(0, 0)
+        self._running, self._weights = {}, WeightVersion(0, 0)
         with self._activity.gone("new processes are to replace the lost ones"):
             self._is_lost = not self._goes_on_after(self._number, error, num_lost)
         if self._is_lost:

@@ -23,7 +23,7 @@ from trainer.record import Metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry
-from verl_like.signatures import Call, check_call, check_methods
+from verl_like.signatures import CallSignature, check_call, check_methods
 
 
 @dataclass(eq=False, kw_only=True)
@@ -172,7 +172,7 @@ def _check(sampler: Any, subject: str) -> None:
             "trainer.async_training.samplers.Sampler."
         )
     check_methods(sampler, Sampler, subject)
-    check_call(sampler, subject, Call())
+    check_call(sampler, subject, CallSignature())
 
 
 SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)

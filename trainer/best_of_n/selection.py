@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Sample:
+class ScoredSample:
     """A response to a prompt."""
 
     text: str
@@ -88,7 +88,9 @@ def select(
     return rows, {"selection/num_rows": float(len(rows)), **metrics}
 
 
-def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, Any, list[Sample]]]:
+def samples_by_prompt(
+    batch: DataProto, tokenizer: Any
+) -> Iterator[tuple[Row, Any, list[ScoredSample]]]:
     """Yield the shared fields of a prompt's rows, the prompt, and its samples (of one uid).
 
     The best sample comes first, and of equal scores the earliest.
@@ -117,7 +119,7 @@ def samples_by_prompt(batch: DataProto, tokenizer: Any) -> Iterator[tuple[Row, A
                 "rewards": rewards or None,
             }
             if not skipped[row]:
-                samples.append(Sample(texts[row], scores[row], facts, chats[row]))
+                samples.append(ScoredSample(texts[row], scores[row], facts, chats[row]))
         samples.sort(key=lambda sample: -sample.score)  # stable: of equal scores the first
         prompt, source = columns["raw_prompt"][rows[0]], str(columns["data_source"][rows[0]])
         if not isinstance(prompt, str):  # parquet gives arrays of messages
@@ -141,7 +143,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sample]:
+def best_samples(samples: Sequence[ScoredSample], least: float, most: int) -> list[ScoredSample]:
     """Return at most `most` samples with different texts and scores of at least `least`."""
     first_of_text = {sample.text: sample for sample in reversed(samples)}
     good = [
@@ -152,7 +154,7 @@ def best_samples(samples: Sequence[Sample], least: float, most: int) -> list[Sam
     return good[:most]
 
 
-def pair_row(prompt: Any, facts: Row, best: Sample, worst: Sample) -> Row:
+def pair_row(prompt: Any, facts: Row, best: ScoredSample, worst: ScoredSample) -> Row:
     """Return best and worst as a row for `trainer.data.pairs`."""
     sides = {"chosen": best, "rejected": worst}
     row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **facts}

@@ -54,7 +54,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRun:
     """A predicted run."""
 
     name: str
@@ -65,7 +65,7 @@ class Row:
     limit: str
 
     @classmethod
-    def of(cls, name: str, phases: Phases, setup: Setup) -> Row:
+    def of(cls, name: str, phases: Phases, setup: Setup) -> PredictedRun:
         """Simulate the run and the synchronous one."""
         synchronous = simulate(phases, replace(setup, max_staleness=0)).seconds
         prediction = simulate(phases, setup)
@@ -122,12 +122,12 @@ def overlap(arguments: Sequence[str]) -> None:
     for setup in setups:
         for bound in sorted({0, *options.staleness}):
             name = f"staleness {bound}" if bound else "synchronous"
-            rows.append(Row.of(name, phases, replace(setup, max_staleness=bound)))
+            rows.append(PredictedRun.of(name, phases, replace(setup, max_staleness=bound)))
     widest = replace(setups[0], max_staleness=max(options.staleness))
     ratios = []
     for generators, trainers in RATIOS:
         setup = _resized(widest, generators, trainers)
-        ratios.append(Row.of(f"{generators}m{trainers}t", phases, setup))
+        ratios.append(PredictedRun.of(f"{generators}m{trainers}t", phases, setup))
     advice = advise(phases, rows)
 
     if options.json:
@@ -157,7 +157,7 @@ def overlap(arguments: Sequence[str]) -> None:
     print("\n".join(lines), flush=True)
 
 
-def advise(phases: Phases, rows: Sequence[Row]) -> str:
+def advise(phases: Phases, rows: Sequence[PredictedRun]) -> str:
     """Advise whether to run asynchronously and how, and name the limit of that run."""
     asynchronous = [row for row in rows if row.setup.max_staleness]
     fastest = min(row.prediction.seconds for row in asynchronous)
@@ -183,7 +183,7 @@ def advise(phases: Phases, rows: Sequence[Row]) -> str:
     )
 
 
-def _table(rows: Sequence[Row], width: int | None) -> list[str]:
+def _table(rows: Sequence[PredictedRun], width: int | None) -> list[str]:
     cells = [HEADING, *(row.cells() for row in rows)]
     return draw_table(cells, width, num_titles=3, flush_right=True)
 

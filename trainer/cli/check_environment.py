@@ -28,7 +28,7 @@ from workers.agents.host import EnvironmentHost
 
 
 @dataclass
-class Played:
+class Playthrough:
     """The observations of a trajectory."""
 
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -123,9 +123,9 @@ def play(
     row: dict[str, Any],
     texts: Sequence[str],
     turns: float,
-) -> list[Played]:
+) -> list[Playthrough]:
     """Play these samples of one prompt, concurrently."""
-    played = {number: Played() for number in samples}
+    played = {number: Playthrough() for number in samples}
     asked_at = {}
     for number in samples:
         host.open(number, (0, 1 + number), row)
@@ -148,7 +148,7 @@ def play(
     return list(played.values())
 
 
-def _story(played: Played, texts: Sequence[str]) -> list[str]:
+def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
     lines = []
     for turn, (answer, seconds) in enumerate(zip(played.answers, played.seconds, strict=True)):
         observed = heard(answer)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.replay.replay import Replayed, replay
-from trainer.replay.trajectory import Played, replay_trajectory
+from trainer.replay.trajectory import ReplayedTrajectory, replay_trajectory
 from trainer.roadside.saved_batches import STAGES
 
 MOST_LINES = 20
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def verdict_of(trajectory: Played) -> str:
+def verdict_of(trajectory: ReplayedTrajectory) -> str:
     """Describe whether a trajectory came out equal."""
     counts = f"{trajectory.num_tokens} tokens drawn in {trajectory.num_turns} turns"
     subject = f"trajectory {trajectory.name}, {counts}"

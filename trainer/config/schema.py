@@ -15,7 +15,7 @@ from verl_like.calls.diagnose import Deadlines
 from verl_like.config_key import Section, When, key, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry
-from verl_like.signatures import Call, check_call, check_method
+from verl_like.signatures import CallSignature, check_call, check_method
 from workers.config.conditions import SAVE_EVERY_MINUTES, SAVES
 
 ON_RAY = when("trainer.backend", "ray")
@@ -30,21 +30,21 @@ NAME_A_FOLDER = "name the folder that the run writes into"
 
 def check_tracker(tracker: Any, subject: str) -> None:
     """Reject an object that cannot make a tracker, or a tracker class without its two methods."""
-    check_call(tracker, subject, Call("config", "total_steps"))
+    check_call(tracker, subject, CallSignature("config", "total_steps"))
     if isinstance(tracker, type):
         check_tracker_methods(tracker, subject)
 
 
 def check_tracker_methods(tracker: Any, subject: str) -> None:
     """Reject a class or an object without a tracker's methods."""
-    for name, call in (("write", Call("metrics", "step")), ("close", Call())):
+    for name, call in (("write", CallSignature("metrics", "step")), ("close", CallSignature())):
         if not hasattr(tracker, name):
             raise ConfigError(
                 f"{subject} has no {name}: a tracker has write(metrics, step) and close()."
             )
         check_method(tracker, name, subject, call)
     if hasattr(tracker, "write_samples"):
-        check_method(tracker, "write_samples", subject, Call("name", "rows", "step"))
+        check_method(tracker, "write_samples", subject, CallSignature("name", "rows", "step"))
 
 
 TRACKERS: Registry[Any] = Registry("tracker", check_tracker)

@@ -18,7 +18,7 @@ from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_spli
 from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
 from verl_like.registry import load_from
-from verl_like.signatures import Call, check_call
+from verl_like.signatures import CallSignature, check_call
 from workers.rewards.functions import GIVE_REWARD
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ def _custom_rows(
 ) -> Iterator[tuple[str, Any]]:
     custom = config.custom_cls
     make = load_from(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
-    call = Call(by_name=("data_files", "tokenizer", "config"))
+    call = CallSignature(by_name=("data_files", "tokenizer", "config"))
     check_call(make, f"data.custom_cls.name={custom.name}", call)
     dataset = make(data_files=files, tokenizer=tokenizer, config=config)
     if not hasattr(dataset, "__iter__") and not (

@@ -25,7 +25,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.files import json_line
 from verl_like.registry import load_object
-from verl_like.signatures import Call, check_call
+from verl_like.signatures import CallSignature, check_call
 
 Positions = np.ndarray[Any, Any]
 
@@ -37,7 +37,7 @@ def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[in
 
     name = f"data.sampler={config.sampler}"
     sampler = load_object(config.sampler, "data.sampler")
-    check_call(sampler, name, Call(by_name=("num_prompts", "epoch", "seed")))
+    check_call(sampler, name, CallSignature(by_name=("num_prompts", "epoch", "seed")))
 
     @lru_cache(maxsize=1)
     def order(epoch: int) -> Positions:

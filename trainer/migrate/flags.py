@@ -112,7 +112,7 @@ class Text(str):
 
 
 @dataclass(frozen=True)
-class Row:
+class FlagRow:
     """The translation of one flag."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Row:
     taken_with: str = ""
 
     @classmethod
-    def of(cls, facts: str | Mapping[str, Any]) -> Row:
+    def of(cls, facts: str | Mapping[str, Any]) -> FlagRow:
         """Return the row of a YAML entry."""
         facts = {"key": facts} if isinstance(facts, str) else dict(facts)
         settings = {facts.pop("key"): "{}"} if "key" in facts else facts.pop("set", {})
@@ -143,17 +143,17 @@ class Table:
 
     def __init__(self, system: str, *sections: str) -> None:
         tree = read_table(system)
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, FlagRow] = {}
         self.rules: list[Mapping[str, Any]] = []
         for section in [tree[name] for name in sections] if sections else [tree]:
             self.rules += section.get("rules", [])
             for names, facts in section.items():
                 if names != "rules":
-                    self.rows |= dict.fromkeys(names.split(), Row.of(facts))
+                    self.rows |= dict.fromkeys(names.split(), FlagRow.of(facts))
         self.older = {row.new: name for name, row in self.rows.items() if row.new}
         """A newer spelling of a flag -> its name in the table."""
 
-    def find(self, name: str) -> Row | None:
+    def find(self, name: str) -> FlagRow | None:
         """Return the row of that name, or of a pattern that matches the name."""
         return self.rows.get(name) or next(
             (row for pattern, row in self.rows.items() if fnmatchcase(name, pattern)), None
@@ -299,7 +299,7 @@ class GivenFlags:
             kind = "always" if row.always else "absent" if row.absent else "refused"
             getattr(done, kind).append(f"{told}: {getattr(row, kind)}")
 
-    def _settings(self, name: str, row: Row, value: str) -> Mapping[str, str]:
+    def _settings(self, name: str, row: FlagRow, value: str) -> Mapping[str, str]:
         ours = row.values.get(value.lower(), value)
         if isinstance(ours, Mapping):
             return ours

@@ -15,7 +15,7 @@ from trainer.async_training.topology import TRAINER_POOL, generator_pool
 from trainer.planner.cost import Gpus
 from trainer.planner.job import layout_keys, pool_key, sizes_of
 from trainer.planner.ppo import PPOJob
-from trainer.planner.search import PlannedPlacement, PoolPlan
+from trainer.planner.search import PlannedPlacement, PoolLayout
 from trainer.planner.simulate import Phases, Setup, bottleneck, setup_of, simulate
 from verl_like.errors import ConfigError
 
@@ -106,7 +106,7 @@ class AsyncJob(PPOJob):
                     yield self._placed(trainer, generator, num_generators)
 
     def _placed(
-        self, trainer: PoolPlan, generator: PoolPlan, num_generators: int
+        self, trainer: PoolLayout, generator: PoolLayout, num_generators: int
     ) -> AsyncPlacement:
         """Return the placement with the phases of a step, in pieces of the generators."""
         async_training = replace(
@@ -125,7 +125,7 @@ class AsyncJob(PPOJob):
         shown = replace(generator, layouts=(replace(layout, seconds=seconds),))
         return AsyncPlacement((trainer, shown), self.least, phases, setup)
 
-    def _piece_seconds(self, generator: PoolPlan, pieces: int) -> float:
+    def _piece_seconds(self, generator: PoolLayout, pieces: int) -> float:
         """Return the seconds of a piece on a generator's GPUs."""
         rows = self.rows("rollout")
         prompts, samples = (-(-number // pieces) for number in (rows.prompts, rows.samples))

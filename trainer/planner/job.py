@@ -22,7 +22,7 @@ from trainer.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.planner.search import (
     Layout,
     PlannedPlacement,
-    PoolPlan,
+    PoolLayout,
     allocate,
     fit_together,
     partitions,
@@ -148,7 +148,7 @@ class Job(ABC):
             placements = [placement for placement in tried if placement is not None]
         else:
             placements = [
-                PlannedPlacement((PoolPlan(size, (layout,)),))
+                PlannedPlacement((PoolLayout(size, (layout,)),))
                 for size in sizes
                 for layout in self.layouts(self.roles[0], size)
                 if self.fits(layout)
@@ -156,12 +156,12 @@ class Job(ABC):
         return sorted(placements, key=PlannedPlacement.by_speed)
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
-    def lay_out(self, roles: tuple[str, ...], num_gpus: int) -> PoolPlan | None:
+    def lay_out(self, roles: tuple[str, ...], num_gpus: int) -> PoolLayout | None:
         """Return the plan of these roles on a pool of this size; None if they do not fit."""
         layouts = [self.worthwhile(role, num_gpus) for role in roles]
         chosen = fit_together(self.device, layouts)
         saved = self.saved_together(roles, num_gpus)
-        return None if chosen is None else PoolPlan(num_gpus, chosen, saved)
+        return None if chosen is None else PoolLayout(num_gpus, chosen, saved)
 
     def saved_together(self, roles: tuple[str, ...], num_gpus: int) -> tuple[float, ...]:
         """Return the seconds per stage that the roles save by sharing a pool."""

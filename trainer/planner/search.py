@@ -45,7 +45,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class PoolPlan:
+class PoolLayout:
     """Roles that share a number of GPUs."""
 
     gpus: int
@@ -78,7 +78,7 @@ class PoolPlan:
 class PlannedPlacement:
     """Pools that run in parallel."""
 
-    pools: tuple[PoolPlan, ...]
+    pools: tuple[PoolLayout, ...]
     least: Seconds = ()
     """Seconds of every stage in which the driver itself works."""
 
@@ -162,7 +162,7 @@ def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[L
     return tuple(chosen)
 
 
-LayOut = Callable[[tuple[str, ...], int], PoolPlan | None]
+LayOut = Callable[[tuple[str, ...], int], PoolLayout | None]
 """Lays roles out on a pool of a given size; None if they do not fit."""
 
 

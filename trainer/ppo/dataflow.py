@@ -50,7 +50,7 @@ STAGES = frozenset("step sample draw generate balance score estimate update sync
 
 
 @dataclass(frozen=True)
-class Node:
+class CallNode:
     """One call of a step: its place, and the columns that it reads and writes."""
 
     stage: str
@@ -83,7 +83,7 @@ class Graph:
     """The nodes of a step, added stage by stage."""
 
     config: PPOConfig
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[CallNode] = field(default_factory=list)
 
     def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
         """Add a call on the workers of a role, or of roles of its kind, if the run has any."""
@@ -93,12 +93,12 @@ class Graph:
             reads = reads_of(declaring_class(self.config, role), method) or ("responses",)
             sizes = {pool: sum(self.config.resource_pool_spec[pool]) for pool in pools}
             is_inline = any(self.config.is_inline(pool, size) for pool, size in sizes.items())
-            node = Node(stage, f"{role}.{method}", ", ".join(sizes), reads, writes, is_inline)
+            node = CallNode(stage, f"{role}.{method}", ", ".join(sizes), reads, writes, is_inline)
             self.nodes.append(node)
 
     def on_driver(self, stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
         """Add a computation of the driver."""
-        self.nodes.append(Node(stage, name, "driver", tuple(reads), writes))
+        self.nodes.append(CallNode(stage, name, "driver", tuple(reads), writes))
 
     def add_readings(self, stage: str) -> None:
         """Add the calls of this stage that score samples, without rewards."""
@@ -118,7 +118,7 @@ class Graph:
         self.on_driver(stage, "rewards", reads, "token_level_scores")
 
 
-def step_nodes(config: PPOConfig) -> list[Node]:
+def step_nodes(config: PPOConfig) -> list[CallNode]:
     """Return the calls of a step in the order in which the driver launches them."""
     graph = Graph(config)
     algorithm = config.algorithm
@@ -146,7 +146,7 @@ def step_nodes(config: PPOConfig) -> list[Node]:
     return graph.nodes
 
 
-def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
+def edges(nodes: Sequence[CallNode]) -> dict[str, list[str]]:
     """Return the name of each node -> the latest writers of the columns that it reads."""
     writer: dict[str, str] = {}
     after: dict[str, list[str]] = {}
@@ -158,7 +158,9 @@ def edges(nodes: Sequence[Node]) -> dict[str, list[str]]:
     return after
 
 
-def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tuple[Node, Node]]:
+def side_by_side(
+    nodes: Sequence[CallNode], after: dict[str, list[str]]
+) -> list[tuple[CallNode, CallNode]]:
     """Return the pairs of nodes of a stage that do not depend on each other."""
     waits: dict[str, set[str]] = {}
     for node in nodes:
@@ -171,23 +173,25 @@ def side_by_side(nodes: Sequence[Node], after: dict[str, list[str]]) -> list[tup
     return pairs
 
 
-def _by_stage(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
+def _by_stage(
+    nodes: Sequence[CallNode], pairs: Iterable[tuple[CallNode, CallNode]]
+) -> list[list[CallNode]]:
     """Return the nodes of these pairs, grouped by stage."""
     members = {node for pair in pairs for node in pair}
     stages = dict.fromkeys(node.stage for node in nodes if node in members)
     return [[node for node in nodes if node in members and node.stage == of] for of in stages]
 
 
-def _in_words(group: Sequence[Node], between: str) -> str:
+def _in_words(group: Sequence[CallNode], between: str) -> str:
     """Describe nodes as `a, then b ‖ c`: pools in parallel, the calls of a pool in order."""
     places = dict.fromkeys(node.place for node in group)
     calls = ([node.name for node in group if node.place == place] for place in places)
     return between.join(", then ".join(of_place) for of_place in calls)
 
 
-def _pairs_in_words(nodes: Sequence[Node], after: dict[str, list[str]]) -> dict[str, list[str]]:
+def _pairs_in_words(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return, by the way in which independent calls run, a line for each stage with such calls."""
-    pairs: dict[str, list[tuple[Node, Node]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
+    pairs: dict[str, list[tuple[CallNode, CallNode]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
     for first, second in side_by_side(nodes, after):
         apart = INLINE if first.is_inline else AT_ONCE
         pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))

@@ -37,7 +37,7 @@ LEARNED = "advantages", "returns"
 
 
 @dataclass(frozen=True)
-class Part:
+class EstimationPart:
     """A part of the stage: its function, with name and columns for the printed dataflow."""
 
     name: str
@@ -62,19 +62,25 @@ class Estimation:
             metrics |= part_metrics
         return batch, metrics
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[EstimationPart]:
         """Return the parts that this run has: token rewards, the estimator, the teacher."""
         algorithm, config = self.config.algorithm, self.config
         of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
         reads = ("token_level_scores", *of_kl)
-        parts = [Part("token rewards", reads, ("token_level_rewards",), self.token_rewards)]
+        parts = [
+            EstimationPart("token rewards", reads, ("token_level_rewards",), self.token_rewards)
+        ]
         from_rewards = not has_only_teacher(config)
         if from_rewards:
             estimator = algorithm.adv_estimator
-            parts.append(Part(estimator, columns_read(estimator), LEARNED, self.advantages))
+            parts.append(
+                EstimationPart(estimator, columns_read(estimator), LEARNED, self.advantages)
+            )
         if has_teacher(config):
             reads = ("old_log_probs", "teacher_log_prob", *(LEARNED if from_rewards else ()))
-            parts.append(Part("distillation", reads, LEARNED, lambda batch: distill(batch, config)))
+            parts.append(
+                EstimationPart("distillation", reads, LEARNED, lambda batch: distill(batch, config))
+            )
         return parts
 
     def token_rewards(self, batch: DataProto) -> tuple[DataProto, Metrics]:

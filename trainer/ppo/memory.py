@@ -11,7 +11,7 @@ from trainer.groups.nodes import joined_cluster
 from trainer.memory import check_fit, fits, held_memory, memory_table
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import Row, rows_of
+from trainer.ppo.sizes import SizeRow, rows_of
 from trainer.ppo.update import longest_row
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
@@ -104,7 +104,7 @@ def _beside_engine(
 def largest_pass(
     config: PPOConfig,
     role: str,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[SizeRow] | None = None,
 ) -> LargestPass:
     """Return the role's largest pass if all rows have full length.
 

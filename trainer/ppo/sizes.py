@@ -21,7 +21,7 @@ CRITIC_COPY = "critic_copy"
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeRow:
     """One part of a step.
 
     A rank computes `micro_samples` at once, or `micro_tokens` if that is None.
@@ -35,7 +35,7 @@ class Row:
     trains: bool = False
 
 
-def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
+def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[SizeRow]:
     """Return the parts of a step in order, for the roles of this run.
 
     Passes with dynamic batch sizes have `tokens_at_once` tokens, by default as configured.
@@ -49,8 +49,8 @@ def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
         tokens = tokens or tokens_at_once or tokens_per_pass(config)
         return None if actor.use_dynamic_bsz else samples, tokens
 
-    def reads(part: str, role: str, samples: int | None, tokens: int = 0) -> Row:
-        return Row(part, role, config.prompts_per_call(role), samples, tokens)
+    def reads(part: str, role: str, samples: int | None, tokens: int = 0) -> SizeRow:
+        return SizeRow(part, role, config.prompts_per_call(role), samples, tokens)
 
     def num_sequences(role: str) -> int:
         return config.of_role(role).actor_rollout_ref.rollout.max_num_seqs
@@ -68,8 +68,10 @@ def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[Row]:
         model = models[scoring.role]
         parts.append(reads(scoring.part, scoring.role, *cut(model.rows, model.tokens)))
     parts += [
-        Row("critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *of_critic, True),
-        Row("actor mini-batch", "actor", mini, *of_actor, True),
+        SizeRow(
+            "critic mini-batch", "critic", critic.ppo_mini_batch_size or mini, *of_critic, True
+        ),
+        SizeRow("actor mini-batch", "actor", mini, *of_actor, True),
     ]
 
     roles = list(expand_roles(config.role_mapping))

@@ -35,7 +35,7 @@ NAMED = 5
 
 
 @dataclass
-class Played:
+class ReplayedTrajectory:
     """A replayed trajectory."""
 
     name: str
@@ -47,13 +47,13 @@ class Played:
 
 
 @dataclass
-class Wanted:
+class SamplesToReplay:
     """The samples to replay, with their step and the run's record of them."""
 
     step: int
     recorded: DataProto
     is_live: bool
-    differences: list[Played] = field(default_factory=list)
+    differences: list[ReplayedTrajectory] = field(default_factory=list)
 
 
 def replay_trajectory(
@@ -63,7 +63,7 @@ def replay_trajectory(
     live: bool = False,
     from_start: bool = False,
     backend: str = "local",
-) -> list[Played]:
+) -> list[ReplayedTrajectory]:
     """Play a sample, or all samples of a uid, again, and compare them with the record."""
     reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
@@ -83,7 +83,7 @@ def replay_trajectory(
     return wanted.differences
 
 
-def recorded_samples(folder: Path, name: str) -> Wanted:
+def recorded_samples(folder: Path, name: str) -> SamplesToReplay:
     """Return the samples of that name from the batches that the run saved."""
     uid, _, index = name.partition("/")
     if not uid or (index and not index.isdecimal()):
@@ -96,7 +96,7 @@ def recorded_samples(folder: Path, name: str) -> Wanted:
         pairs = enumerate(zip(uids, indices, strict=True))
         rows = [row for row, (u, i) in pairs if u == uid and str(i) == (index or str(i))]
         if rows:
-            return Wanted(step, batch[rows], is_live=False)
+            return SamplesToReplay(step, batch[rows], is_live=False)
         if uid in step_of_uid:
             numbers = ", ".join(str(i) for u, i in zip(uids, indices, strict=True) if u == uid)
             raise ConfigError(f"--trajectory={name}: uid {uid} has the samples {numbers}.")
@@ -120,7 +120,7 @@ def _kept_steps(folder: Path) -> Iterator[str]:
             yield path.parent.name
 
 
-def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
+def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
     """Sample the wanted rows of the step's prompts, instead of the step."""
     recorded, config = wanted.recorded, trainer.config
     uid = recorded.non_tensor_batch["uid"][0]
@@ -144,7 +144,9 @@ def _play(trainer: PPOTrainer, wanted: Wanted) -> Metrics:
         was, now = (_Row.of(each, row) for each in (recorded, replayed))
         difference = first_difference(was, now, trainer.rollouts.tokenizer)
         drawn = int(was.is_drawn.sum())
-        wanted.differences.append(Played(f"{uid}/{index}", was.num_turns, drawn, difference))
+        wanted.differences.append(
+            ReplayedTrajectory(f"{uid}/{index}", was.num_turns, drawn, difference)
+        )
     return {}
 
 

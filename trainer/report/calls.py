@@ -17,7 +17,7 @@ LONGEST_PAUSE = 0.2
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call on one worker, from its start to its end in seconds of the trace's clock."""
 
     pool: str
@@ -33,7 +33,7 @@ class Call:
     """Further facts in words."""
 
 
-def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
+def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[str]]:
     """Return the calls of a run's Chrome trace, ordered by start, and the stages of a step."""
     if not path.is_file():
         notes.append(f"{path.name} is not there.")
@@ -46,7 +46,7 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[Call], list[str]]:
     return [], []
 
 
-def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
+def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[TracedCall]:
     pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
 
@@ -55,7 +55,7 @@ def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[Call]:
         if e["ph"] != "X":  # names of pools and lanes
             continue
         lane, facts = lanes[e["pid"], e["tid"]], e.get("args", {})
-        call = Call(
+        call = TracedCall(
             pool=pools[e["pid"]],
             lane=lane["name"],
             role=lane["role"] if "role" in lane else e["cat"],  # as in older runs
@@ -77,14 +77,14 @@ def _of_environments(facts: Mapping[str, Any]) -> str:
     return f", {facts['num_answers']} answers of {1000 * facts['busy_s']:.1f} ms in all"
 
 
-def last_steps(calls: Sequence[Call], count: int) -> list[Call]:
+def last_steps(calls: Sequence[TracedCall], count: int) -> list[TracedCall]:
     """Return the calls of the last `count` training steps, without validation and checkpoints."""
     trained = [call for call in calls if call.step > 0 and call.stage not in AFTER_STEP]
     steps = sorted({call.step for call in trained})[-count:]
     return [call for call in trained if call.step in steps]
 
 
-def without_pauses(calls: Sequence[Call]) -> tuple[list[Call], list[float]]:
+def without_pauses(calls: Sequence[TracedCall]) -> tuple[list[TracedCall], list[float]]:
     """Return the calls with shortened pauses between steps, and the times of these pauses.
 
     A pause is a validation, a checkpoint, or a restart.
@@ -94,7 +94,7 @@ def without_pauses(calls: Sequence[Call]) -> tuple[list[Call], list[float]]:
     lengths = [end - start for start, end in spans.values()]
     shortest = LONGEST_PAUSE * sum(lengths) / max(len(lengths), 1)
 
-    shifted: list[Call] = []
+    shifted: list[TracedCall] = []
     cuts: list[float] = []
     shift = 0.0
     latest = spans[steps[0]][0] if steps else 0.0
@@ -109,11 +109,11 @@ def without_pauses(calls: Sequence[Call]) -> tuple[list[Call], list[float]]:
     return sorted(shifted, key=lambda call: call.start), cuts
 
 
-def _span(calls: Sequence[Call]) -> tuple[float, float]:
+def _span(calls: Sequence[TracedCall]) -> tuple[float, float]:
     return min(call.start for call in calls), max(call.end for call in calls)
 
 
-def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
+def pools_at_work(calls: Sequence[TracedCall]) -> list[tuple[float, float, int]]:
     """Return (start, end, number of busy pools) for every interval from the first call to the last.
 
     An interval lasts while the number stays the same, so there are few, however many ranks work.
@@ -134,7 +134,7 @@ def pools_at_work(calls: Sequence[Call]) -> list[tuple[float, float, int]]:
     return stretches
 
 
-def overlap_share(calls: Sequence[Call]) -> float:
+def overlap_share(calls: Sequence[TracedCall]) -> float:
     """Return the share of the busy time in which two or more pools were busy."""
     stretches = pools_at_work(calls)
     working = sum(end - start for start, end, number in stretches if number)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-from trainer.report.calls import Call, pools_at_work
+from trainer.report.calls import TracedCall, pools_at_work
 from trainer.report.read import Metrics, series, spread
 from trainer.report.trajectories import FAILED, NO_SUCCESS, SUCCESS
 
@@ -209,7 +209,7 @@ def bars(
     return as_svg(figure, description, titles)
 
 
-def timeline(calls: Sequence[Call], cuts: Sequence[float] = ()) -> str:
+def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
     """Return the calls as a Gantt chart: a lane per pool, role and rank; dotted lines at cuts.
 
     With several pools, a row at the bottom shows when they were busy at the same time.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.report.accounts import AsyncRun, read_async
-from trainer.report.calls import AFTER_STEP, Call, read_timeline
+from trainer.report.calls import AFTER_STEP, TracedCall, read_timeline
 from trainer.report.trajectories import (
     TRAJECTORIES_PER_STEP,
-    Trajectory,
+    ShownTrajectory,
     outcomes_by_turns,
     shorten,
     trajectory_of,
@@ -35,7 +35,7 @@ WRITTEN_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     """A response with its prompt and reward."""
 
     step: int
@@ -45,12 +45,12 @@ class Sample:
     truth: str
     parts: str = ""
     """The numbers that rewards returned besides the score, by name."""
-    trajectory: Trajectory | None = None
+    trajectory: ShownTrajectory | None = None
     """The sample's turns, if it has several."""
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """A start of the run, or a resume."""
 
     time: str
@@ -65,18 +65,18 @@ class RunData:
 
     folder: Path
     metrics: Metrics
-    calls: Sequence[Call]
+    calls: Sequence[TracedCall]
     stages: Sequence[str]
     placement: Sequence[Sequence[str]]
-    samples: Sequence[Sample]
+    samples: Sequence[ShownSample]
     failure: str
     notes: Sequence[str]
     async_training: AsyncRun | None = None
     """Generators and trainers, if the run has them."""
-    validated: Sequence[Sample] = ()
+    validated: Sequence[ShownSample] = ()
     by_turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """For the last step's trajectories: number of turns -> outcome -> count."""
-    starts: Sequence[Start] = ()
+    starts: Sequence[RunStart] = ()
     config: str = ""
     """The text of `config.yaml`."""
 
@@ -136,7 +136,7 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _read_starts(path: Path, notes: list[str]) -> list[Start]:
+def _read_starts(path: Path, notes: list[str]) -> list[RunStart]:
     """Return the first and the last starts of the run, if they were recorded."""
     rows = _read_lines(path, notes) if path.is_file() else []
     starts = []
@@ -145,7 +145,7 @@ def _read_starts(path: Path, notes: list[str]) -> list[Start]:
         named = versions.items() if isinstance(versions, dict) else ()
         shown = ", ".join(f"{name} {version}" for name, version in named)
         time, host, command = (_shorten(row.get(name, "")) for name in ("time", "host", "command"))
-        starts.append(Start(time, host, command, shown))
+        starts.append(RunStart(time, host, command, shown))
     return starts
 
 
@@ -188,7 +188,7 @@ def _read_placement(path: Path) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
 
 
-def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
+def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
     """Return samples of some steps, first and last included, with the best and worst of each."""
     samples = []
     for path in spread(_sample_files(folder), SAMPLED_STEPS):
@@ -200,7 +200,7 @@ def _read_samples(folder: Path, notes: list[str]) -> list[Sample]:
         has_turns = any("turns" in row for row in rows)
         for row in spread(rows, TRAJECTORIES_PER_STEP if has_turns else SAMPLES_PER_STEP):
             samples.append(
-                Sample(
+                ShownSample(
                     step=int(path.stem),
                     score=float(row["score"]),
                     prompt=_shorten(row.get("input", "")),

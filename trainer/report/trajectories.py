@@ -29,7 +29,7 @@ class ShownTurn:
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class ShownTrajectory:
     """A sample of several turns."""
 
     turns: Sequence[ShownTurn]
@@ -41,7 +41,7 @@ class Trajectory:
     """Seconds of the longest turn."""
 
 
-def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
+def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
     """Return the turns of a sample's line, which may have none."""
     rows = _turns(row)
     sampled = _policy_turns(rows)
@@ -51,7 +51,7 @@ def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
     seconds = [sum(_seconds(turn)) for turn in sampled]
     drawn, observed = (sum(_number(t, n) for t in sampled) for n in ("tokens", "observed_tokens"))
     counts = f"{_counted(len(sampled), 'turn')}, {_counted(drawn, 'token')} drawn"
-    return Trajectory(
+    return ShownTrajectory(
         turns,
         ended=str(row.get("ended") or ""),
         problem=shorten(row.get("problem") or "", LONGEST_TURN),

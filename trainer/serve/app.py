@@ -22,11 +22,11 @@ from starlette.routing import Route
 from trainer.serve import bodies as b
 from trainer.serve.bodies import Facts
 from trainer.serve.checkpoints import SavedPath, expiry
-from trainer.serve.clients import Session, Sessions
+from trainer.serve.clients import ClientSession, Sessions
 from trainer.serve.desk import Desk
 from trainer.serve.promises import Promises, RequestError
 from trainer.serve.rows import loss_of, read_datums
-from trainer.serve.sampling import Sampler, SampleRequest
+from trainer.serve.sampling import SampleRequest, ServedSampler
 from trainer.serve.verbs import ServedModel
 from trainer.serve.wire import PROTOBUF, parse
 from verl_like.errors import VerlLikeError
@@ -195,7 +195,7 @@ class Door:
             self._end(self.sessions.open[body.session_id])
         return {}
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ClientSession) -> None:
         del self.sessions.open[session.session_id]
         self.promises.end_session(session.session_id)
         states = {*session.models, *(sampler.state for sampler in session.samplers.values())}
@@ -341,7 +341,7 @@ class Door:
         path = self.verbs.spilled(model.name, name)
         work = lambda: self.verbs.snapshot(model, name)  # noqa: E731
         answer = self._in_turn(model, body.seq_id, body.content, work)
-        session.samplers.setdefault(name, Sampler(name, name, model.role, path))
+        session.samplers.setdefault(name, ServedSampler(name, name, model.role, path))
         return answer
 
     def _save(self, body: b.Save, kind: str, may_replace: bool) -> Facts:
@@ -422,14 +422,14 @@ class Door:
 
         def answer() -> Facts:
             if body.model_path is None:
-                sampler = Sampler(name, BASE, self._role_of(body.base_model))
+                sampler = ServedSampler(name, BASE, self._role_of(body.base_model))
             else:
                 path = SavedPath.parse(body.model_path)
                 facts = self.checkpoints.facts(path)
                 self._check_rank(facts["rank"], facts["role"])
                 # a replaced checkpoint is a different state
                 state = f"{path} of {facts['time']}"
-                sampler = Sampler(name, state, facts["role"], path, str(path))
+                sampler = ServedSampler(name, state, facts["role"], path, str(path))
             session.samplers[name] = sampler
             return {"sampling_session_id": name}
 
@@ -443,7 +443,7 @@ class Door:
         shown = sampler.shown_path
         return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": shown}
 
-    def sample(self, body: b.Sample) -> Facts:
+    def sample(self, body: b.SampleBody) -> Facts:
         sampler = self.sessions.sampler(body.sampling_session_id)
         sampler_id = sampler.sampler_id
 

@@ -40,7 +40,7 @@ class CreateSession(Body):
     display_name: str | None = None
 
 
-class Lora(Body):
+class LoraBody(Body):
     """An adapter: its rank, and the trained parts of the model; rank 0 is all weights."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 32
@@ -61,7 +61,7 @@ class CreateModel(OfSession):
 
     model_seq_id: int
     base_model: str
-    lora_config: Lora = Lora()
+    lora_config: LoraBody = LoraBody()
     optimizer_config: Optimizer | None = None
     user_metadata: Metadata = None
 
@@ -129,7 +129,7 @@ class CreateSampler(OfSession):
     model_path: str | None = None
 
 
-class Chunk(Body):
+class TextChunk(Body):
     """Text of a prompt."""
 
     tokens: list[int]
@@ -138,10 +138,10 @@ class Chunk(Body):
 class Prompt(Body):
     """The chunks of a prompt."""
 
-    chunks: list[Chunk]
+    chunks: list[TextChunk]
 
 
-class SamplingParams(Body):
+class SamplingBody(Body):
     """Sampling parameters; without `stop`, samples end at the end of sequence."""
 
     max_tokens: PositiveInt | None = None
@@ -165,14 +165,14 @@ class DenseTensor(Body):
     sparse_crow_indices: None = None
 
 
-class Sample(Body):
+class SampleBody(Body):
     """Samples of a prompt."""
 
     sampling_session_id: str
     seq_id: int
     num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
     prompt: Prompt
-    sampling_params: SamplingParams = SamplingParams()
+    sampling_params: SamplingBody = SamplingBody()
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: PositiveInt | None = None
     target_prompt_logprobs: DenseTensor | None = None

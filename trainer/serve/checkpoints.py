@@ -69,7 +69,7 @@ class SavedPath:
         return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
 
 
-class Checkpoints:
+class ServedCheckpoints:
     """The saved states below one folder."""
 
     def __init__(self, folder: Path) -> None:

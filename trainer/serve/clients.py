@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 from trainer.serve.bodies import CreateSession, Facts
 from trainer.serve.promises import Repeats, RequestError
-from trainer.serve.sampling import Sampler
+from trainer.serve.sampling import ServedSampler
 from trainer.serve.verbs import ServedModel
 
 
 @dataclass
-class Session:
+class ClientSession:
     """The open models and samplers of one client."""
 
     session_id: str
     user_metadata: Facts
     display_name: str | None
     models: dict[str, ServedModel] = field(default_factory=dict)
-    samplers: dict[str, Sampler] = field(default_factory=dict)
+    samplers: dict[str, ServedSampler] = field(default_factory=dict)
     model_repeats: Repeats = field(default_factory=lambda: Repeats("model_seq_id"))
     sampler_repeats: Repeats = field(default_factory=lambda: Repeats("sampling_session_seq_id"))
     last_request: float = field(default_factory=time.monotonic)
@@ -30,15 +30,15 @@ class Sessions:
     """The open sessions by id; only the event loop's thread uses them."""
 
     def __init__(self) -> None:
-        self.open: dict[str, Session] = {}
+        self.open: dict[str, ClientSession] = {}
 
-    def begin(self, body: CreateSession) -> Session:
+    def begin(self, body: CreateSession) -> ClientSession:
         """Open a session."""
-        session = Session(uuid.uuid4().hex[:16], body.user_metadata or {}, body.display_name)
+        session = ClientSession(uuid.uuid4().hex[:16], body.user_metadata or {}, body.display_name)
         self.open[session.session_id] = session
         return session
 
-    def find(self, session_id: str) -> Session:
+    def find(self, session_id: str) -> ClientSession:
         """Return an open session; raise status 404 if there is none of this id."""
         if session_id not in self.open:
             raise RequestError(f"there is no open session {session_id!r}.", 404)
@@ -61,7 +61,7 @@ class Sessions:
             raise RequestError(f"there is no open model {model_id!r}.", 404)
         return opened
 
-    def sampler(self, sampler_id: str) -> Sampler:
+    def sampler(self, sampler_id: str) -> ServedSampler:
         """Return an open sampler."""
         session = self.open.get(sampler_id.partition(":")[0])
         if session is None or sampler_id not in session.samplers:

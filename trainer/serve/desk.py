@@ -24,7 +24,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from trainer.run_folder.folder import FolderLock
 from trainer.serve.bodies import Facts
-from trainer.serve.checkpoints import Checkpoints
+from trainer.serve.checkpoints import ServedCheckpoints
 from trainer.serve.promises import Promise
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
@@ -58,7 +58,7 @@ class Desk:
             vocabulary, config.data.max_prompt_length, config.data.max_response_length
         )
         self.eos = tuple(stop_tokens(tokenizer, path))
-        self.checkpoints = Checkpoints(Path(config.trainer.default_local_dir))
+        self.checkpoints = ServedCheckpoints(Path(config.trainer.default_local_dir))
         self.verbs = Verbs(config, groups, self.checkpoints)
         self.sampling = SamplingLoop(self.verbs, tokenizer.pad_token_id)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from trainer.serve.bodies import Sample
+from trainer.serve.bodies import SampleBody
 from trainer.serve.checkpoints import SavedPath
 from trainer.serve.promises import Promise, Repeats
 from trainer.serve.rows import Limits
@@ -44,7 +44,7 @@ NO_SAMPLE: tuple[ArrayLike, ArrayLike, str] = (), (), "length"
 
 
 @dataclass
-class Sampler:
+class ServedSampler:
     """A frozen snapshot that a client samples from: a state, and where it is saved."""
 
     sampler_id: str
@@ -61,8 +61,8 @@ class Sampler:
 class SampleRequest:
     """A checked request for samples of a prompt."""
 
-    sampler: Sampler
-    body: Sample
+    sampler: ServedSampler
+    body: SampleBody
     prompt: list[int]
     max_tokens: int
     stops: tuple[int | str, ...]
@@ -77,7 +77,7 @@ class SampleRequest:
 
     @classmethod
     def of(
-        cls, body: Sample, sampler: Sampler, limits: Limits, eos: tuple[int, ...]
+        cls, body: SampleBody, sampler: ServedSampler, limits: Limits, eos: tuple[int, ...]
     ) -> SampleRequest:
         """Check a request against the server's limits; `eos` is the default stop."""
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]

@@ -20,7 +20,7 @@ import torch
 from trainer.config.flat import flat_config
 from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import Facts
-from trainer.serve.checkpoints import Checkpoints, SavedPath
+from trainer.serve.checkpoints import SavedPath, ServedCheckpoints
 from trainer.serve.promises import Repeats, Turns
 from trainer.serve.rows import Datum, RequestLoss, TrainingRows, pass_columns
 from trainer.serve.wire import Array, training_output
@@ -87,7 +87,7 @@ class TrainedRole:
 class Verbs:
     """Runs requests on the worker groups."""
 
-    def __init__(self, config: Any, groups: Any, checkpoints: Checkpoints) -> None:
+    def __init__(self, config: Any, groups: Any, checkpoints: ServedCheckpoints) -> None:
         self.config, self.checkpoints = config, checkpoints
         self.actor, self.rollout = groups["actor"], groups["rollout"]
         self.scorers = {role: groups[role] for role in groups if role not in ("actor", "rollout")}

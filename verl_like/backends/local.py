@@ -19,7 +19,7 @@ from concurrent.futures import wait as wait_futures
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_like.backends.rpc import Part, ProcessTransport, Requests
+from verl_like.backends.rpc import AnswerPart, ProcessTransport, Requests
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
@@ -93,7 +93,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 def _resolve(value: Any) -> Any:
     """Return a message with values in place of its references, after waiting for them."""
-    if isinstance(value, Part):
+    if isinstance(value, AnswerPart):
         return value.value()
     if isinstance(value, Future):
         return value.result()
@@ -170,7 +170,7 @@ class InlineTransport(_LocalTransport):
             values = [_resolve(part) for part in parts]
             with _one_call:
                 self._run(isolated, values, answer)
-        return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
+        return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
 
     def _run(self, call: Call, parts: Sequence[Any], answer: Future[Any]) -> None:
         try:
@@ -269,7 +269,7 @@ class ChildTransport(_LocalTransport, ProcessTransport):
         if call.concurrent:
             return self.call_concurrently(rank, call)
         answer = self.children[rank].ask_in_turn("call", call, list(parts))
-        return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
+        return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
 
     def construct_again(self) -> None:
         """Construct every rank's roles again, after the calls that are queued."""

@@ -301,7 +301,7 @@ def _connection_over(connected: socket.socket) -> Connection:
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A reference to the payload (0) or the header (1) of a future's answer."""
 
     answer: Future[Any]
@@ -328,7 +328,7 @@ class ProcessTransport(Transport):
     def call_concurrently(self, rank: int, call: Call) -> Pending:
         """Submit a call that waits neither for its turn nor for the results of other calls."""
         answer = self.requests[rank].ask("concurrent", call, ())
-        return Pending(rank, Part(answer, 0), Part(answer, 1), call.role)
+        return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
 
     def stacks(self, seconds: float) -> dict[int, str]:
         """Ask every process outside its queue, and a silent process on this machine by a signal."""

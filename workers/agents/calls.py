@@ -17,7 +17,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A parsed call: its name and arguments, or its problem."""
 
     name: str
@@ -27,7 +27,7 @@ class Call:
     """True if the format has only text arguments: the tool's schema then types them."""
 
 
-Parser = Callable[[str], tuple[list[Call], str]]
+Parser = Callable[[str], tuple[list[ToolCall], str]]
 """Returns the calls in a text, in order, and the other text."""
 
 
@@ -108,7 +108,7 @@ def forms_of(template: str) -> list[str]:
     return [name for name, form in FORMS.items() if (form.mark or form.opening) in template]
 
 
-def parse(text: str, forms: Collection[str] = ()) -> tuple[list[Call], str]:
+def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
     """Return the calls of a text, in the first of these formats that it uses, and the other text.
 
     A text that consists only of calls needs no opening. If any format is allowed, it may also end
@@ -150,7 +150,7 @@ def _outside(text: str, blocks: Sequence[re.Match[str]]) -> str:
     return AROUND_CALLS.sub("", rest).strip()
 
 
-def _bare(text: str, is_whole: bool) -> tuple[list[Call], str]:
+def _bare(text: str, is_whole: bool) -> tuple[list[ToolCall], str]:
     """Return the calls that form the text, or (unless `is_whole`) end it or are in a code block."""
     match = BARE.search(text)
     if match is None:
@@ -171,7 +171,7 @@ def _bare(text: str, is_whole: bool) -> tuple[list[Call], str]:
     return (calls, outside) if calls else ([], text)
 
 
-def _read(text: str, form: str) -> list[Call]:
+def _read(text: str, form: str) -> list[ToolCall]:
     """Return the calls in a block."""
     if "gemma" in form:
         text = GEMMA.sub(_as_json, text)
@@ -191,7 +191,7 @@ def _read(text: str, form: str) -> list[Call]:
     try:
         return [_of_object(value) for value in _objects(text)[0] or [None]]
     except (ValueError, RecursionError) as error:
-        return [Call("", {}, f"the call is no JSON: {error}")]
+        return [ToolCall("", {}, f"the call is no JSON: {error}")]
 
 
 def _objects(text: str) -> tuple[list[Any], str]:
@@ -208,23 +208,23 @@ def _objects(text: str) -> tuple[list[Any], str]:
     return objects, text
 
 
-def _pythonic(text: str) -> list[Call]:
+def _pythonic(text: str) -> list[ToolCall]:
     """Parse calls in Python syntax, in a list or one per line."""
     try:
         lines = [getattr(line, "value", None) for line in ast.parse(text).body]
         nodes = [node for line in lines for node in getattr(line, "elts", [line])]
         return [_of_node(node) for node in nodes]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [Call("", {}, f"the call is no Python: {error}")]
+        return [ToolCall("", {}, f"the call is no Python: {error}")]
 
 
-def _of_node(node: ast.AST | None) -> Call:
+def _of_node(node: ast.AST | None) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or any(w.arg is None for w in node.keywords):
         raise ValueError("a call is name(argument=value, ...)")
     values = {
         str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in node.keywords
     }
-    return Call(ast.unparse(node.func), values)
+    return ToolCall(ast.unparse(node.func), values)
 
 
 class _JsonWords(ast.NodeTransformer):
@@ -235,13 +235,13 @@ class _JsonWords(ast.NodeTransformer):
         return ast.Constant(words[node.id]) if node.id in words else node
 
 
-def _with_texts(name: str, text: str) -> Call:
+def _with_texts(name: str, text: str) -> ToolCall:
     texts = {}
     for key, value in _pieces(PARAMETER, text):
         closed = VALUE.match(value)
         value = closed[1] if closed else value
         texts[key[1] or key[2] or ""] = value.removeprefix("\n").removesuffix("\n")
-    return Call(name.strip(), texts, has_texts=True)
+    return ToolCall(name.strip(), texts, has_texts=True)
 
 
 def _pieces(pattern: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
@@ -257,20 +257,20 @@ def _as_json(part: re.Match[str]) -> str:
     return json.dumps(part[1] if part[1] is not None else part[2])
 
 
-def _of_object(value: Any) -> Call:
+def _of_object(value: Any) -> ToolCall:
     name = value.get("name", value.get("tool_name")) if isinstance(value, Mapping) else None
     if not isinstance(name, str):
-        return Call("", {}, 'a call is {"name": ..., "arguments": {...}}')
+        return ToolCall("", {}, 'a call is {"name": ..., "arguments": {...}}')
     return _with_arguments(name, value.get("arguments", value.get("parameters", {})))
 
 
-def _with_arguments(name: str, arguments: Any) -> Call:
+def _with_arguments(name: str, arguments: Any) -> ToolCall:
     """Return a call; arguments are an object, or its JSON, as in OpenAI's clients."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return Call(name, {}, f"its arguments are no JSON: {error}")
+            return ToolCall(name, {}, f"its arguments are no JSON: {error}")
     if not isinstance(arguments, dict):
-        return Call(name, {}, f"its arguments are {arguments!r:.80}, not an object")
-    return Call(name, arguments)
+        return ToolCall(name, {}, f"its arguments are {arguments!r:.80}, not an object")
+    return ToolCall(name, arguments)

@@ -225,13 +225,13 @@ class Loaded:
     endpoint: str = ""
     reuses_replies: bool = False
 
-    def begin(self, seeds: tuple[int, int]) -> Played:
+    def begin(self, seeds: tuple[int, int]) -> Playable:
         """Create the environment or agent of a trajectory."""
         if self.agent is None:
             return Episode(self, seeds)
-        from workers.agents.gateway import AgentEpisode, Session
+        from workers.agents.gateway import AgentEpisode, AgentSession
 
-        session = Session(self.parse, self.players, self.reuses_replies)
+        session = AgentSession(self.parse, self.players, self.reuses_replies)
         return AgentEpisode(self.agent, self.kwargs, seeds, session, self.endpoint)
 
     @property
@@ -387,7 +387,7 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
         raise ConfigError(f"environment={path}: step takes {takes}: {error}.") from error
 
 
-class Played(Protocol):
+class Playable(Protocol):
     """The environment or agent of a trajectory, in the process that runs it."""
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:

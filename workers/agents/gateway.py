@@ -8,9 +8,9 @@
         said = policy.chat.completions.create(model="policy", messages=asked)
         return float(said.choices[0].message.content == row["ground_truth"])
 
-    agent --POST--> Endpoint --Session.ask--> AgentEpisode --answers--> turns of the rollout
-      ^                                                                        |
-      +--------------------- sampled response <------step---------------------+
+    agent --POST--> AgentEndpoint --AgentSession.ask--> AgentEpisode --answers--> turns
+      ^                                                                              |
+      +------------------------ sampled response <------step------------------------+
 
 The endpoint is in the agent's process, on a port of the loopback interface, which also exists in a
 sandbox without network. A request is a turn: its messages after the earlier ones are the
@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from verl_like.errors import ConfigError
-from workers.agents.calls import Call, Parser, call_like, parse
+from workers.agents.calls import Parser, ToolCall, call_like, parse
 from workers.agents.dialects import DIALECTS, Dialect
 from workers.agents.seeds import seed_globals
 from workers.agents.tools import Tool, fits, waited, words_of
@@ -125,7 +125,7 @@ class AgentEpisode:
         agent: Callable[..., Any],
         kwargs: Mapping[str, Any],
         seeds: tuple[int, int],
-        session: Session,
+        session: AgentSession,
         url: str = "",
     ) -> None:
         """Create the episode; one seed is for all samples of a prompt, one for this sample.
@@ -190,7 +190,7 @@ Answers = list[tuple[str, dict[str, Any]]]
 """The name of each completion that answers a request, and its sampled content."""
 
 
-class Session:
+class AgentSession:
     """The requests of an agent and their answers; each player has its own conversation."""
 
     def __init__(
@@ -269,7 +269,7 @@ class Session:
 class Conversation:
     """The requests of one player in order, and their answers."""
 
-    def __init__(self, session: Session, player: str, events: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, session: AgentSession, player: str, events: queue.SimpleQueue[Any]) -> None:
         self._session, self._player, self._events = session, player, events
         self._name = f"{session.name}-{player}" if player else session.name
         self._lock, self._turn = threading.Lock(), threading.Lock()
@@ -428,7 +428,7 @@ def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
 
 
-def _arguments(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> str:
+def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the arguments of a call as JSON; texts are typed by the tool's schema, if known."""
     schema = schemas.get(call.name, {})
     typed = Tool(call.name, "", schema, print).typed if call.has_texts else dict
@@ -475,7 +475,7 @@ def read_request(path: str, body: Any) -> Request:
     return request
 
 
-def in_chat(dialect: Dialect, body: Any, session: Session) -> dict[str, Any]:
+def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any]:
     """Return the body of another API as a body of chat completions."""
     if not isinstance(body, dict):
         raise Refused("the body is no JSON object")
@@ -614,22 +614,22 @@ def chunks(request: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-class Endpoint(ThreadingHTTPServer):
+class AgentEndpoint(ThreadingHTTPServer):
     """The HTTP server of a process; it has one session at a time."""
 
     daemon_threads = True
-    session: Session | None = None
+    session: AgentSession | None = None
 
 
 @cache
-def endpoint() -> Endpoint:
+def endpoint() -> AgentEndpoint:
     """Return the server of this process, on a free port."""
-    server = Endpoint(("127.0.0.1", 0), _Handler)
+    server = AgentEndpoint(("127.0.0.1", 0), _AgentHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
-class OuterEndpoint(Endpoint):
+class OuterEndpoint(AgentEndpoint):
     """The server for agents on other machines, whose requests `workers.agents.router` forwards."""
 
     address_family = socket.AF_UNIX
@@ -645,7 +645,7 @@ def outer_endpoint() -> OuterEndpoint:
     return server
 
 
-def open_to_others(session: Session) -> None:
+def open_to_others(session: AgentSession) -> None:
     """Let the router find the session by its key: the name of a link to the socket."""
     server = outer_endpoint()
     if server.key_file:
@@ -654,8 +654,8 @@ def open_to_others(session: Session) -> None:
     os.symlink(os.path.abspath(str(server.server_address)), server.key_file)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Endpoint
+class _AgentHandler(BaseHTTPRequestHandler):
+    server: AgentEndpoint
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or an answer waits 40 ms for the header's acknowledgement
 
@@ -668,7 +668,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Do nothing: the output of an agent process belongs to the agent."""
 
-    def _serve(self, answer: Callable[[Session, str], None]) -> None:
+    def _serve(self, answer: Callable[[AgentSession, str], None]) -> None:
         try:
             path, session = self.path.lstrip("/"), self.server.session
             if isinstance(self.server, OuterEndpoint):
@@ -688,13 +688,13 @@ class _Handler(BaseHTTPRequestHandler):
             error = {"type": "invalid_request_error", **problem.facts}
             self._send(error.pop("status"), {"type": "error", "error": error})
 
-    def _models(self, session: Session, path: str) -> None:
+    def _models(self, session: AgentSession, path: str) -> None:
         if path != "v1/models":
             raise Refused(f"there is no GET {path}", status=404)
         card = {"object": "model", "created": 0, "owned_by": "verl_like"}
         self._send(200, {"object": "list", "data": [card | {"id": one} for one in session.models]})
 
-    def _complete(self, session: Session, path: str) -> None:
+    def _complete(self, session: AgentSession, path: str) -> None:
         dialect = DIALECTS.get(path)
         if dialect is None and path not in OTHER_PATHS:
             raise Refused(f"there is no POST {path}", status=404)
@@ -743,5 +743,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-class _OuterHandler(_Handler):
+class _OuterHandler(_AgentHandler):
     disable_nagle_algorithm = False  # a Unix socket has none

@@ -25,8 +25,8 @@ from verl_like.errors import RolloutError
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import LATE, EnvironmentHost
 from workers.agents.recorded import RecordedHost
-from workers.agents.trajectory import Setting, Start, State, Times, Trajectory
-from workers.rollout.base import Budget, RolloutEngine, SamplingParams
+from workers.agents.trajectory import Setting, Times, Trajectory, TrajectoryStart, TrajectoryState
+from workers.rollout.base import RolloutEngine, SamplingParams, TakeBudget
 
 if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
@@ -69,14 +69,16 @@ class TurnLoop:
         return len(self._trajectories)
 
     def play(
-        self, starts: Sequence[Start], sampling: SamplingParams, num_open: int
+        self, starts: Sequence[TrajectoryStart], sampling: SamplingParams, num_open: int
     ) -> list[Trajectory]:
         """Play all to their ends, at most `num_open` at the same time; return them in order."""
         numbers = self.submit(starts, sampling, num_open)
         ended = self.take()
         return [ended[number] for number in numbers]
 
-    def submit(self, starts: Sequence[Start], sampling: SamplingParams, num_open: int) -> list[int]:
+    def submit(
+        self, starts: Sequence[TrajectoryStart], sampling: SamplingParams, num_open: int
+    ) -> list[int]:
         """Start these trajectories, in addition to running ones; return their numbers."""
         if self._trajectories and sampling != self._setting.sampling:
             raise RolloutError(
@@ -107,7 +109,7 @@ class TurnLoop:
         `seconds`, no longer than that. The others keep their environments and continue in the next
         call.
         """
-        budget = Budget(max_tokens, seconds)
+        budget = TakeBudget(max_tokens, seconds)
         for trajectory in self._trajectories.values():
             trajectory.num_drawn_in_take = 0
         try:
@@ -123,7 +125,7 @@ class TurnLoop:
 
     def abort(self) -> None:
         """Drop all trajectories and end their environments."""
-        self._engine.abort([running.request_id for running in self._in(State.ENGINE)])
+        self._engine.abort([running.request_id for running in self._in(TrajectoryState.ENGINE)])
         for game in self._games:
             self._host.end(game)
         self._trajectories, self._games = {}, {}
@@ -138,26 +140,26 @@ class TurnLoop:
         If a trajectory ends for another reason than its environment's reply, the trajectories of
         the other players end, too.
         """
-        ended = {t.game for t in self._in(State.ENDED)} & self._games.keys()
+        ended = {t.game for t in self._in(TrajectoryState.ENDED)} & self._games.keys()
         for game in ended:
             players = self._players(game)
-            for cut in [t for t in players if t.state is State.ENDED and not t.has_left]:
+            for cut in [t for t in players if t.state is TrajectoryState.ENDED and not t.has_left]:
                 for other in players:
-                    if other.state is not State.ENDED:
+                    if other.state is not TrajectoryState.ENDED:
                         self._drop_request(other)
                         other.end(cut.ended, self._setting, cut.problem)
-            if all(t.state is State.ENDED for t in players):
+            if all(t.state is TrajectoryState.ENDED for t in players):
                 self._host.end(game)
                 del self._games[game]
 
-    def _in(self, state: State) -> list[Trajectory]:
+    def _in(self, state: TrajectoryState) -> list[Trajectory]:
         return [
             trajectory for trajectory in self._trajectories.values() if trajectory.state is state
         ]
 
     def _open(self) -> list[Trajectory]:
         """Return the trajectories that have an environment."""
-        closed = State.QUEUED, State.ENDED
+        closed = TrajectoryState.QUEUED, TrajectoryState.ENDED
         return [
             trajectory
             for trajectory in self._trajectories.values()
@@ -165,23 +167,23 @@ class TurnLoop:
         ]
 
     def _open_queued(self) -> None:
-        if queued := self._in(State.QUEUED):
+        if queued := self._in(TrajectoryState.QUEUED):
             room = max(0, self._num_open - len(self._open()))
             for game in sorted({trajectory.game for trajectory in queued[:room]}):
                 for player in self._players(game):
                     player.open(self._setting)
 
-    def _step(self, budget: Budget) -> bool:
+    def _step(self, budget: TakeBudget) -> bool:
         """Play for a while; return True if a trajectory has as many tokens as `budget` allows."""
         is_far = self._play_on(budget)
         self._end_games()
         return is_far
 
-    def _play_on(self, budget: Budget) -> bool:
+    def _play_on(self, budget: TakeBudget) -> bool:
         """Read the answers of environments, then let the engine generate for a while."""
         seconds = min(TAKE_S, budget.seconds_left)
-        is_idle = not self._in(State.ENGINE)
-        self._receive(seconds if is_idle and not self._in(State.READY) else 0.0)
+        is_idle = not self._in(TrajectoryState.ENGINE)
+        self._receive(seconds if is_idle and not self._in(TrajectoryState.READY) else 0.0)
         for _ in range(MOST_WAITS if is_idle else 0):
             # reading a few answers and then the rest would cost two passes
             if not self._receive(min(BATCH_S, budget.seconds_left)):
@@ -189,7 +191,9 @@ class TurnLoop:
         self._tokenize_observations()
         self._end_late()
         self._submit_ready()
-        running = {trajectory.request_id: trajectory for trajectory in self._in(State.ENGINE)}
+        running = {
+            trajectory.request_id: trajectory for trajectory in self._in(TrajectoryState.ENGINE)
+        }
         if not running:
             return False
         until = time.monotonic() + seconds
@@ -212,25 +216,25 @@ class TurnLoop:
                 continue
             by_player = answer.get("players", {"": answer})
             for player in self._players(number):
-                if player.start.player in by_player and player.state is State.ENVIRONMENT:
+                if player.start.player in by_player and player.state is TrajectoryState.ENVIRONMENT:
                     player.note_time(self._host.busy_s(number))
                     player.on_answer(by_player[player.start.player], self._setting)
         return count
 
     def _tokenize_observations(self) -> None:
         """Tokenize all new observations together, which costs less than one by one."""
-        observed = self._in(State.OBSERVED)
+        observed = self._in(TrajectoryState.OBSERVED)
         all_ids = self._chat.ids_of([trajectory.observation[0] for trajectory in observed])
         for trajectory, ids in zip(observed, all_ids, strict=True):
             trajectory.read(ids, self._setting)
 
     def _submit_ready(self) -> None:
         """Submit the samples that are ready; first turns are submitted several at once."""
-        ready = self._in(State.READY)
+        ready = self._in(TrajectoryState.READY)
         if not ready:
             return
         self._num_waits += 1
-        num_running = len(self._in(State.ENGINE))
+        num_running = len(self._in(TrajectoryState.ENGINE))
         are_few = len(ready) * GATHER < num_running and self._num_waits < MOST_WAITS
         if are_few and not any(trajectory.num_turns for trajectory in ready):
             return
@@ -250,7 +254,7 @@ class TurnLoop:
             if now - trajectory.began <= most:
                 continue
             times, seconds = trajectory.times[-1], trajectory.lap()
-            if trajectory.state is State.ENGINE:
+            if trajectory.state is TrajectoryState.ENGINE:
                 times.engine += seconds
             else:
                 times.environment += seconds
@@ -267,13 +271,13 @@ class TurnLoop:
         """
         is_late = answer["reason"] == LATE
         players = self._players(game)
-        failed = [player for player in players if player.state is not State.ENDED]
+        failed = [player for player in players if player.state is not TrajectoryState.ENDED]
         for player in failed:
             player.note_time(self._host.busy_s(game))
             player.answers.append(answer)
             self._drop_request(player)
             player.was_late |= is_late
-        unfinished = [*self._open(), *self._in(State.QUEUED)]
+        unfinished = [*self._open(), *self._in(TrajectoryState.QUEUED)]
         has_time = not is_late or not all(other.was_late for other in unfinished)
         if any(player.attempts > self._config.retries for player in failed) or not has_time:
             for player in failed:
@@ -286,5 +290,5 @@ class TurnLoop:
 
     def _drop_request(self, trajectory: Trajectory) -> None:
         """Stop generating: an environment's process may end while the engine has the sample."""
-        if trajectory.state is State.ENGINE:
+        if trajectory.state is TrajectoryState.ENGINE:
             self._engine.abort([trajectory.request_id])

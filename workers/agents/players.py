@@ -21,7 +21,7 @@ from workers.agents.faults import NO_FAULTS, Faults
 from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.loop import TurnLoop
 from workers.agents.recorded import RECORDED, RecordedHost
-from workers.agents.trajectory import Start, Trajectory
+from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.columns import PLAYERS, require, split_player_uid
 from workers.rewards.manager import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
@@ -125,10 +125,10 @@ class Players:
 
 def _starts(
     data: DataProto, noise_of: NoiseOf, faults: Faults, kinds: Mapping[str, Kind]
-) -> list[Start]:
+) -> list[TrajectoryStart]:
     columns = data.non_tensor_batch
     indices = data.padded("sample_index").tolist()
-    starts: list[Start] = []
+    starts: list[TrajectoryStart] = []
     for number in range(data.num_real_rows):
         uid, index = str(columns["uid"][number]), indices[number]
         key, name = noise_of(uid, index), f"uid {uid} sample {index}"
@@ -153,7 +153,7 @@ def _starts(
             row = starts[-place].row
         seeds = noise_of(game, OF_ALL), noise_of(game, index)
         tools = None if kind == "" else kinds[kind].tools
-        start = Start(row["prompt"], row, seeds, key, name, faults)
+        start = TrajectoryStart(row["prompt"], row, seeds, key, name, faults)
         starts.append(
             replace(start, player=player * bool(players), game=(game, index), tools=tools)
         )

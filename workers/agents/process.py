@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
-from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Played, Turn
+from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Playable, Turn
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import in_words, place_of
 
@@ -143,7 +143,7 @@ def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) 
 
 def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
     """Reply to every line with a line; `begins` is called before each reply."""
-    episode: Played | None = None
+    episode: Playable | None = None
     for line in _lines(descriptor):
         message = FROM_JSON(line.decode(), 0)[0]
         begins()

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from verl_like.errors import ConfigError, nearest
-from workers.agents.calls import Call
+from workers.agents.calls import ToolCall
 
 LONGEST_ANSWER = 100_000
 """Maximum characters of a tool's reply."""
@@ -201,7 +201,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def answer_call(call: Call, tools: Mapping[str, Tool]) -> tuple[str, bool]:
+def answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     """Return the reply to a call, and True if it is an error."""
     if call.problem:
         return f"error: {call.problem}", True

@@ -39,7 +39,7 @@ GIVEN_UP = "in an environment that failed"
 """Reason under which the tokens of a restarted trajectory are counted as not trained on."""
 
 
-class State(Enum):
+class TrajectoryState(Enum):
     """A trajectory's state, named by the event that it waits for."""
 
     QUEUED = "a place among the open trajectories"
@@ -51,7 +51,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Start:
+class TrajectoryStart:
     """The start of a trajectory."""
 
     prompt: Any
@@ -105,13 +105,13 @@ class Times:
 class Trajectory:
     """A trajectory: its sample, the turn number of each token, and its rewards."""
 
-    start: Start
+    start: TrajectoryStart
     sample: Sample = field(default_factory=lambda: Sample([]))
     turns: list[int] = field(default_factory=list)
     number: int = 0
     game: int = 0
     """The number of its environment, shared by all players."""
-    state: State = State.QUEUED
+    state: TrajectoryState = TrajectoryState.QUEUED
     request_id: int = -1
     """The engine's number of its sample, while the engine generates."""
     observation: tuple[str, bool] = "", False
@@ -183,7 +183,7 @@ class Trajectory:
 
     def open(self, setting: Setting) -> None:
         """Open the environment, as its first player; its first answer comes from `reset`."""
-        self.state = State.ENVIRONMENT
+        self.state = TrajectoryState.ENVIRONMENT
         self.since = self.began = time.monotonic()
         self.times[-1].asked = time.time()
         if self.number == self.game:
@@ -197,7 +197,9 @@ class Trajectory:
     @property
     def has_left(self) -> bool:
         """True if its environment has ended it; other players of the environment may continue."""
-        return self.state is State.ENDED and any("end" in answer for answer in self.answers[-1:])
+        return self.state is TrajectoryState.ENDED and any(
+            "end" in answer for answer in self.answers[-1:]
+        )
 
     def on_answer(self, answer: Mapping[str, Any], setting: Setting) -> None:
         """Handle an answer of the environment: the first observation, the next one, or the end."""
@@ -263,7 +265,7 @@ class Trajectory:
 
     def submitted(self, request_id: int) -> None:
         """Record that the engine has the sample."""
-        self.state, self.request_id = State.ENGINE, request_id
+        self.state, self.request_id = TrajectoryState.ENGINE, request_id
 
     def on_sample(self, sample: Sample, setting: Setting) -> None:
         """Handle a turn that the engine has finished: send it to the environment."""
@@ -283,7 +285,7 @@ class Trajectory:
 
     def end(self, ended: str, setting: Setting, problem: str = "") -> None:
         """End for this reason, with the reward of a failure if there is a problem."""
-        self.state, self.ended, self.problem = State.ENDED, ended, problem
+        self.state, self.ended, self.problem = TrajectoryState.ENDED, ended, problem
         if problem and self.num_turns and setting.config.reward_on_failure is not None:
             place = self._last_place(self.num_turns - 1)
             self.rewards.append((place, setting.config.reward_on_failure))
@@ -296,7 +298,7 @@ class Trajectory:
             self.sample = replace(self.sample, prompt=prompt)
 
     def _observe(self, text: str, replaces: bool) -> None:
-        self.state, self.observation = State.OBSERVED, (text, replaces)
+        self.state, self.observation = TrajectoryState.OBSERVED, (text, replaces)
 
     def _next_text(self, messages: Sequence[Message], setting: Setting) -> tuple[str, bool]:
         """Return the text that the next turn reads, and True if it is the whole chat."""
@@ -313,12 +315,12 @@ class Trajectory:
     def _begin(self, prompt: list[int], end_at: int | None) -> None:
         key, name = self.start.key, self.start.name
         self.sample = Sample(prompt, key, name, end_at=end_at, kept=KeptStates())
-        self.state = State.READY
+        self.state = TrajectoryState.READY
 
     def _continue(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> None:
         self.sample = self.sample.with_observed(ids, begins_segment, end_at)
         self.turns += [self.num_turns - 1] * len(ids)
-        self.state = State.READY
+        self.state = TrajectoryState.READY
 
     def _on_request(self, answer: Mapping[str, Any], setting: Setting) -> None:
         """Handle an agent's request: start a turn, or return an error that the agent can handle."""
@@ -378,7 +380,7 @@ class Trajectory:
 
     def _tell(self, drawn: list[int], setting: Setting) -> None:
         """Send a turn to the environment; injected faults affect the first attempt."""
-        self.state, delay_s = State.ENVIRONMENT, 0.0
+        self.state, delay_s = TrajectoryState.ENVIRONMENT, 0.0
         self.times[-1].asked = time.time()
         if self.attempts == 1:
             faults, key = self.start.faults, self.start.key

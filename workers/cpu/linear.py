@@ -23,7 +23,7 @@ MIN_MULTIPLICATIONS = 2**24
 """Smaller products use torch: building a kernel for their rows would take longer."""
 
 
-class _Linear(torch.autograd.Function):
+class _OnednnFunction(torch.autograd.Function):
     """Compute states @ weight.t() + bias.
 
     The narrower factor of the weight's gradient is transposed in memory.
@@ -69,7 +69,7 @@ def _outer(grad: Tensor, states: Tensor) -> Tensor:
     return total if grad_is_narrow else total.t().contiguous()
 
 
-_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
+_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _OnednnFunction.apply
 
 
 @contextmanager

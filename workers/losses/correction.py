@@ -24,7 +24,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.losses.blocks import row_blocks
-from workers.losses.correction_gauge import CorrectionGauge, Part
+from workers.losses.correction_gauge import CorrectionGauge, MaskedRows
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 from workers.losses.rejection import SECTION, Bounds, Criterion, criteria_of, lengths, weight_bounds
 
@@ -129,14 +129,14 @@ class RolloutCorrection:
             weights = torch.empty_like(log_probs, dtype=dtype)
         accepted = torch.empty_like(mask)
         for rows in row_blocks(mask):
-            part = Part(mask[rows].bool())
+            part = MaskedRows(mask[rows].bool())
             log_ratio = zero_outside(log_probs[rows] - behaviour_log_probs[rows], part.inside)
             if weights is not None:
                 weights[rows] = self._weights(log_ratio, part, gauge)
             accepted[rows] = self._accepted(log_ratio, part, gauge)
         return weights, accepted
 
-    def _weights(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
+    def _weights(self, log_ratio: Tensor, part: MaskedRows, gauge: CorrectionGauge) -> Tensor:
         assert self.level is not None, "there are weights"
         raw, weights = importance_weights(log_ratio, part.inside, self.level, self.bounds)
         gauge.spreads["rollout_is"].add(part, weights, raw, by_token=self.level == "token")
@@ -145,7 +145,7 @@ class RolloutCorrection:
             gauge.add_fraction("rollout_is_oob_ratio", num_zero, part.num_tokens)
         return weights
 
-    def _accepted(self, log_ratio: Tensor, part: Part, gauge: CorrectionGauge) -> Tensor:
+    def _accepted(self, log_ratio: Tensor, part: MaskedRows, gauge: CorrectionGauge) -> Tensor:
         """Return the mask of the tokens that every criterion and the veto accept."""
         accepted = part.inside
         for criterion in self.criteria:

@@ -16,7 +16,7 @@ from workers.losses.aggregate import Gauge
 from workers.losses.rejection import Bounds
 
 
-class Part:
+class MaskedRows:
     """Some rows of a batch, with the positions and the number of their tokens."""
 
     def __init__(self, inside: Tensor) -> None:
@@ -55,7 +55,7 @@ class Spread(Gauge):
         self.ideal = ideal
         self.floor = min(0.0, bounds.lower or 0.0)
 
-    def add(self, part: Part, values: Tensor, raw: Tensor, by_token: bool) -> None:
+    def add(self, part: MaskedRows, values: Tensor, raw: Tensor, by_token: bool) -> None:
         """Add some rows; the values in `raw` are compared with the bounds.
 
         Unless `by_token`, all tokens of a row have the same value.
@@ -141,7 +141,7 @@ class CorrectionGauge(Gauge):
         """Add `part` and `whole` to the counts of a fraction."""
         self.note({name: part, f"{name} of": whole})
 
-    def add_rejected(self, name: str, accepted: Tensor, part: Part) -> None:
+    def add_rejected(self, name: str, accepted: Tensor, part: MaskedRows) -> None:
         """Add the fractions of rejected tokens and of rows with a rejected token."""
         of_rows = (part.inside & ~accepted).sum(dim=-1)
         self.add_fraction(f"{name}_masked_fraction", of_rows.sum(), part.num_tokens)

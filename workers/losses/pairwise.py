@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from verl_like.registry import Registry
-from verl_like.signatures import Call, check_call
+from verl_like.signatures import CallSignature, check_call
 
 PairwiseLoss = Callable[[Tensor], Tensor]
 
 PAIRWISE_LOSSES: Registry[PairwiseLoss] = Registry(
-    "pairwise loss", partial(check_call, call=Call("gap"))
+    "pairwise loss", partial(check_call, call=CallSignature("gap"))
 )
 
 

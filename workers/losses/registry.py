@@ -22,7 +22,7 @@ from torch import Tensor
 
 from verl_like.config_key import KeyRules
 from verl_like.registry import Registry
-from verl_like.signatures import Call, check_call
+from verl_like.signatures import CallSignature, check_call
 from workers.losses.aggregate import Denominators
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -97,7 +97,7 @@ def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyL
 def _check(policy_loss: Any, subject: str) -> None:
     """Reject a loss that does not accept the arguments that the actor passes."""
     chosen = ("chosen_tokens",) if facts_of(policy_loss).choose_tokens else ()
-    check_call(policy_loss, subject, Call(by_name=(*LOSS_INPUTS, *chosen)))
+    check_call(policy_loss, subject, CallSignature(by_name=(*LOSS_INPUTS, *chosen)))
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)

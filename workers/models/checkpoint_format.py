@@ -28,7 +28,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Group:
+class WeightGroup:
     """Weights of a module that are converted together, and their tensors in a checkpoint."""
 
     names: tuple[str, ...]
@@ -153,11 +153,11 @@ class CheckpointFormat:
             empty = torch.empty(weight.shape, device="meta")
             together.setdefault(self.transforms.key_of(name), {})[name] = empty
 
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, WeightGroup] = {}
         for members in together.values():
             converted = self.transforms.to_stored(members)
             stored = {name: tensor.shape for name, tensor in converted.items()}
-            group = Group(tuple(members), stored, self.transforms)
+            group = WeightGroup(tuple(members), stored, self.transforms)
             self.groups |= dict.fromkeys(members, group)
 
         self.names = {name for group in self.groups.values() for name in group.stored}

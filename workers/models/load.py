@@ -27,7 +27,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
-from workers.models.checkpoint_format import Group, checkpoint_format
+from workers.models.checkpoint_format import WeightGroup, checkpoint_format
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.lora import initial_value, is_adapter
 from workers.models.quantize import quantize_linears
@@ -304,7 +304,7 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
     return taken
 
 
-def _fill_group(missing: dict[str, Tensor], group: Group, source: Folder) -> None:
+def _fill_group(missing: dict[str, Tensor], group: WeightGroup, source: Folder) -> None:
     """Fill the weights of one group, whose tensors are freed before the next group is read.
 
     If experts are stored separately, a rank reads only the slices that it needs.

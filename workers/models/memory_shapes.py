@@ -169,7 +169,7 @@ def model_shapes(
     known = (*model, compute, tp, stage)
     if known not in _known:
         if model not in _weights:
-            _weights[model] = Weights(meta_model(config, head))
+            _weights[model] = CountedWeights(meta_model(config, head))
         weights = _weights[model]
         if stage is None:
             _known[known] = _whole(config, weights, head, compute, tp)
@@ -180,7 +180,7 @@ def model_shapes(
     return _known[known]
 
 
-class Weights:
+class CountedWeights:
     """A module's weights by their ids, and the sets that are counted."""
 
     def __init__(self, module: Any) -> None:
@@ -226,7 +226,7 @@ class Weights:
         }
 
 
-_weights: dict[tuple[str, str, str], Weights] = {}
+_weights: dict[tuple[str, str, str], CountedWeights] = {}
 """Weights by settings, text of config.json and head."""
 
 
@@ -235,7 +235,7 @@ def _ids(weights: Iterable[Tensor]) -> set[int]:
 
 
 def _of_stages(
-    whole: ModelShapes, weights: Weights, tp: int, stage: StageOf
+    whole: ModelShapes, weights: CountedWeights, tp: int, stage: StageOf
 ) -> Iterator[tuple[StageOf, ModelShapes]]:
     """Yield the shapes of every rank that shares the layers with the rank of `stage`."""
     num_stages = stage.num_ranks * num_chunks(stage.schedule)
@@ -261,7 +261,7 @@ def _of_stages(
 
 
 def _whole(
-    config: ModelConfig, weights: Weights, head: Head, compute: torch.dtype, tp: int
+    config: ModelConfig, weights: CountedWeights, head: Head, compute: torch.dtype, tp: int
 ) -> ModelShapes:
     body, text = body_of(weights.module), weights.module.config.get_text_config()
     if tp > 1:

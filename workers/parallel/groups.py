@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from workers.parallel.dims import DATA, LOSS, MODEL, ParallelDims
 
 
-class Groups:
+class RankGroups:
     """A mesh, and the process groups that this rank is in; None for a group of one rank.
 
     `mesh` has "shard" and the axes of more than one rank, in their order.

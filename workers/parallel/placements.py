@@ -27,7 +27,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisSplit:
     """One axis of a mesh over which a dimension is split."""
 
     axis: int
@@ -65,7 +65,7 @@ def _between(ranges: Sequence[range], begin: int, end: int) -> list[range]:
     return between
 
 
-def cuts_of(tensor: DTensor) -> list[Cut]:
+def cuts_of(tensor: DTensor) -> list[AxisSplit]:
     """Return the splits of a tensor, in order."""
     mesh, placements = tensor.device_mesh, tensor.placements
     cuts, last = [], []
@@ -76,9 +76,9 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
         assert dim is not None, f"{placement} is no weight's"
         later = [n for n in range(axis + 1, mesh.ndim) if _dim_of(placements[n]) == dim]
         if later and factor == math.prod(mesh.size(n) for n in later):
-            last.append(Cut(axis, dim, 1, mesh.size(axis)))
+            last.append(AxisSplit(axis, dim, 1, mesh.size(axis)))
         else:
-            cuts.append(Cut(axis, dim, factor, mesh.size(axis)))
+            cuts.append(AxisSplit(axis, dim, factor, mesh.size(axis)))
     return cuts + last[::-1]
 
 

@@ -296,7 +296,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModuleSplit:
     """The split of a module over the ranks of one axis."""
 
     group: dist.ProcessGroup
@@ -316,7 +316,7 @@ class Cut:
         add_up_gradients([weight for weight in weights if weight.requires_grad], self.group)
 
 
-def apply(module: Any, mesh: DeviceMesh) -> Cut:
+def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
     """Split the module's parameters over the only axis of `mesh`, and hook its layers.
 
     Adapters must be there already; memory for weights need not be. Call `check` first.
@@ -344,7 +344,7 @@ def apply(module: Any, mesh: DeviceMesh) -> Cut:
     if getattr(embeddings, "padding_idx", None) is not None:  # its row gets no gradient
         words, token = Words.of(embeddings.num_embeddings, group), embeddings.padding_idx
         embeddings.padding_idx = token - words.first if words.has(token) else None
-    return Cut(group, partial, _words_of_head(module, group))
+    return ModuleSplit(group, partial, _words_of_head(module, group))
 
 
 def _words_of_head(module: Any, group: dist.ProcessGroup) -> Words | None:

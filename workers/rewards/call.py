@@ -1,6 +1,6 @@
 """Call a reward function by keyword, with the fields of a sample that it requests.
 
-    call = Call.of(function, kwargs, columns)   # rejects a parameter that nothing fills
+    call = RewardCall.of(function, kwargs, columns)   # rejects a parameter that nothing fills
     call(sample)                                # of one sample
     call.whole_batch(samples)                   # of a function with plural parameters
 
@@ -37,7 +37,7 @@ BATCH_MARKS = ("solution_strs", "responses")
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """A reward function and the arguments of its calls."""
 
     function: Callable[..., Any]
@@ -56,7 +56,7 @@ class Call:
         kwargs: dict[str, Any],
         columns: Sequence[str] = (),
         has_truth: bool = True,
-    ) -> Call:
+    ) -> RewardCall:
         """Build the call of a function with the keyword arguments of the configuration.
 
         `columns` are the other columns of the data rows; `has_truth` is True if any row has a

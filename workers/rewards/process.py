@@ -27,7 +27,7 @@ from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
-from workers.rewards.call import Call, Sample
+from workers.rewards.call import RewardCall, Sample
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.outcome import LATE, NO_REWARD, PLACE, Outcome, read_outcome
 
@@ -78,7 +78,7 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
     driver.send([os.getpid(), os.getcwd()])
     try:
         function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
-        call = Call.of(function, spec.kwargs, spec.columns, spec.has_truth)
+        call = RewardCall.of(function, spec.kwargs, spec.columns, spec.has_truth)
     except ConfigError as err:
         driver.send([str(err), False, False, None])
         return
@@ -131,7 +131,9 @@ def _text(err: BaseException) -> str:
 class Calls:
     """The calls of one function; its methods return the function's errors, never raise them."""
 
-    def __init__(self, call: Call, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
+    def __init__(
+        self, call: RewardCall, spec: FunctionSpec, withheld: Collection[str] = ()
+    ) -> None:
         """Create the calls; `withheld` is as in `serve`."""
         self._call, self._spec, self._withheld = call, spec, withheld
 

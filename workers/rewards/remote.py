@@ -37,7 +37,7 @@ WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which a retry may succeed."""
 
 
-class RemoteError(Exception):
+class RewardServerError(Exception):
     """A request that failed permanently, with the reason."""
 
 
@@ -56,7 +56,7 @@ class RemoteScorer:
         """Request the scores of no samples; raise if the server does not work."""
         try:
             self._ask([], time.monotonic() + self._config.timeout_s)
-        except (RemoteError, TimeoutError) as err:
+        except (RewardServerError, TimeoutError) as err:
             raise ConfigError(
                 f"The reward server {self._config.url} does not answer: {err}. Start it "
                 "(`verl-like serve-reward`), or fix the url."
@@ -84,7 +84,7 @@ class RemoteScorer:
             return self._ask(samples, end)
         except TimeoutError:
             return [(None, {}, LATE)] * len(samples)
-        except RemoteError as err:
+        except RewardServerError as err:
             return [(None, {}, str(err))] * len(samples)
 
     def _ask(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
@@ -97,9 +97,9 @@ class RemoteScorer:
             except _TemporaryError as err:
                 if attempt == self._config.retries:
                     tries = "once" if attempt == 0 else f"{attempt + 1} times"
-                    raise RemoteError(f"{self._config.url}, asked {tries}: {err}") from err
+                    raise RewardServerError(f"{self._config.url}, asked {tries}: {err}") from err
             except (KeyError, TypeError, ValueError) as err:
-                raise RemoteError(
+                raise RewardServerError(
                     f"{self._config.url} gave an answer of another form: {err}"
                 ) from err
 
@@ -126,12 +126,14 @@ class RemoteScorer:
                 answer = response.read(LONGEST_ANSWER + 1)
         except urllib.error.HTTPError as err:
             problem = f"status {err.code}: {err.read(300).decode('utf-8', 'replace').strip()}"
-            raise (_TemporaryError if err.code in WORTH_A_RETRY else RemoteError)(problem) from err
+            raise (_TemporaryError if err.code in WORTH_A_RETRY else RewardServerError)(
+                problem
+            ) from err
         except OSError as err:  # refused, reset or too slow, including urllib's errors
             raise _TemporaryError(str(getattr(err, "reason", err)) or type(err).__name__) from err
 
         if len(answer) > LONGEST_ANSWER:
-            raise RemoteError(f"{self._config.url} gave more than {LONGEST_ANSWER} bytes")
+            raise RewardServerError(f"{self._config.url} gave more than {LONGEST_ANSWER} bytes")
         return json.loads(answer)
 
 

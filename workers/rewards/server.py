@@ -50,7 +50,7 @@ class RewardServer(ThreadingHTTPServer):
         self._scorer, self._turn = Scorer(function, batch_deadline), threading.Lock()
         try:
             self._scorer.start()
-            super().__init__((host, port), _Handler)
+            super().__init__((host, port), _RewardHandler)
         except BaseException:
             self._scorer.stop()
             raise
@@ -72,7 +72,7 @@ class RewardServer(ThreadingHTTPServer):
         self._scorer.stop()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _RewardHandler(BaseHTTPRequestHandler):
     server: RewardServer
     timeout = PATIENCE_S
     protocol_version = "HTTP/1.1"

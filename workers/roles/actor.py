@@ -22,7 +22,7 @@ from workers.rollout.build import takes_adapter
 from workers.training.average import WeightAverage
 from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
@@ -108,7 +108,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
-            wanted = Wanted(self.temperature, entropy=True, sum_pi_squared=wants_squares)
+            wanted = TokenOutputs(self.temperature, entropy=True, sum_pi_squared=wants_squares)
             outputs = self.engine.forward_rows(data, self.log_prob_budget, wanted, self.routed)
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return Result(DataProto.from_dict(columns), mfu)

@@ -29,7 +29,7 @@ from verl_like.calls.result import Metrics, Result
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.process.worker import Worker
 from workers.parallel.sharding import dims_of
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget
 from workers.training.optim import CONFIGURED, StepSettings
@@ -107,7 +107,7 @@ class ModelWorker(Worker):
         extra = "entropys" in wanted, "sum_pi_squared" in wanted
         budget = self.log_prob_budget or self.budget
         columns = self.engine.forward_rows(
-            data, budget, Wanted(self.temperature, *extra), self.routed
+            data, budget, TokenOutputs(self.temperature, *extra), self.routed
         )
         for name in wanted:
             if name not in columns:

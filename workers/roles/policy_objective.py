@@ -21,7 +21,7 @@ from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import PolicyLoss, facts_of
 from workers.models.routing import COLUMN as ROUTED
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
 
@@ -65,7 +65,7 @@ class PolicyObjective:
             "policy",
             self.compute,
             self._columns(data),
-            Wanted(settings.temperature, entropy=config.entropy_coeff != 0),
+            TokenOutputs(settings.temperature, entropy=config.entropy_coeff != 0),
             self.metrics,
         )
 

@@ -23,7 +23,7 @@ from workers.roles.model_worker import TRAIN, VERB, ModelWorker
 from workers.training.average import MovingAverageEngine
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import BackgroundSaves
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
 from workers.weights.channel import SyncReport
 from workers.weights.receiver import WeightReceiver
@@ -86,7 +86,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` of the responses."""
         with adapter_off(self.engine.module):
-            outputs = self.engine.forward_rows(data, self.budget, Wanted(self.temperature))
+            outputs = self.engine.forward_rows(data, self.budget, TokenOutputs(self.temperature))
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=VERB, readonly=True)

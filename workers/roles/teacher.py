@@ -12,7 +12,7 @@ from workers.memory import HeldModel
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
 
 if TYPE_CHECKING:
@@ -54,5 +54,5 @@ class TeacherWorker(ModelWorker):
     )
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Return `teacher_log_prob` of the responses."""
-        outputs = self.engine.forward_rows(data, self.budget, Wanted(self.temperature))
+        outputs = self.engine.forward_rows(data, self.budget, TokenOutputs(self.temperature))
         return DataProto.from_dict({"teacher_log_prob": outputs["log_probs"]})

@@ -80,7 +80,7 @@ class EngineLimits:
     keep_kv: bool = False
 
 
-class Budget:
+class TakeBudget:
     """The limits of one `take`: sampled tokens of any sample, and seconds; None means no limit."""
 
     def __init__(
@@ -190,7 +190,7 @@ class RolloutEngine(ABC):
                 "version), then generate them again."
             )
         try:
-            finished = self._advance(Budget(max_tokens, seconds, until_one))
+            finished = self._advance(TakeBudget(max_tokens, seconds, until_one))
             for sample in finished.values():
                 _check_finite(sample, self.version)
         except BaseException:
@@ -281,7 +281,7 @@ class RolloutEngine(ABC):
         """Start checked samples, by number."""
 
     @abstractmethod
-    def _advance(self, budget: Budget) -> dict[int, Sample]:
+    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
         """Generate until everything is finished or the budget is spent; return the finished
         samples.
 

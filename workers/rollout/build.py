@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_like.errors import ConfigError, RolloutError
-from verl_like.signatures import Call, check_call, check_methods
+from verl_like.signatures import CallSignature, check_call, check_methods
 from workers.config import plays
 from workers.config.policy import replays_routing
 from workers.config.rollout import AUTO, ENGINES, FP8
@@ -121,7 +121,7 @@ def user_engine(name: str) -> type[RolloutEngine] | None:
         )
     subject = f"rollout.name={name}"
     check_methods(engine, RolloutEngine, subject)
-    check_call(engine, subject, Call("module", "limits", by_name=["decode"]))
+    check_call(engine, subject, CallSignature("module", "limits", by_name=["decode"]))
     return engine
 
 

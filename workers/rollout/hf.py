@@ -23,7 +23,7 @@ from workers.models.folder import factor_border
 from workers.models.state import named_state
 from workers.models.support.proof import Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
-from workers.rollout.base import Budget, EngineLimits, SamplingParams
+from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.sample import UNFINISHED, Sample, num_of_older_weights
 from workers.rollout.sampling import choose_tokens, uniforms
@@ -63,7 +63,7 @@ class HFEngine(ModuleEngine):
         for number, sample in samples.items():
             self._decodings[number] = _Decoding(self, sample, sampling)
 
-    def _advance(self, budget: Budget) -> dict[int, Sample]:
+    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
         """Run one sample after the other; the budget's time is checked between two samples."""
         finished: dict[int, Sample] = {}
         was_training = self.module.training

@@ -21,7 +21,7 @@ from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
 from workers.models.support.proof import Support
 from workers.parallel.fsdp import shard
-from workers.parallel.groups import Groups
+from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import dims_of
 from workers.training.attention import describe
 from workers.training.model import Model
@@ -56,7 +56,7 @@ def _join(model: Model, worker: Worker) -> None:
     else:
         prepare_gpu_process()
     model.dims = dims_of(worker.world_size, model.sharding)
-    model.groups = Groups(model.dims, model.device)
+    model.groups = RankGroups(model.dims, model.device)
     model.layers = AllLayers()
     model.is_sharded = model.groups.loss is not None and model.sharding.strategy != "ddp"
 

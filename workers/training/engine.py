@@ -29,7 +29,7 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.sharding import settle
 from workers.training.build import build_model
-from workers.training.lm_head import DEFAULT, Wanted
+from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, MiniBatch, RowColumns, Rows, all_reduce, mini_batch
 from workers.training.model import Model, ModelSettings
@@ -109,7 +109,7 @@ class TrainEngine(Model):
         self,
         data: DataProto,
         budget: Budget,
-        wanted: Wanted = DEFAULT,
+        wanted: TokenOutputs = DEFAULT,
         names: Sequence[str] = (),
     ) -> RowColumns:
         """Return for every row `log_probs` (and `entropys`, `sum_pi_squared`), `values`, or

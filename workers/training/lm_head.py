@@ -47,7 +47,7 @@ LARGEST_ERROR = 1e-5
 """Largest relative error between chunked and whole logits in float32."""
 
 
-class Wanted(NamedTuple):
+class TokenOutputs(NamedTuple):
     """Outputs to compute for every response token in addition to log-probs, and the temperature."""
 
     temperature: float = 1.0
@@ -55,14 +55,14 @@ class Wanted(NamedTuple):
     sum_pi_squared: bool = False
 
 
-DEFAULT = Wanted()
+DEFAULT = TokenOutputs()
 
 
 def token_columns(
     module: Any,
     feed: Feed,
     labels: Tensor,
-    wanted: Wanted,
+    wanted: TokenOutputs,
     *,
     may_chunk: bool = True,
     words: Words | None = None,
@@ -82,7 +82,7 @@ def token_columns(
 
 
 def columns_of_logits(
-    logits: Tensor, labels: Tensor, wanted: Wanted, words: Words | None = None
+    logits: Tensor, labels: Tensor, wanted: TokenOutputs, words: Words | None = None
 ) -> Columns:
     """Return the wanted columns of logits; the backward pass writes over `logits`."""
     columns: Columns = {}
@@ -339,7 +339,7 @@ def _error_of_chunks(model: Any) -> float:
     labels = tokens.view(2, 12).roll(-1, dims=1)[feed.reads]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
-    compute = functools.partial(columns_of_logits, wanted=Wanted(0.7, entropy=True))
+    compute = functools.partial(columns_of_logits, wanted=TokenOutputs(0.7, entropy=True))
     numbers: list[list[Tensor]] = []
     with torch.enable_grad():
         for whole in (True, False):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.losses.lm import compute_lm_loss
-from workers.training.lm_head import DEFAULT, Wanted
+from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.microbatch import Columns, MiniBatch, RowColumns
 
 LossFn = Callable[[Columns, Columns, MiniBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -34,7 +34,7 @@ class Loss:
     compute: LossFn
     columns: Sequence[str] = ()
     """Columns that it reads in addition to `responses` and `response_mask`."""
-    wanted: Wanted = DEFAULT
+    wanted: TokenOutputs = DEFAULT
     """Outputs of the model that it reads in addition to log-probs."""
     measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
     """Return the metrics that gauges measured during the passes, over the ranks of a group."""

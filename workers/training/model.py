@@ -28,7 +28,7 @@ from workers.models.state import named_state, persistent_buffers
 from workers.models.support.proof import Support
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor, reshard, tensor_on_first
-from workers.parallel.groups import Groups
+from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
 from workers.parallel.sharding import Sharding
 from workers.training.attention import VarlenKernel, packed_rows
@@ -40,7 +40,7 @@ from workers.weights.checksum import checksum_of
 if TYPE_CHECKING:
     from workers.config import ModelConfig
 
-PartT = TypeVar("PartT", bound="Part")
+PartT = TypeVar("PartT", bound="ModelPart")
 Named = Iterator[tuple[str, Tensor]]
 Arrange = Callable[[Iterable[tuple[str, Tensor]]], Named]
 """Whole tensors by the module's names -> tensors under their exported names."""
@@ -60,7 +60,7 @@ class ModelSettings:
     router_aux_loss_coef: float = 0.0
 
 
-class Part:
+class ModelPart:
     """An option of a model that installs itself; each method does nothing by default.
 
     for part in parts: part.check(model)        # before there is a module
@@ -95,7 +95,7 @@ class Model:
 
     device: torch.device
     dims: ParallelDims
-    groups: Groups
+    groups: RankGroups
     precision: Precision
     module: Any
     whole_module: Any
@@ -116,7 +116,7 @@ class Model:
         self.head: Head = settings.head
         self.host_blocks = HostBlocks()
         self.row_passes = RowPasses()
-        self.parts: list[Part] = []
+        self.parts: list[ModelPart] = []
         self.layers: Any = None
         """Runs passes through the layers of this rank (`workers.training.passes`)."""
         self.words: Any = None

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from verl_like.config_key import arguments_for
 from verl_like.errors import ConfigError, WorkerError
 from verl_like.registry import Registry
-from verl_like.signatures import Call, check_call, signature_of
+from verl_like.signatures import CallSignature, check_call, signature_of
 from workers.models.state import local_shard
-from workers.parallel.groups import Groups
+from workers.parallel.groups import RankGroups
 from workers.training.microbatch import all_reduce
 from workers.training.schedules import lr_factor
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
-    from workers.parallel.groups import Groups
+    from workers.parallel.groups import RankGroups
 
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ SETTINGS = ("lr", "eps", "weight_decay", "betas")
 
 def _check(cls: Any, subject: str) -> None:
     """Reject a constructor that needs more than parameters and settings."""
-    check_call(cls, subject, Call("params", by_name=_settings_taken(cls)))
+    check_call(cls, subject, CallSignature("params", by_name=_settings_taken(cls)))
 
 
 def _settings_taken(cls: Any) -> list[str]:
@@ -158,7 +158,7 @@ def guarded_step(
     optimizer: torch.optim.Optimizer,
     parameters: list[nn.Parameter],
     grad_clip: float,
-    groups: Groups | None = None,
+    groups: RankGroups | None = None,
     copies: Sequence[nn.Parameter] = (),
 ) -> float:
     """Clip by the global norm, step, and clear the gradients; return the norm.
@@ -187,7 +187,7 @@ def guarded_step(
     return float(norm)
 
 
-def norm_by_shares(gradients: Sequence[Tensor], groups: Groups) -> Tensor:
+def norm_by_shares(gradients: Sequence[Tensor], groups: RankGroups) -> Tensor:
     """Return the norm of gradients on several meshes or on none, with one all-reduce.
 
     torch's norm does not support such a mixture. If n ranks hold the same gradient, each counts 1/n
@@ -231,7 +231,7 @@ class NonfiniteGuard:
     Both counts are stored in checkpoints.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: RankGroups) -> None:
         self.groups = groups
         self.total = 0
         self.in_a_row = 0

@@ -19,7 +19,7 @@ from workers.models.precision import computing_in
 from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import begin_pass
 from workers.parallel.offload import to_device
-from workers.training.lm_head import DEFAULT, Wanted
+from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import (
     Budget,
@@ -50,7 +50,7 @@ class Passes:
     def __init__(self, model: Model, reading: Reading) -> None:
         self.model, self.reading = model, reading
 
-    def forward(self, rows: Rows, budget: Budget, wanted: Wanted = DEFAULT) -> RowColumns:
+    def forward(self, rows: Rows, budget: Budget, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Return the outputs for every row, without gradients."""
         pieces: Pieces = {}
 
@@ -116,7 +116,7 @@ class Passes:
             model.layers.train(self, batches, compute, loss)
         return totals
 
-    def outputs(self, columns: RowColumns, wanted: Wanted = DEFAULT) -> RowColumns:
+    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Return the outputs of one forward pass over a micro-batch."""
         return self.reading.outputs(self.model, columns, wanted)
 

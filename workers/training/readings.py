@@ -15,7 +15,7 @@ from verl_like.batch.ragged import Column, Ragged, join_ragged
 from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
-from workers.training.lm_head import Wanted, token_columns
+from workers.training.lm_head import TokenOutputs, token_columns
 from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import Feed, last_token_reads, read, response_reads
 
@@ -54,7 +54,7 @@ class Reading:
         cuts = model.row_passes.cut(columns["input_ids"], reads, budget)
         return cuts, model.row_passes.lengths(reads)
 
-    def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
+    def outputs(self, model: Model, columns: RowColumns, wanted: TokenOutputs) -> RowColumns:
         """Run a forward pass; return [rows, R] columns, zero outside the response mask."""
         device = model.device
         mask = columns["response_mask"]
@@ -113,7 +113,7 @@ class RowScores(Reading):
             return every
         return last_token_reads(columns)
 
-    def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
+    def outputs(self, model: Model, columns: RowColumns, wanted: TokenOutputs) -> RowColumns:
         """Run a forward pass; return `scores` [rows]."""
         device = model.device
         reads = self.reads(columns)
@@ -166,7 +166,7 @@ class Pairs(Reading):
         budget = rows.of_all_ranks(budget)
         return cut(lengths, budget, rectangles=are_padded, single=rows.apart), lengths
 
-    def outputs(self, model: Model, columns: RowColumns, wanted: Wanted) -> RowColumns:
+    def outputs(self, model: Model, columns: RowColumns, wanted: TokenOutputs) -> RowColumns:
         """Run a forward pass over both sides; return [pairs, 2, ...] columns."""
         parts = _passes_of_pairs(model, columns)
         outputs = [self.of_rows.outputs(model, part, wanted) for part in parts]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import Registry
-from verl_like.signatures import Call, check_call, signature_of
+from verl_like.signatures import CallSignature, check_call, signature_of
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
@@ -28,7 +28,7 @@ def _check(schedule: Any, subject: str) -> None:
     """Reject a schedule whose first parameter cannot be the progress."""
     signature = signature_of(schedule) if callable(schedule) else None
     names = list(signature.parameters) if signature else []
-    check_call(schedule, subject, Call("progress", by_name=names[1:]))
+    check_call(schedule, subject, CallSignature("progress", by_name=names[1:]))
 
 
 LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule", _check)

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
-from trainer.migrate.flags import GivenFlags, Row, Table, as_flags
+from trainer.migrate.flags import FlagRow, GivenFlags, Table, as_flags
 from verl_like.errors import ConfigError
 
 
 @pytest.fixture
 def table() -> Table:
     table = Table("coati", "all")
-    table.rows = {"rows": Row.of({"with": "x", "default": 8}), "kind": Row.of({"with": "x"})}
-    table.rows["twice"] = Row.of({"set": {"data.max_length": "{whole(twice / 2)}"}})
+    table.rows = {
+        "rows": FlagRow.of({"with": "x", "default": 8}),
+        "kind": FlagRow.of({"with": "x"}),
+    }
+    table.rows["twice"] = FlagRow.of({"set": {"data.max_length": "{whole(twice / 2)}"}})
     table.rules = []
     return table
 

@@ -11,7 +11,7 @@ from trainer.planner.cost import DEVICES
 from trainer.planner.search import (
     Layout,
     PlannedPlacement,
-    PoolPlan,
+    PoolLayout,
     allocate,
     fit_together,
     partitions,
@@ -30,14 +30,14 @@ def layout(role: str, seconds: tuple[float, ...], kept: float = 0, call: float =
 
 def pools(
     work: dict[str, tuple[float, ...]], fewest: dict[str, int]
-) -> Callable[[tuple[str, ...], int], PoolPlan | None]:
+) -> Callable[[tuple[str, ...], int], PoolLayout | None]:
     """Return pools whose seconds are the work of their roles divided by their GPUs."""
 
-    def lay_out(roles: tuple[str, ...], num_gpus: int) -> PoolPlan | None:
+    def lay_out(roles: tuple[str, ...], num_gpus: int) -> PoolLayout | None:
         if any(num_gpus < fewest.get(role, 1) for role in roles):
             return None
         layouts = [layout(role, tuple(w / num_gpus for w in work[role])) for role in roles]
-        return PoolPlan(num_gpus, tuple(layouts))
+        return PoolLayout(num_gpus, tuple(layouts))
 
     return lay_out
 
@@ -49,10 +49,10 @@ def test_four_roles_can_be_shared_out_in_fifteen_ways() -> None:
 
 def test_roles_that_share_gpus_take_turns_and_pools_run_side_by_side() -> None:
     first, second = layout("a", (1.0, 2.0), 10, 30), layout("b", (3.0, 0.5), 20, 40)
-    together = PlannedPlacement((PoolPlan(4, (first, second)),))
+    together = PlannedPlacement((PoolLayout(4, (first, second)),))
     assert together.seconds == (4.0, 2.5)
     assert together.pools[0].bytes == 70 * GIB
-    apart = PlannedPlacement((PoolPlan(2, (first,)), PoolPlan(2, (second,))), least=(0.0, 2.5))
+    apart = PlannedPlacement((PoolLayout(2, (first,)), PoolLayout(2, (second,))), least=(0.0, 2.5))
     assert (apart.seconds, apart.step, apart.gpus) == ((3.0, 2.5), 5.5, 4)
     assert replace(together.pools[0], saved=(0.5, 0.0)).seconds == (3.5, 2.5)
 

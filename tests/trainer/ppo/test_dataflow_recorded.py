@@ -21,7 +21,7 @@ from trainer.loop import Trainer
 from trainer.ppo.dataflow import (
     STAGES,
     STEP_1_NOTICE,
-    Node,
+    CallNode,
     describe,
     edges,
     overridden_stages,
@@ -61,7 +61,9 @@ def one_process_a_pool(tiny: Path, folder: Path, *more: str) -> tuple[str, ...]:
     return (*more, f"trainer.n_gpus_per_node={len(plenty.resource_pool_spec)}")
 
 
-def recorded(tiny: Path, folder: Path, *more: str) -> tuple[list[Node], dict[str, dict[str, Any]]]:
+def recorded(
+    tiny: Path, folder: Path, *more: str
+) -> tuple[list[CallNode], dict[str, dict[str, Any]]]:
     """Return the nodes of a configuration, and by name the calls of a step on roles."""
     settings = ("trainer.backend=local", "trainer.total_training_steps=1", *more)
     config = load_config(overrides(tiny, folder, *settings))
@@ -78,11 +80,11 @@ def recorded(tiny: Path, folder: Path, *more: str) -> tuple[list[Node], dict[str
     return step_nodes(config), spans
 
 
-def on_roles(nodes: Sequence[Node]) -> dict[str, Node]:
+def on_roles(nodes: Sequence[CallNode]) -> dict[str, CallNode]:
     return {node.name: node for node in nodes if node.pool != "driver"}
 
 
-def check(nodes: Sequence[Node], spans: dict[str, dict[str, Any]]) -> None:
+def check(nodes: Sequence[CallNode], spans: dict[str, dict[str, Any]]) -> None:
     """Check that nodes are calls in their stage and pool, and begin after their dependencies."""
     drawn = on_roles(nodes)
     assert set(drawn) == set(spans)

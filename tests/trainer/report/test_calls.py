@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import draw_figures
 from tests.trainer.report.report_runs import CALLS, make_run
 from trainer.report.calls import (
-    Call,
+    TracedCall,
     last_steps,
     pools_at_work,
     read_timeline,
@@ -22,11 +22,11 @@ from trainer.report.read import read_run
 from trainer.run_folder.timeline import Timeline
 
 
-def calls_of(step: int, start: float, stage: str = "") -> list[Call]:
+def calls_of(step: int, start: float, stage: str = "") -> list[TracedCall]:
     """Return one second of two calls."""
     return [
-        Call("a", "actor-0", "actor", "compute_log_prob", start, start + 0.4, step, stage),
-        Call("a", "actor-0", "actor", "update_actor", start + 0.5, start + 1.0, step, stage),
+        TracedCall("a", "actor-0", "actor", "compute_log_prob", start, start + 0.4, step, stage),
+        TracedCall("a", "actor-0", "actor", "update_actor", start + 0.5, start + 1.0, step, stage),
     ]
 
 
@@ -66,7 +66,7 @@ def test_a_timeline_of_older_code_is_read_too(tmp_path: Path) -> None:
     trace = {"traceEvents": [named, lane, call], "otherData": {"stages": ["update"]}}
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(trace))
-    read = Call("train", "actor-1", "actor", "update_actor", 0.5, 0.75, 3)
+    read = TracedCall("train", "actor-1", "actor", "update_actor", 0.5, 0.75, 3)
     assert read_timeline(path, []) == ([read], ["update"])
 
 
@@ -123,10 +123,12 @@ def test_a_thousand_ranks_make_the_page_hardly_longer_than_sixteen(
 
 
 def test_however_many_ranks_start_and_end_a_stretch_lasts_until_another_pool_does() -> None:
-    def of(pool: str, start: float, end: float) -> list[Call]:
+    def of(pool: str, start: float, end: float) -> list[TracedCall]:
         lanes = [f"{pool}-{rank}" for rank in range(8)]
         ends = [(start + 0.01 * rank, end - 0.01 * rank) for rank in range(8)]
-        return [Call(pool, lane, pool, "m", *at, 1) for lane, at in zip(lanes, ends, strict=True)]
+        return [
+            TracedCall(pool, lane, pool, "m", *at, 1) for lane, at in zip(lanes, ends, strict=True)
+        ]
 
     stretches = pools_at_work([*of("a", 0.0, 2.0), *of("b", 1.0, 3.0)])
     assert stretches == [(0.0, 1.0, 1), (1.0, 2.0, 2), (2.0, 3.0, 1)]

@@ -28,7 +28,7 @@ from tests.workers.agents.test_gateway import (
 )
 from verl_like.process.sandbox import Sandbox
 from workers.agents.environment import EnvironmentSpec
-from workers.agents.gateway import Session
+from workers.agents.gateway import AgentSession
 from workers.agents.host import EnvironmentHost
 
 CALL = 'so <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
@@ -37,7 +37,7 @@ SAID = {"num_read": 7, "num_drawn": 5}
 
 
 @pytest.fixture
-def responses(session: Session) -> Iterator[Any]:  # noqa: F811
+def responses(session: AgentSession) -> Iterator[Any]:  # noqa: F811
     with openai.OpenAI(base_url=url(session), api_key="any") as client:
         yield client.responses
 
@@ -98,11 +98,11 @@ TOOLS = [{"name": "add", "input_schema": SCHEMA}, {"type": "web_search_20250305"
 SYSTEM = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
 
 
-def post(session: Session, body: Any) -> Any:  # noqa: F811
+def post(session: AgentSession, body: Any) -> Any:  # noqa: F811
     return httpx.post(url(session, "v1/messages?beta=true"), json=body, timeout=30)
 
 
-def test_messages_carry_texts_calls_and_results(session: Session, answered: Answered) -> None:  # noqa: F811
+def test_messages_carry_texts_calls_and_results(session: AgentSession, answered: Answered) -> None:  # noqa: F811
     body: Any = {**ASKED, "system": SYSTEM, "tools": TOOLS, "tool_choice": {"type": "any"}}
     body |= {"stop_sequences": ["x"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     event, found = answered(CALL, lambda: post(session, body), **SAID)
@@ -137,7 +137,7 @@ def test_messages_carry_texts_calls_and_results(session: Session, answered: Answ
     assert found.json()["stop_reason"] == "end_turn"
 
 
-def test_messages_are_streamed(session: Session, answered: Answered) -> None:  # noqa: F811
+def test_messages_are_streamed(session: AgentSession, answered: Answered) -> None:  # noqa: F811
     body = {**ASKED, "tools": TOOLS, "stream": True}
     _, found = answered(CALL, lambda: post(session, body), **SAID)
     events = [
@@ -170,7 +170,7 @@ def test_bodies_that_are_not_understood_are_rejected(
     path: str,
     body: Any,
     words: str,
-    session: Session,  # noqa: F811
+    session: AgentSession,  # noqa: F811
 ) -> None:
     found = httpx.post(url(session, path), json=body, timeout=10)
     assert found.status_code == 400
@@ -180,7 +180,7 @@ def test_bodies_that_are_not_understood_are_rejected(
 
 def test_anthropics_client_is_served(
     request: pytest.FixtureRequest,
-    session: Session,  # noqa: F811
+    session: AgentSession,  # noqa: F811
     answered: Answered,  # noqa: F811
 ) -> None:
     anthropic = pytest.importorskip("anthropic")
@@ -312,7 +312,7 @@ def events_of(answer: Any) -> list[dict[str, Any]]:
 
 
 def test_requests_of_claude_code_are_turns_of_one_chat(
-    session: Session,  # noqa: F811
+    session: AgentSession,  # noqa: F811
     answered: Answered,  # noqa: F811
 ) -> None:
     """Reminders between turns are the user's: chat templates reject a later system message."""
@@ -358,7 +358,7 @@ def test_requests_of_claude_code_are_turns_of_one_chat(
 
 
 def test_requests_of_codex_are_turns_of_one_chat(
-    session: Session,  # noqa: F811
+    session: AgentSession,  # noqa: F811
     answered: Answered,  # noqa: F811
 ) -> None:
     def ask(items: list[Any]) -> Any:
@@ -393,7 +393,7 @@ def test_requests_of_codex_are_turns_of_one_chat(
     assert events_of(answer)[-1]["response"]["output"][0]["content"][0]["text"] == "done"
 
 
-def test_a_count_of_tokens_is_estimated_without_a_turn(session: Session) -> None:  # noqa: F811
+def test_a_count_of_tokens_is_estimated_without_a_turn(session: AgentSession) -> None:  # noqa: F811
     messages = [{"role": "user", "content": "a" * 4000}]
     answer = httpx.post(url(session, "v1/messages/count_tokens"), json={"messages": messages})
     assert 1000 <= answer.json()["input_tokens"] < 1020

@@ -21,11 +21,11 @@ from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
-from workers.agents.gateway import Refused, Session, endpoint
+from workers.agents.gateway import AgentSession, Refused, endpoint
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
 from workers.agents.requests import ids_to_read, overridden
-from workers.agents.trajectory import Start, Trajectory
+from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.models.attention import warn_once
 from workers.rollout.base import SamplingParams
@@ -72,7 +72,7 @@ def play(tokenizer: Any, model: Any, host: EnvironmentHost) -> Play:
             row = {"number": number, "agent": name, "arguments": arguments, **columns}
             key = noise_key(0, "uid", number)
             seeds = noise_key(0, "uid", -1), key
-            starts.append(Start("a", row, seeds, key, f"sample {number}"))
+            starts.append(TrajectoryStart("a", row, seeds, key, f"sample {number}"))
         return loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 64)
 
     return played
@@ -305,9 +305,9 @@ def test_what_is_no_agent_is_refused_before_a_trajectory(
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[AgentSession]:
     """The session of this process."""
-    endpoint().session = session = Session()
+    endpoint().session = session = AgentSession()
     yield session
     endpoint().session = None
 
@@ -316,7 +316,7 @@ Answered = Callable[..., Any]
 
 
 @pytest.fixture
-def answered(session: Session) -> Iterator[Answered]:
+def answered(session: AgentSession) -> Iterator[Answered]:
     """Run a function as an agent whose request is answered by a text.
 
     Gives the request, as the rollout sees it, and what came of it.
@@ -332,16 +332,16 @@ def answered(session: Session) -> Iterator[Answered]:
         yield act
 
 
-def url(session: Session, path: str = "v1") -> str:
+def url(session: AgentSession, path: str = "v1") -> str:
     return f"http://127.0.0.1:{endpoint().server_port}/{session.name}/{path}"
 
 
-def create_of(session: Session) -> Any:
+def create_of(session: AgentSession) -> Any:
     return openai.OpenAI(base_url=url(session), api_key="any").chat.completions.create
 
 
 def test_calls_of_tools_are_parsed_and_their_results_go_on(
-    session: Session, answered: Answered
+    session: AgentSession, answered: Answered
 ) -> None:
     create = create_of(session)
     messages: list[Any] = [{"role": "user", "content": "what is 1 + 2?"}]
@@ -371,13 +371,17 @@ def test_calls_of_tools_are_parsed_and_their_results_go_on(
 
 
 @pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", '{"name": 3}', "add"])
-def test_what_is_no_whole_call_stays_text(text: str, session: Session, answered: Answered) -> None:
+def test_what_is_no_whole_call_stays_text(
+    text: str, session: AgentSession, answered: Answered
+) -> None:
     create = create_of(session)
     _, found = answered(text, lambda: create(model="any", messages=ASK, tools=[ADD]))
     assert (found.choices[0].message.content, found.choices[0].message.tool_calls) == (text, None)
 
 
-def test_a_stream_has_calls_the_reason_and_the_usage(session: Session, answered: Answered) -> None:
+def test_a_stream_has_calls_the_reason_and_the_usage(
+    session: AgentSession, answered: Answered
+) -> None:
     def stream() -> list[Any]:
         options = {"stream_options": {"include_usage": True}, "stream": True}
         return list(create_of(session)(model="any", messages=ASK, tools=[ADD], **options))
@@ -391,7 +395,7 @@ def test_a_stream_has_calls_the_reason_and_the_usage(session: Session, answered:
     assert (usage.usage.prompt_tokens, usage.usage.total_tokens) == (7, 12)
 
 
-def test_an_agent_that_returns_while_it_asks_ends_after_the_answer(session: Session) -> None:
+def test_an_agent_that_returns_while_it_asks_ends_after_the_answer(session: AgentSession) -> None:
     with ThreadPoolExecutor(1) as agent:
         done = agent.submit(lambda: create_of(session)(model="any", messages=ASK))
         assert "request" in session.next()
@@ -401,7 +405,7 @@ def test_an_agent_that_returns_while_it_asks_ends_after_the_answer(session: Sess
         assert done.result(10).choices[0].message.content == "late"
 
 
-def test_requests_at_the_same_time_are_answered_one_after_the_other(session: Session) -> None:
+def test_requests_at_the_same_time_are_answered_one_after_the_other(session: AgentSession) -> None:
     with ThreadPoolExecutor(3) as agent:
         asks = [[{"role": "user", "content": str(number)}] for number in range(3)]
         create = create_of(session)
@@ -413,7 +417,7 @@ def test_requests_at_the_same_time_are_answered_one_after_the_other(session: Ses
     assert said == ["to 0", "to 1", "to 2"]
 
 
-def test_a_request_that_waits_when_its_agent_ends_is_not_found(session: Session) -> None:
+def test_a_request_that_waits_when_its_agent_ends_is_not_found(session: AgentSession) -> None:
     with ThreadPoolExecutor(2) as agent:
         create = create_of(session)
         done = [agent.submit(create, model="any", messages=ASK) for _ in range(2)]
@@ -425,7 +429,9 @@ def test_a_request_that_waits_when_its_agent_ends_is_not_found(session: Session)
     assert sorted(map(type, problems), key=str) == [type(None), openai.NotFoundError]
 
 
-def test_with_the_tool_choice_none_nothing_is_called(session: Session, answered: Answered) -> None:
+def test_with_the_tool_choice_none_nothing_is_called(
+    session: AgentSession, answered: Answered
+) -> None:
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     settings: Any = {"model": "any", "messages": ASK, "tools": [ADD], "tool_choice": "none"}
     served = {"tool_choice": "none"}
@@ -433,20 +439,20 @@ def test_with_the_tool_choice_none_nothing_is_called(session: Session, answered:
     assert (found.choices[0].message.content, found.choices[0].message.tool_calls) == (text, None)
 
 
-def test_the_model_is_listed(session: Session) -> None:
+def test_the_model_is_listed(session: AgentSession) -> None:
     models = openai.OpenAI(base_url=url(session), api_key="any").models.list()
     assert [one.id for one in models] == ["policy"]
 
 
 def test_a_session_that_is_not_there_or_has_ended_is_not_found(
-    session: Session, answered: Answered
+    session: AgentSession, answered: Answered
 ) -> None:
     create = create_of(session)
     answered("a", lambda: create(model="any", messages=ASK))
     session.end(1.0)
     with pytest.raises(openai.NotFoundError, match="the agent of this session has ended"):
         create(model="any", messages=ASK)
-    endpoint().session = Session()
+    endpoint().session = AgentSession()
     with pytest.raises(openai.NotFoundError, match=f"there is no session '{session.name}'"):
         create(model="any", messages=ASK)
 
@@ -498,7 +504,7 @@ def message(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_not_there_is_refused_in_openais_words(
-    path: str, body: Any, status: int, words: str, session: Session
+    path: str, body: Any, status: int, words: str, session: AgentSession
 ) -> None:
     content = body if isinstance(body, str) else json.dumps(body)
     found = httpx.post(url(session, path), content=content, timeout=10)
@@ -507,7 +513,7 @@ def test_what_is_not_there_is_refused_in_openais_words(
     assert words in error["message"]
 
 
-def test_whatever_a_request_raises_is_its_own_error(play: Play, session: Session) -> None:
+def test_whatever_a_request_raises_is_its_own_error(play: Play, session: AgentSession) -> None:
     """In the rollout's worker and in the agent's process; the next request is answered."""
     (one,) = play("asks_oddly")
     assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 2)
@@ -526,7 +532,7 @@ def test_whatever_a_request_raises_is_its_own_error(play: Play, session: Session
 
 
 def test_a_body_that_is_too_long_is_not_read(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: AgentSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.agents.gateway.LONGEST_BODY", 8)
     found = httpx.post(url(session, CHAT), content="x" * 9, timeout=10)
@@ -595,7 +601,7 @@ def test_settings_are_compared_with_how_a_run_draws() -> None:
 
 
 def test_a_request_that_the_client_sends_once_more_gets_the_answer_of_the_first_time() -> None:
-    session, server = Session(), endpoint()
+    session, server = AgentSession(), endpoint()
     server.session = session
     url = f"http://127.0.0.1:{server.server_port}/{session.name}/v1"
     client = openai.OpenAI(base_url=url, api_key="x", timeout=0.3, max_retries=4)

@@ -22,7 +22,7 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
 from workers.agents.recorded import RECORDED, RecordedHost
-from workers.agents.trajectory import Start, Trajectory
+from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native.engine import NativeEngine
@@ -75,7 +75,9 @@ def play(tokenizer: Any, model: Any) -> Iterator[Play]:
         starts = []
         for number in range(num):
             row, key = {"number": number}, noise_key(0, "uid", number)
-            starts.append(Start("a", row, (noise_key(0, "uid", -1), key), key, f"sample {number}"))
+            starts.append(
+                TrajectoryStart("a", row, (noise_key(0, "uid", -1), key), key, f"sample {number}")
+            )
         return loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), num_open)
 
     yield played
@@ -421,7 +423,7 @@ def test_one_whose_process_ends_while_it_is_drawn_is_begun_anew(
     engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
     config = EnvironmentConfig(max_tokens_per_turn=6, retries=1)
     loop = TurnLoop(engine, Scripted(), chat, config, tokenizer.decode)
-    start = Start("a", {}, (0, 1), noise_key(0, "uid", 0), "sample 0")
+    start = TrajectoryStart("a", {}, (0, 1), noise_key(0, "uid", 0), "sample 0")
     (one,) = loop.play([start], SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 1)
     assert (one.attempts, one.ended, one.num_turns) == (2, "terminated", 1)
     assert engine.num_running == 0
@@ -435,7 +437,9 @@ def test_a_text_like_a_call_in_another_form_is_noted_once(
     answers = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
     loop = TurnLoop(engine, RecordedHost({}), chat, EnvironmentConfig(), tokenizer.decode)
     starts = [
-        Start("a", {RECORDED: answers}, (0, 1), noise_key(0, "uid", number), f"sample {number}")
+        TrajectoryStart(
+            "a", {RECORDED: answers}, (0, 1), noise_key(0, "uid", number), f"sample {number}"
+        )
         for number in range(3)
     ]
     loop.play(starts, SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 3)

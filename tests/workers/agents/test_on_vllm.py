@@ -16,7 +16,7 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
-from workers.agents.trajectory import Start
+from workers.agents.trajectory import TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.sample import Sample
@@ -75,7 +75,7 @@ def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
 
     config = EnvironmentConfig(max_tokens_per_turn=20, step_timeout_s=60.0, retries=0)
     loop = TurnLoop(engine, host, TurnRenderer(tokenizer, [], stops), config, decode)
-    starts = [Start("a", {"number": n}, (n, n), n, f"sample {n}") for n in range(4)]
+    starts = [TrajectoryStart("a", {"number": n}, (n, n), n, f"sample {n}") for n in range(4)]
     sampling = SamplingParams(
         max_tokens=WIDTH, stop_token_ids=stops, top_k=20, truncated_log_probs=True
     )

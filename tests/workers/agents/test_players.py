@@ -14,7 +14,7 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
-from workers.agents.trajectory import Start, Trajectory
+from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import noise_key
@@ -48,7 +48,7 @@ def play(tokenizer: Any, model: Any) -> Play:
                     seeds = noise_key(0, "uid", -1), noise_key(0, "uid", game)
                     key = noise_key(0, f"uid:{player}", game)
                     row: dict[str, Any] = {"number": game}
-                    start = Start("a", row, seeds, key, player, game=game, player=player)
+                    start = TrajectoryStart("a", row, seeds, key, player, game=game, player=player)
                     starts.append(start)
             sampling = SamplingParams(max_tokens=WIDTH, stop_token_ids=stops)
             trajectories = loop.play(starts, sampling, num_open)

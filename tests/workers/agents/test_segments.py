@@ -24,7 +24,7 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
 from workers.agents.players import trajectory_columns
-from workers.agents.trajectory import Start, Trajectory
+from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
@@ -88,7 +88,9 @@ def play(model: Any) -> Iterator[Play]:
         starts = []
         for number in range(num):
             key = noise_key(0, "uid", number)
-            starts.append(Start("a", {}, (noise_key(0, "uid", -1), key), key, f"sample {number}"))
+            starts.append(
+                TrajectoryStart("a", {}, (noise_key(0, "uid", -1), key), key, f"sample {number}")
+            )
         sampling = SamplingParams(
             max_tokens=width, stop_token_ids=stops, truncated_log_probs=truncated
         )

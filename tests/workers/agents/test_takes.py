@@ -18,7 +18,7 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import Faults
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
-from workers.agents.trajectory import Start, Trajectory
+from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import SamplingParams
 from workers.rollout.native.engine import NativeEngine
@@ -51,12 +51,12 @@ def sampling(tokenizer: Any, **more: Any) -> SamplingParams:
     return SamplingParams(**{**stops, **more})
 
 
-def starts(first: int, last: int) -> list[Start]:
+def starts(first: int, last: int) -> list[TrajectoryStart]:
     found = []
     for number in range(first, last):
         key = noise_key(0, "uid", number)
         seeds = noise_key(0, "uid", -1), key
-        found.append(Start("a", {"number": number}, seeds, key, f"sample {number}"))
+        found.append(TrajectoryStart("a", {"number": number}, seeds, key, f"sample {number}"))
     return found
 
 

@@ -33,7 +33,7 @@ from workers.rollout.native.engine import NativeEngine
 from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.hf_export import export_huggingface
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Rows, mini_batch
 
@@ -137,7 +137,7 @@ def _engine(folder: Path, checkpointing: bool) -> Any:
 def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
     """Return the worst relative error of log-probs, entropies and the gradient, and the layout."""
     data, (pairs, plain) = make_rows(), alone
-    found = engine.forward_rows(data, Budget(rows=4), Wanted(entropy=True))
+    found = engine.forward_rows(data, Budget(rows=4), TokenOutputs(entropy=True))
     inside = data.batch["response_mask"] != 0
     own = _gradient(engine, data)
 

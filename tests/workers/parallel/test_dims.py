@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
 from workers.parallel.dims import ParallelDims
-from workers.parallel.groups import Groups
+from workers.parallel.groups import RankGroups
 
 
 def test_ranks_are_numbered_with_tp_fastest() -> None:
@@ -24,7 +24,7 @@ def test_ranks_are_numbered_with_tp_fastest() -> None:
 def groups_of(dims: ParallelDims) -> dict[str, Any]:
     worker = Worker()
     worker.open_process_group()
-    groups = Groups(dims, torch.device("cpu"))
+    groups = RankGroups(dims, torch.device("cpu"))
     named = ("data", "loss", "model", "sp", "tp", "pp", "batch", "world")
     ranks = {name: getattr(groups, name) for name in named}
     found: dict[str, Any] = {

@@ -20,7 +20,7 @@ from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import PickledTensors, load_model
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor
-from workers.parallel.groups import Groups
+from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import Sharding, dims_of, settle
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import Budget
@@ -89,7 +89,7 @@ def wholes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> bo
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore("127.0.0.1", port)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    mesh = Groups(ParallelDims(shard=3), torch.device("cpu")).fsdp_mesh
+    mesh = RankGroups(ParallelDims(shard=3), torch.device("cpu")).fsdp_mesh
     found = []
     for shape in shapes:
         for dtype in dtypes:

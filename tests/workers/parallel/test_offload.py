@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.workers.kept_ranks import run_kept
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor, shard
-from workers.parallel.groups import Groups
+from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident, to_device
 from workers.parallel.placements import local_part
 from workers.parallel.sharding import Sharding
@@ -145,7 +145,7 @@ def sharded_steps(offloads: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
     module._no_split_modules = []
-    shard(module, Groups(ParallelDims(shard=2), torch.device("cpu")).fsdp_mesh, None)
+    shard(module, RankGroups(ParallelDims(shard=2), torch.device("cpu")).fsdp_mesh, None)
     optimizer, blocks = torch.optim.AdamW(module.parameters(), lr=0.1), HostBlocks()
     with pytest.MonkeyPatch.context() as patch:
         card = Card(patch)

@@ -10,7 +10,7 @@ from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import add_up_gradients, begin_pass, full_tensor, shard
-from workers.parallel.groups import Groups
+from workers.parallel.groups import RankGroups
 
 
 class Experts(nn.Module):
@@ -38,7 +38,7 @@ def gradients(strategy: str) -> dict[str, Tensor]:
     module = Experts()
     is_sharded = strategy == "fsdp"
     if is_sharded:
-        mesh = Groups(ParallelDims(shard=worker.world_size), worker.device).fsdp_mesh
+        mesh = RankGroups(ParallelDims(shard=worker.world_size), worker.device).fsdp_mesh
         is_one_unit = shard(module, mesh, None)
     for last in (False, True):
         if is_sharded:

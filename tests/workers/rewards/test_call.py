@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_like.errors import ConfigError
-from workers.rewards.call import Call
+from workers.rewards.call import RewardCall
 from workers.rewards.outcome import Outcome
 from workers.rewards.process import Calls, FunctionSpec
 
@@ -33,7 +33,7 @@ def one_too_few(solution_strs: list[str]) -> list[float]:
 
 
 def score_batch(function: Any, samples: list[Any]) -> list[Outcome]:
-    return Calls(Call.of(function, {}), FunctionSpec(deadline=1.0)).score_batch(samples)
+    return Calls(RewardCall.of(function, {}), FunctionSpec(deadline=1.0)).score_batch(samples)
 
 
 def test_a_list_for_one_sample_is_rejected_at_the_start() -> None:
@@ -41,52 +41,56 @@ def test_a_list_for_one_sample_is_rejected_at_the_start() -> None:
         return list(map(float, response))
 
     with pytest.raises(ConfigError, match=r"returns a list.*, and it is called on one sample"):
-        Call.of(annotated, {})
-    assert Call.of(of_a_batch, {}).takes_batches
+        RewardCall.of(annotated, {})
+    assert RewardCall.of(of_a_batch, {}).takes_batches
 
 
 def test_names_decide_not_places() -> None:
-    assert Call.of(in_any_order, {"weight": 2.0})(SAMPLE) == "four is 4 x 2.0"
+    assert RewardCall.of(in_any_order, {"weight": 2.0})(SAMPLE) == "four is 4 x 2.0"
 
 
 def test_a_function_that_takes_any_keyword_sees_the_whole_row() -> None:
-    assert Call.of(with_every_field, {"bonus": 1})(SAMPLE) == [*sorted([*SAMPLE, "bonus"])]
+    assert RewardCall.of(with_every_field, {"bonus": 1})(SAMPLE) == [*sorted([*SAMPLE, "bonus"])]
 
 
 def test_prompt_and_response_are_names_of_two_fields() -> None:
     sample = {**SAMPLE, "raw_prompt": "2 + 2", "answer": "four"}
-    call = Call.of(lambda prompt, response, answer: (prompt, response, answer), {}, ["answer"])
+    call = RewardCall.of(
+        lambda prompt, response, answer: (prompt, response, answer), {}, ["answer"]
+    )
     assert call(sample) == ("2 + 2", "four", "four")
 
 
 def test_the_rest_of_a_row_goes_to_a_function_that_takes_any_keyword() -> None:
     sample = {**SAMPLE, "raw_prompt": "2 + 2", "answer": "4", "response": "the data's own"}
-    call = Call.of(lambda prompt, response, **row: (prompt, response, row), {}, ["answer"])
+    call = RewardCall.of(lambda prompt, response, **row: (prompt, response, row), {}, ["answer"])
     prompt, response, row = call(sample)
     assert (prompt, response, row["answer"]) == ("2 + 2", "four", "4")
 
 
 def test_a_function_of_responses_gets_columns_as_lists() -> None:
-    call = Call.of(lambda prompts, responses, answer: [prompts, responses, answer], {}, ["answer"])
+    call = RewardCall.of(
+        lambda prompts, responses, answer: [prompts, responses, answer], {}, ["answer"]
+    )
     rows = [{**SAMPLE, "raw_prompt": "p", "answer": "4"}, {**SAMPLE, "raw_prompt": "q"}]
     assert call.whole_batch(rows) == [["p", "q"], ["four", "four"], ["4", None]]
 
 
 def test_a_column_that_only_some_data_has_fills_nothing() -> None:
     with pytest.raises(ConfigError, match=r"'topic'.*the rows' columns answer, level,"):
-        Call.of(lambda response, topic: 0.0, {}, ["answer", "level"])
+        RewardCall.of(lambda response, topic: 0.0, {}, ["answer", "level"])
 
 
 def test_a_ground_truth_that_no_row_has_is_refused_with_the_columns_there_are() -> None:
     with pytest.raises(ConfigError, match=r"asks for ground_truth, .*the rows' columns: answer\)"):
-        Call.of(in_any_order, {}, ["answer"], has_truth=False)
-    optional = Call.of(lambda response, ground_truth=None: ground_truth, {}, has_truth=False)
+        RewardCall.of(in_any_order, {}, ["answer"], has_truth=False)
+    optional = RewardCall.of(lambda response, ground_truth=None: ground_truth, {}, has_truth=False)
     assert optional(SAMPLE) is None
-    assert Call.of(in_any_order, {"ground_truth": "4"}, has_truth=False)(SAMPLE)
+    assert RewardCall.of(in_any_order, {"ground_truth": "4"}, has_truth=False)(SAMPLE)
 
 
 def test_plurals_get_the_whole_batch() -> None:
-    assert Call.of(of_a_batch, {}).takes_batches
+    assert RewardCall.of(of_a_batch, {}).takes_batches
     outcomes = score_batch(of_a_batch, [SAMPLE, {**SAMPLE, "solution_str": "a"}])
     assert outcomes == [(8.0, {}, None), (5.0, {}, None)]
 
@@ -106,9 +110,9 @@ def test_a_batch_with_a_score_too_few_fails_whole() -> None:
 )
 def test_a_parameter_that_nothing_fills_is_refused(function: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Call.of(function, {})
+        RewardCall.of(function, {})
 
 
 def test_a_name_that_stands_for_no_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="the reward is 3, a int: name a function"):
-        Call.of(3, {})
+        RewardCall.of(3, {})

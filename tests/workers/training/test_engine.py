@@ -29,7 +29,7 @@ from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import Budget
 from workers.training.optim import guarded_step
 
@@ -179,7 +179,7 @@ def test_log_probs_are_those_of_each_row_alone_without_padding(
     engine.build(ActorWorker(tiny_config(tmp_path)))
     assert engine.packs == (packed and family != "BloomConfig")
     batch = make_batch(5)
-    outputs = engine.forward_rows(batch, Budget(rows=2), Wanted(temperature, entropy=True))
+    outputs = engine.forward_rows(batch, Budget(rows=2), TokenOutputs(temperature, entropy=True))
     for row in range(5):
         real = batch.batch["attention_mask"][row].bool()
         tokens = batch.batch["input_ids"][row][real]

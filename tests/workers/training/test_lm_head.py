@@ -19,7 +19,12 @@ from verl_like.batch.protocol import DataProto
 from workers.models.support import proof
 from workers.roles.actor import ActorWorker
 from workers.training import lm_head
-from workers.training.lm_head import Wanted, chunking_blocker, positions_per_chunk, rows_per_chunk
+from workers.training.lm_head import (
+    TokenOutputs,
+    chunking_blocker,
+    positions_per_chunk,
+    rows_per_chunk,
+)
 from workers.training.microbatch import Budget
 
 ROWS_OF_A_CHUNK = 3
@@ -99,7 +104,7 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
     actor = actor_of(folders(head))
     engine = actor.engine
     assert chunking_blocker(engine.module.config) == ""
-    found = engine.forward_rows(data, Budget(rows=BATCH), Wanted(0.7, entropy=True))
+    found = engine.forward_rows(data, Budget(rows=BATCH), TokenOutputs(0.7, entropy=True))
     expected = expected_columns(folders(head), data, temperature=0.7)
     for name, column in expected.items():
         torch.testing.assert_close(found[name].double(), column, atol=2e-5, rtol=0)
@@ -274,5 +279,5 @@ def test_a_pass_asks_for_the_chunks_of_its_own_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(lm_head, "read", lambda *_: torch.empty(4, VOCAB, device="meta"))
     module, labels = nn.Module(), torch.zeros(4, dtype=torch.long, device="meta")
     module.config = None
-    lm_head.token_columns(module, None, labels, Wanted())
+    lm_head.token_columns(module, None, labels, TokenOutputs())
     assert asked == ["meta"]

@@ -14,7 +14,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.process.worker import Worker
 from workers.parallel import tensor
 from workers.training import lm_head
-from workers.training.lm_head import Wanted, token_columns
+from workers.training.lm_head import TokenOutputs, token_columns
 from workers.training.packing import padded_feed
 
 POSITIONS = 20
@@ -38,7 +38,7 @@ def errors(is_tied: bool) -> dict[str, float]:
 
     found: list[dict[str, Any]] = []
     for model, part, may_chunk in ((whole, None, False), (own, words, True)):
-        wanted = Wanted(0.7, entropy=True, sum_pi_squared=True)
+        wanted = TokenOutputs(0.7, entropy=True, sum_pi_squared=True)
         said = token_columns(model, feed, labels, wanted, may_chunk=may_chunk, words=part)
         (said["log_probs"] * labels.sin() + said["entropys"].cos()).sum().backward()
         numbers = {name: column.detach() for name, column in said.items()}

@@ -22,7 +22,7 @@ from workers.models.support.stand_in import stand_in
 from workers.roles.actor import ActorWorker
 from workers.training import row_proof
 from workers.training.engine import INPUTS, TrainEngine
-from workers.training.lm_head import Wanted
+from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Rows, mini_batch
 from workers.training.row_proof import row_kind
@@ -168,11 +168,11 @@ def by_the_engine(
     engine: TrainEngine, data: DataProto
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return columns and gradients, in passes of several rows."""
-    found = engine.forward_rows(data, NEIGHBOURS, Wanted(entropy=True))
+    found = engine.forward_rows(data, NEIGHBOURS, TokenOutputs(entropy=True))
     set_training_mode(engine.module)
     batch = mini_batch(Rows.take(data, INPUTS), 0, 1, None)
     with engine.running(engine.optimizer):
-        loss = Loss("both", sum_of_both, wanted=Wanted(entropy=True))
+        loss = Loss("both", sum_of_both, wanted=TokenOutputs(entropy=True))
         engine.forward_backward(batch, NEIGHBOURS, loss)
     grads = {n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None}
     return found, grads

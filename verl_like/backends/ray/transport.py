@@ -34,7 +34,7 @@ from ray.exceptions import (
 
 from verl_like.backends.ray.cluster import RELEASE_S, ClusterProbe, within
 from verl_like.backends.ray.host import Location
-from verl_like.backends.rpc import Part, ProcessTransport, connect
+from verl_like.backends.rpc import AnswerPart, ProcessTransport, connect
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
@@ -116,7 +116,7 @@ class RayTransport(ProcessTransport):
         if call.args or call.kwargs:
             message = *message, call.args, call.kwargs
         # a worker cannot wait for an answer that comes over the driver's connection
-        values = [part.value() if isinstance(part, Part) else part for part in parts]
+        values = [part.value() if isinstance(part, AnswerPart) else part for part in parts]
         key = rank, call.role, call.method, call.counts
         if key not in self._tasks:
             actor = self.actors[rank]
@@ -132,10 +132,10 @@ class RayTransport(ProcessTransport):
         if not ray.is_initialized():
             return []
         until = time.monotonic() + seconds
-        coming = [reference for reference in references if isinstance(reference, Part)]
+        coming = [reference for reference in references if isinstance(reference, AnswerPart)]
         done = wait_futures({part.answer for part in coming}, seconds if coming else 0.0).done
         ready: list[Any] = [part for part in coming if part.answer in done]
-        tasks = [reference for reference in references if not isinstance(reference, Part)]
+        tasks = [reference for reference in references if not isinstance(reference, AnswerPart)]
         if tasks:
             left_s = max(until - time.monotonic(), 0.0)
             ready += ray.wait(tasks, num_returns=len(tasks), timeout=left_s, fetch_local=False)[0]
@@ -143,7 +143,7 @@ class RayTransport(ProcessTransport):
 
     def fetch(self, reference: Any) -> Any:
         """Return the value behind the reference, in this process."""
-        if isinstance(reference, Part):
+        if isinstance(reference, AnswerPart):
             return reference.value()
         try:
             return ray.get(reference)
@@ -167,7 +167,7 @@ class RayTransport(ProcessTransport):
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """Fetch all values in one request; None if one failed, whose error `fetch` raises."""
-        if any(isinstance(reference, Part) for reference in references):
+        if any(isinstance(reference, AnswerPart) for reference in references):
             return super().fetch_together(references, seconds)
         try:
             return list(ray.get(list(references), timeout=seconds))

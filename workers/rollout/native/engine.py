@@ -24,7 +24,7 @@ from torch import Tensor
 
 from workers.models.lora import merged_tensors
 from workers.models.state import named_state
-from workers.rollout.base import Budget, EngineLimits, SamplingParams
+from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import (
     DirectForward,
@@ -95,7 +95,7 @@ class NativeEngine(ModuleEngine):
             )
         self._scheduler.add(samples)
 
-    def _advance(self, budget: Budget) -> dict[int, Sample]:
+    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
         scheduler = self._scheduler
         assert scheduler is not None, "made with the first sample"
         is_direct = scheduler.forward_class is DirectForward

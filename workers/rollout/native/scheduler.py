@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.models.routing import RecordedChoices
-from workers.rollout.base import Budget, SamplingParams
+from workers.rollout.base import SamplingParams, TakeBudget
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import (
     MIN_ROWS,
@@ -152,7 +152,7 @@ class Scheduler:
         finished, self._finished = self._finished, {}
         return finished
 
-    def run(self, budget: Budget) -> None:
+    def run(self, budget: TakeBudget) -> None:
         """Generate until all samples are finished, or the budget is spent.
 
         A group of prompts is prefilled when it can enter; otherwise every sample with a slot gets a

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.rollout.base import Budget, EngineLimits, RolloutEngine, SamplingParams
+from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams, TakeBudget
 from workers.rollout.sample import UNFINISHED, Sample
 from workers.rollout.vllm.adapter import AdapterFiles
 from workers.rollout.vllm.handover import Handover
@@ -163,7 +163,7 @@ class VllmEngine(RolloutEngine):
             requests.append(VllmRequest(number, ids, salt, params))
         self.vllm.begin(asdict(sampling), self._num_rows, requests)
 
-    def _advance(self, budget: Budget) -> dict[int, Sample]:
+    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
         assert self._sampling is not None, "set with the first sample"
         start = {number: len(request.tokens) for number, request in self._requests.items()}
         finished: list[int] = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
-from workers.rollout.base import Budget, EngineLimits
+from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks
 from workers.rollout.vllm.setup import (
@@ -117,7 +117,7 @@ class InProcessVllm:
         )
         self.llm.llm_engine.add_request(str(request.number), prompt, params, lora_request=adapter)
 
-    def step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int]]]:
+    def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield new tokens of some requests, by number."""
         for output in self._step():
             yield int(output.request_id), output.outputs[0].token_ids

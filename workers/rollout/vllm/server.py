@@ -26,7 +26,7 @@ from torch import Tensor
 
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.models.folder import read_hf_config
-from workers.rollout.base import Budget, EngineLimits
+from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.setup import (
     EXTENSION,
@@ -134,7 +134,7 @@ class VllmServer:
         except (OSError, HTTPException, ValueError, KeyError) as error:
             self._arrived.put((number, self._error(f"broke off a response ({error!r})")))
 
-    def step(self, budget: Budget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
+    def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
         """Yield tokens or errors since the last step; wait for some within the budget."""
         try:
             arrived = [self._arrived.get(timeout=min(LOOK_S, budget.seconds_left))]

@@ -1,9 +1,9 @@
 """Code inside vLLM's worker processes: loading weights layer by layer, and our sampler.
 
 vLLM gets `WorkerExtension` as its `worker_extension_cls`, and the engine calls its methods through
-`collective_rpc`. `Sampler` replaces the sampler of the model runner, so tokens are sampled as in
-the native engine: with noise keyed by the sample, vectorized over the batch, with log-probs at the
-temperature and before any truncation. (vLLM's sampler has a generator per request, which is ten
+`collective_rpc`. `NoiseSampler` replaces the sampler of the model runner, so tokens are sampled as
+in the native engine: with noise keyed by the sample, vectorized over the batch, with log-probs at
+the temperature and before any truncation. (vLLM's sampler has a generator per request, which is ten
 times slower, and log-probs after truncation.)
 """
 
@@ -34,7 +34,7 @@ STEPS_BEHIND = 32
 """The tables are written this many steps later, so that no step waits for its own numbers."""
 
 
-class Sampler(nn.Module):
+class NoiseSampler(nn.Module):
     """Replaces vLLM's sampler.
 
     `extra_args` of a request are its row in the table of log-probs, its noise key and its number of
@@ -52,7 +52,7 @@ class Sampler(nn.Module):
         self._arriving: list[_Drawn] = []
         """Sampled on the device but not yet in the tables, step by step."""
         self._drawing = _Drawing.of([], {}, torch.device("cpu"))
-        self.choices: Choices | None = None
+        self.choices: ExpertChoices | None = None
         self.choice_dtype = torch.uint8
 
     def begin(self, sampling: SamplingParams, num_rows: int) -> None:
@@ -188,8 +188,8 @@ class WorkerExtension:
 
     def install_sampler(self) -> list[str]:
         """Replace the sampler; return the quantization methods of the layers, as class names."""
-        if not isinstance(self.model_runner.sampler, Sampler):
-            self.model_runner.sampler = Sampler(self.model_runner, self.model_runner.sampler)
+        if not isinstance(self.model_runner.sampler, NoiseSampler):
+            self.model_runner.sampler = NoiseSampler(self.model_runner, self.model_runner.sampler)
             watch_processing(self.model_runner.model, self._process)
         methods = set()
         for module in self.model_runner.model.modules():
@@ -201,7 +201,10 @@ class WorkerExtension:
     def note_choices(self, dtype: str) -> None:
         """Record which experts are chosen from now on, as numbers of this type."""
         sampler = self.model_runner.sampler
-        sampler.choices, sampler.choice_dtype = Choices(self.model_runner), getattr(torch, dtype)
+        sampler.choices, sampler.choice_dtype = (
+            ExpertChoices(self.model_runner),
+            getattr(torch, dtype),
+        )
 
     def choices_for(self, rows: list[int]) -> list[Tensor | None]:
         """Return the choices for these requests, which have ended."""
@@ -368,7 +371,7 @@ def _forget_expert_kernels(model: nn.Module) -> None:
             method.moe_kernel = None
 
 
-class Choices:
+class ExpertChoices:
     """Records the experts that routers choose for every token of the running requests.
 
     They are recorded by layer per pass, then by the requests' rows in the log-prob tables. vLLM's

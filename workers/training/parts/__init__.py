@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError
 from workers.models.support.proof import Support
-from workers.training.model import Model, Part
+from workers.training.model import Model, ModelPart
 from workers.training.parts.layers import ExpertSpread, Int8, Lora, MatrixSplit, RouterReplay
 from workers.training.row_proof import PADDED_BY_USER, check_split
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from workers.parallel.dims import ParallelDims
 
 
-def parts_of(model: Model) -> list[Part]:
+def parts_of(model: Model) -> list[ModelPart]:
     """Return the parts of a model, in the order in which they change its empty module."""
     config, dims, settings = model.model_config, model.dims, model.settings
-    parts: list[Part] = []
+    parts: list[ModelPart] = []
     if settings.quantization:
         parts.append(Int8())
     if settings.trains and config.lora_rank > 0:

@@ -27,7 +27,7 @@ from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.precision import computing_in
 from workers.parallel.dims import ParallelDims
 from workers.training.microbatch import all_reduce
-from workers.training.model import Model, Part
+from workers.training.model import Model, ModelPart
 from workers.training.packing import read
 
 MOST_GRAPHS = 64
@@ -60,7 +60,7 @@ class CompiledLayers:
             yield
 
 
-class Compile(Part):
+class Compile(ModelPart):
     """Runs passes through compiled layers, if these work on every rank."""
 
     layers: CompiledLayers

@@ -25,7 +25,7 @@ from workers.models.causal_lm import replaced_forward
 from workers.models.quantize import quantizable
 from workers.models.support.proof import relative_error
 from workers.parallel.dims import ParallelDims
-from workers.training.model import Model, Part
+from workers.training.model import Model, ModelPart
 
 KIND = torch.float8_e4m3fn
 LARGEST = torch.finfo(KIND).max
@@ -36,7 +36,7 @@ LARGEST_ERROR = 0.1
 """Largest relative error of products of random numbers; rounding causes 0.04."""
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Function(torch.autograd.Function):
     """states @ weight.t() + bias."""
 
     @staticmethod
@@ -80,7 +80,7 @@ def _rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return rounded.contiguous(), scale
 
 
-_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
+_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Float8Function.apply
 
 
 def float8_layers(module: nn.Module) -> list[nn.Linear]:
@@ -92,7 +92,7 @@ def float8_layers(module: nn.Module) -> list[nn.Linear]:
     ]
 
 
-class Float8(Part):
+class Float8(ModelPart):
     """Makes linear layers multiply in float8 during passes."""
 
     layers: Sequence[nn.Linear] = ()

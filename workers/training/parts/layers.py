@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from workers.models.lora import add_adapter
 from workers.models.quantize import quantize_linears
 from workers.models.routing import Routers
-from workers.training.model import Model, Part
+from workers.training.model import Model, ModelPart
 
 if TYPE_CHECKING:
-    from workers.parallel.tensor import Cut
+    from workers.parallel.tensor import ModuleSplit
     from workers.training.packing import Feed
 
 
-class Int8(Part):
+class Int8(ModelPart):
     """Linear weights in int8 (`quantization=int8`), which no rank ever stores in float32."""
 
     def change(self, model: Model) -> None:
@@ -26,7 +26,7 @@ class Int8(Part):
         quantize_linears(model.module, model.device)
 
 
-class Lora(Part):
+class Lora(ModelPart):
     """LoRA adapters (`model.lora_rank`): only the adapters and a scalar head are trained."""
 
     def change(self, model: Model) -> None:
@@ -34,7 +34,7 @@ class Lora(Part):
         add_adapter(model.module, model.model_config)
 
 
-class ExpertSpread(Part):
+class ExpertSpread(ModelPart):
     """Expert parallelism (`parallel.ep`): each rank has some experts, and tokens are sent to
     them.
     """
@@ -46,7 +46,7 @@ class ExpertSpread(Part):
         spread_experts(model.module, model.groups.ep_mesh)
 
 
-class RouterReplay(Part):
+class RouterReplay(ModelPart):
     """Router replay (`router_replay.mode=R3`): tokens go to the experts that the rollout chose."""
 
     routers: Routers
@@ -64,10 +64,10 @@ class RouterReplay(Part):
         self.routers.replay(feed.routed)
 
 
-class MatrixSplit(Part):
+class MatrixSplit(ModelPart):
     """Tensor parallelism (`parallel.tp`): matrices are split over the ranks of an axis."""
 
-    cut: Cut
+    cut: ModuleSplit
 
     def change(self, model: Model) -> None:
         """Split the matrices."""

@@ -20,16 +20,16 @@ from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder, read_hf_config
 from workers.training.loss import Loss
 from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce
-from workers.training.model import Model, Part
+from workers.training.model import Model, ModelPart
 from workers.training.packing import Feed
 
 if TYPE_CHECKING:
     from workers.config import ParallelConfig
-    from workers.parallel.groups import Groups
+    from workers.parallel.groups import RankGroups
     from workers.training.passes import Passes
 
 
-class LoadBalancing(Part):
+class LoadBalancing(ModelPart):
     """Adds the routers' load-balancing loss to the loss of a mini-batch."""
 
     def __init__(self, coef: float) -> None:
@@ -69,7 +69,7 @@ class LoadBalancing(Part):
         """Count the expert choices of a mini-batch; return its loss with the new term added."""
         return BalancedLoss(self, loss, self.count_choices(passes, batch, budget))
 
-    def count_choices(self, passes: Passes, batch: MiniBatch, budget: Budget) -> Choices:
+    def count_choices(self, passes: Passes, batch: MiniBatch, budget: Budget) -> ExpertLoad:
         """Count the choices of all ranks' tokens of the mini-batch.
 
         A token counts once for every expert that it chose.
@@ -92,7 +92,7 @@ class LoadBalancing(Part):
             num_layers, num_tokens = len(total), int(total[0, -1])
             shares = total[:, :-1] / max(num_tokens, 1)
         of_all = all_reduce(torch.tensor([num_layers], device=model.device), model.groups.pp)
-        return Choices(shares, num_tokens, int(of_all))
+        return ExpertLoad(shares, num_tokens, int(of_all))
 
     def _counts(self, logits: Tensor) -> Tensor:
         """Count the tokens that chose each expert of a layer; the last number counts all tokens."""
@@ -103,7 +103,7 @@ class LoadBalancing(Part):
         return counts
 
 
-class Choices(NamedTuple):
+class ExpertLoad(NamedTuple):
     """Choices of the tokens of a mini-batch, in the layers of this rank."""
 
     shares: Tensor | None
@@ -116,7 +116,7 @@ class Choices(NamedTuple):
 class BalancedLoss:
     """A loss plus the load-balancing loss of the last pass."""
 
-    def __init__(self, part: LoadBalancing, loss: Loss, choices: Choices) -> None:
+    def __init__(self, part: LoadBalancing, loss: Loss, choices: ExpertLoad) -> None:
         self.part, self.plain, self.choices = part, loss, choices
         self.loss = replace(loss, compute=self.compute, of_stage=self.of_stage)
         self.total: Tensor | float = 0.0
@@ -147,7 +147,7 @@ class BalancedLoss:
         self.total = self.total + auxiliary.detach()
         return [part.coef * auxiliary]
 
-    def metrics(self, groups: Groups, device: torch.device) -> dict[str, float]:
+    def metrics(self, groups: RankGroups, device: torch.device) -> dict[str, float]:
         """Return `router_aux_loss` of the mini-batch; collective."""
         total = torch.as_tensor(self.total, dtype=torch.float32, device=device)
         return {"router_aux_loss": float(all_reduce(total, groups.batch))}

@@ -34,7 +34,7 @@ from workers.parallel.placements import local_part
 from workers.parallel.stages import NoStages, StageParts, Stages, stage_ranges
 from workers.training.loss import Loss
 from workers.training.microbatch import RowColumns
-from workers.training.model import Model, Part
+from workers.training.model import Model, ModelPart
 from workers.training.packing import model_inputs, padded_feed, read
 from workers.training.parts.layers import MatrixSplit
 from workers.training.passes import MicroBatches, Named
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from workers.training.passes import Passes
 
 
-class StagePlan(Part):
+class StagePlan(ModelPart):
     """Divides the layers into stages of equal memory."""
 
     ranges: list[range]
@@ -61,7 +61,7 @@ class StagePlan(Part):
         )
 
 
-class StageSelection(Part):
+class StageSelection(ModelPart):
     """Keeps only the layers of this rank's stages in the module."""
 
     def change(self, model: Model) -> None:

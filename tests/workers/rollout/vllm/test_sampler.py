@@ -14,7 +14,7 @@ from torch import Tensor
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms
 from workers.rollout.vllm import worker
-from workers.rollout.vllm.worker import STEPS_BEHIND, Sampler
+from workers.rollout.vllm.worker import STEPS_BEHIND, NoiseSampler
 
 VOCABULARY, PROMPT, MOST = 1000, 5, 3 * STEPS_BEHIND
 
@@ -58,14 +58,14 @@ def vllm_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, outputs)
 
 
-def begun(runner: Runner, **settings: Any) -> Sampler:
-    sampler = Sampler(runner, torch.nn.Identity())
+def begun(runner: Runner, **settings: Any) -> NoiseSampler:
+    sampler = NoiseSampler(runner, torch.nn.Identity())
     sampling = SamplingParams(max_tokens=MOST, stop_token_ids=(0,), **settings)
     sampler.begin(sampling, len(runner.requests))
     return sampler
 
 
-def step(sampler: Sampler, logits: Tensor) -> Tensor:
+def step(sampler: NoiseSampler, logits: Tensor) -> Tensor:
     """Run one pass, after which every request has another token."""
     tokens: Tensor = sampler(logits, None).sampled_token_ids
     sampler.runner.input_batch.num_tokens_no_spec += 1
