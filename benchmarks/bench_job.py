@@ -29,7 +29,7 @@ from trainer.config.flat import flat_config
 from trainer.config.settings import keys_of, parse
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.recipe_command import is_setting, load_in_words, run_in_words
+from trainer.recipe_command import is_setting, load_or_exit, run_or_exit
 from trainer.report.accounts import DRAWN
 from trainer.report.read import RunData, read_run
 from verl_like.errors import ConfigError
@@ -56,9 +56,9 @@ def job(arguments: Sequence[str]) -> None:
         f"trainer.default_local_dir=runs/bench/{datetime.now():%Y%m%d-%H%M%S}",
         f"{LENGTH}={length}",
     ]
-    config = load_in_words(PPO, settings, given)
+    config = load_or_exit(PPO, settings, given)
     _check(config, options.steps, settings)
-    folder = run_in_words(config).folder
+    folder = run_or_exit(config).folder
 
     command = mask_text(shlex.join(["python", "benchmarks/bench_job.py", *arguments]))
     record = record_of(config, read_run(folder)) | {"command": command}

@@ -263,7 +263,7 @@ def memory(trial: Trial) -> Iterator[Figure]:
     for size in ("1.5b", "7b-8-layers"):
         for recompute in (True, False):
             worker = actor(trial, size, 0, 0, enable_gradient_checkpointing=recompute)
-            held = worker.held_model(
+            held = worker.role_model(
                 WorkersConfig(
                     actor_rollout_ref=worker.policy, data=None, trainer=None, algorithm=None
                 )

@@ -239,7 +239,7 @@ def predicted(folder: str, case: Case) -> Any:
     num_reads = {"reward_model": 1, "sft": WIDTH - 1, "dpo": WIDTH - 1}.get(case.role, RESPONSE)
     largest = LargestPass(ROWS_AT_ONCE * WIDTH, ROWS_AT_ONCE * num_reads)
     role = "reward_model" if case.role == "reward_model" else ""
-    held = kind.held_model(config, role)
+    held = kind.role_model(config, role)
     return memory_of(held, "", "", case.num_ranks, "cpu", largest)
 
 

@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.compose import load_config
-from trainer.config.unused_keys import why_unused
+from trainer.config.unused_keys import unused_reason
 from trainer.migrate.systems import RECIPES, migrate
 from trainer.migrate.translation import Translation
 from verl_like.errors import ConfigError
@@ -169,7 +169,7 @@ def differences(done: Translation) -> list[str]:
 
 
 def is_read(ours: Any, key: str) -> bool:
-    return why_unused(ours, key.partition(" ")[0]) is None
+    return unused_reason(ours, key.partition(" ")[0]) is None
 
 
 def is_path(key: str) -> bool:

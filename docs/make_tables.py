@@ -484,7 +484,7 @@ def verl_rows() -> list[list[str]]:
         here[name] = f"changes nothing at {listed}; else {without(name)}: {row['else']}"
     here |= {name: f"{without(name)}: {way_out}" for name, way_out in table.not_here.items()}
     for name in table.lays_out:
-        if name not in here and (fate := verl.fate_of(name.replace("*", "x"), "any")):
+        if name not in here and (fate := verl.translate_key(name.replace("*", "x"), "any")):
             here[name] = f"dropped: {fate.refused}"
     return sorted([f"`{name}`", text] for name, text in here.items())
 

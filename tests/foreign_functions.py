@@ -79,11 +79,11 @@ def changed_variables(before: dict[str, str]) -> list[str]:
 
 def linear_on_meta() -> str:
     """Return the class of a linear layer where no CPU computes."""
-    from workers.rollout.native.direct_forward import NARROW, build_linear, goes_by_onednn
+    from workers.rollout.native.direct_forward import NARROW, build_linear, uses_onednn
 
     head = nn.Linear(NARROW, 2, device="meta")
     module = types.SimpleNamespace(lm_head=head, config=types.SimpleNamespace(hidden_size=NARROW))
-    return type(build_linear(head, goes_by_onednn(module))).__name__
+    return type(build_linear(head, uses_onednn(module))).__name__
 
 
 for other in OTHERS:

@@ -20,7 +20,7 @@ from trainer import load_config
 from trainer.cli import make_tiny
 from workers.models.support.proof import Support
 from workers.rollout.build import build_engine
-from workers.rollout.hf import why_no_cache
+from workers.rollout.hf import cache_problem
 from workers.training.row_proof import prove_rows
 
 LONGEST = 64
@@ -38,7 +38,7 @@ def prove_tiny_models() -> None:
             tiny = make_tiny.make(Path(folder), num_train=1, num_val=1, num_layers=num_layers)
             engine = build_engine(load_config(overrides(tiny, Path(folder))), worker)
         prove_rows(engine.module, Support.of(engine.module.config), may_pack=True)
-        assert why_no_cache(engine.module.config, LONGEST) == ""
+        assert cache_problem(engine.module.config, LONGEST) == ""
     logging.enable_progress_bar()
 
 

@@ -22,11 +22,11 @@ import torch
 
 from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig, TrainerConfig
-from trainer.groups.nodes import devices_in_words, plan_on
+from trainer.groups.nodes import describe_devices, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks
 from trainer.loop import Loop, Trainer
-from trainer.memory import describe_axes, held_model
+from trainer.memory import describe_axes, role_model
 from trainer.record import Run
 from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, bring_back
@@ -216,15 +216,15 @@ def reproducible_arithmetic() -> Iterator[None]:
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
     """Print a short plan, as wide as the terminal."""
-    print(plan_in_words(placement, config, trainer_cls), flush=True)
+    print(describe_plan(placement, config, trainer_cls), flush=True)
 
 
-def plan_in_words(
+def describe_plan(
     placement: Placement, config: RunConfig, trainer_cls: type[Trainer], full: bool = False
 ) -> str:
     """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
-    roles = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
+    roles = {role: role_model(config, role) for role in expand_roles(config.role_mapping)}
     axes = describe_axes(
         config, {role: model for role, model in roles.items() if model is not None}
     )
@@ -285,7 +285,7 @@ ALL_FOUND = "No problem was found that shows before processes start."
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     """Return lines about the run; raise for anything that cannot work."""
     _check_machines(config)
-    lines = [devices_in_words(config)]
+    lines = [describe_devices(config)]
     for role in config.role_workers:
         worker_class(config, role)
     start = ResumePoint(config).start

@@ -241,7 +241,7 @@ class Trainer(Hooks, ABC):
             return bool(settings.test_freq >= 0)
         return bool(settings.test_freq > 0 and step % settings.test_freq == 0)
 
-    def why_to_end(self) -> str:
+    def end_reason(self) -> str:
         """Return why the run ends early with this step, or ""."""
         return ""
 
@@ -341,7 +341,7 @@ class Loop:
                 self._stop_here()
             record.stop.end(f"while it waited for {waiting}")
             raise
-        reached = reached_goal(metrics, record.config.trainer.stop_at) or trainer.why_to_end()
+        reached = reached_goal(metrics, record.config.trainer.stop_at) or trainer.end_reason()
         try:
             metrics |= self._save(is_last=bool(reached))
         finally:

@@ -16,9 +16,9 @@ from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.memory import (
     GIB,
-    HeldModel,
     LargestPass,
     RoleMemory,
+    RoleModel,
     memory_of,
     pool_bytes,
     usable_bytes,
@@ -31,13 +31,13 @@ HEAD = (
 )
 
 
-def held_model(config: RunConfig, role: str) -> HeldModel | None:
+def role_model(config: RunConfig, role: str) -> RoleModel | None:
     """Return the model that the role's class declares."""
-    declares = getattr(worker_class(config, role), "held_model", None)
+    declares = getattr(worker_class(config, role), "role_model", None)
     return declares(config, config.kind_of(role)) if declares is not None else None
 
 
-def describe_axes(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[str, str]:
+def describe_axes(config: RunConfig, models: Mapping[str, RoleModel]) -> dict[str, str]:
     """Describe the axes of every role whose ranks have several."""
     pools = expand_roles(config.role_mapping)
     words = {
@@ -47,8 +47,8 @@ def describe_axes(config: RunConfig, models: Mapping[str, HeldModel]) -> dict[st
     return {role: text for role, text in words.items() if text}
 
 
-def held_memory(
-    config: RunConfig, role: str, model: HeldModel, device_type: str, largest: LargestPass
+def model_memory(
+    config: RunConfig, role: str, model: RoleModel, device_type: str, largest: LargestPass
 ) -> RoleMemory:
     """Return the memory that a role with this model needs on each device of its pool."""
     pool, trainer = expand_roles(config.role_mapping)[role], config.trainer

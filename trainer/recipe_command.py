@@ -6,7 +6,7 @@ Every recipe has `--cfg job`, `--multirun` and `--config-dir` for the user's own
 eval` also passes settings that the user has not set.
 
 A run that fails ends its command with one line for known errors, otherwise with a traceback
-(`ending_in_words`). Hydra, which would wrap every error in its own message, does not see them. A
+(`exit_on_error`). Hydra, which would wrap every error in its own message, does not see them. A
 job of `--multirun` that fails does not end the others.
 """
 
@@ -98,10 +98,10 @@ def run_command(
         sys.exit(f"error: {printable(str(err))}")
 
     if options.multirun:
-        load = partial(load_in_words, recipe, defaults=defaults)
-        run_jobs(jobs, load, partial(run_in_words, start=start))
+        load = partial(load_or_exit, recipe, defaults=defaults)
+        run_jobs(jobs, load, partial(run_or_exit, start=start))
     else:
-        run_in_words(load_in_words(recipe, settings, defaults), start)
+        run_or_exit(load_or_exit(recipe, settings, defaults), start)
 
 
 def is_setting(argument: str) -> bool:
@@ -151,18 +151,18 @@ def _show_keys(recipe: Recipe[Any], settings: Sequence[str], options: argparse.N
     print(annotated_yaml(tree, recipe.schema, options.resolve, left_out, all_keys), end="")
 
 
-def load_in_words(recipe: Recipe[C], settings: Sequence[str], defaults: Sequence[str]) -> C:
+def load_or_exit(recipe: Recipe[C], settings: Sequence[str], defaults: Sequence[str]) -> C:
     """Return the configuration; an invalid one ends the process with its error."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("trainer").setLevel(logging.INFO)
-    with ending_in_words():
+    with exit_on_error():
         return load_config(settings, recipe, defaults)
 
 
-def run_in_words(config: RunConfig, start: Callable[[Any], RunResult] | None = None) -> RunResult:
+def run_or_exit(config: RunConfig, start: Callable[[Any], RunResult] | None = None) -> RunResult:
     """Make the complete run; an error ends the process with its message."""
     os.environ.setdefault(OWN_PROCESS, "1")
-    with ending_in_words(config.trainer.default_local_dir):
+    with exit_on_error(config.trainer.default_local_dir):
         from trainer.launch import run
 
         if devices_of(config.trainer).type == "cpu":
@@ -174,7 +174,7 @@ GOES_ON = "the same command goes on from the last checkpoint, where there is one
 
 
 @contextmanager
-def ending_in_words(folder: str | Path = "") -> Iterator[None]:
+def exit_on_error(folder: str | Path = "") -> Iterator[None]:
     """End the process by SystemExit if the block raises; `folder` is named if its disk is full."""
     try:
         yield

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.accounts import RESTARTS_FILE, lost_in_words
+from trainer.report.accounts import RESTARTS_FILE, describe_lost_steps
 from trainer.run_folder.folder import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.diagnose import Deadlines, WaitClock
@@ -73,7 +73,7 @@ class Restarts:
             again = max(self._last_failed - 1 - step, 0)
             logger.warning(
                 "the run is back after %.1f s: it goes on after step %d with the state of %s, %s.",
-                *(time.monotonic() - self._failed_at, step, source, lost_in_words(again)),
+                *(time.monotonic() - self._failed_at, step, source, describe_lost_steps(again)),
             )
             self._write(self._last_failed, state_from=source, finished_steps_made_again=again)
         elif step == 0:

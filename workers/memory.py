@@ -2,7 +2,7 @@
 
     class TeacherWorker(Worker):
         @classmethod
-        def held_model(cls, config, role) -> HeldModel: ...     # its engine is built from it, too
+        def role_model(cls, config, role) -> RoleModel: ...     # its engine is built from it, too
 
     memory = memory_of(held, role, pool, ranks, device_type, LargestPass(tokens, reads))
 
@@ -48,7 +48,7 @@ EngineT = TypeVar("EngineT")
 
 
 @dataclass(frozen=True)
-class HeldModel:
+class RoleModel:
     """The model of a role's engine, and its settings."""
 
     key: str
@@ -202,7 +202,7 @@ class LargestPass:
 
 
 def memory_of(
-    model: HeldModel,
+    model: RoleModel,
     role: str,
     pool: str,
     ranks: int,
@@ -228,7 +228,7 @@ class _Rank:
     """A rank of a training engine, by the shapes of its model."""
 
     def __init__(
-        self, held: HeldModel, dims: ParallelDims, device_type: str, stage: StageOf | None
+        self, held: RoleModel, dims: ParallelDims, device_type: str, stage: StageOf | None
     ) -> None:
         self.held, self.dims, self.device_type = held, dims, device_type
         precision = precision_of(held.model, device_type)
@@ -375,7 +375,7 @@ def hf_config_of(model: ModelConfig) -> Any:
     return shared_hf_config(model_folder(model.path, weights=False))
 
 
-def sync_bytes(model: HeldModel, memory: RoleMemory, device_type: str) -> float:
+def sync_bytes(model: RoleModel, memory: RoleMemory, device_type: str) -> float:
     """Peak extra device memory while a trained model's weights are copied to a colocated engine.
 
     It consists of the offloaded weights, which are brought back, and of the largest weight,

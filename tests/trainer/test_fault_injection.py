@@ -17,7 +17,7 @@ from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.report.accounts import faults_in_words
+from trainer.report.accounts import describe_faults
 from trainer.roadside.fault_injection import FaultInjection
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, LedgerError
@@ -108,7 +108,7 @@ def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -
             "dropped": {"step made again": 3 * PROMPTS * 2},
         },
     }, "the actor was lost three steps after a checkpoint"
-    (line,) = faults_in_words(folders["ppo"])
+    (line,) = describe_faults(folders["ppo"])
     assert "2 x delay_call, 2 x drop_weight_bucket, 1 x kill_worker; steps: " in line
     assert f"steps: {STEPS + 3} begun = {STEPS} kept + 3 made again" in line
     assert "; samples: 132 made = 120 trained + 12 dropped (step made again: 12)" in line
@@ -249,7 +249,7 @@ def test_a_step_that_is_lost_or_doubled_is_told(
 
 def test_a_run_without_faults_writes_nothing_of_it(whole: Path) -> None:
     assert not (whole / "faults.jsonl").exists()
-    assert faults_in_words(whole) == []
+    assert describe_faults(whole) == []
 
 
 @pytest.mark.parametrize(

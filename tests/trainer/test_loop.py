@@ -21,7 +21,7 @@ from tests.trainer.recipes import regression
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, run
 from trainer.launch import nominal_placement
-from trainer.recipe_command import ending_in_words
+from trainer.recipe_command import exit_on_error
 from trainer.report.page import write_report
 from trainer.run_folder.signals import SIGNALS, RunStopped
 from verl_like.config_key import changed
@@ -175,7 +175,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip("the tests run under nohup, where a run does not hear it")
     before = [signal.getsignal(each) for each in SIGNALS]
-    with pytest.raises(SystemExit) as ended, ending_in_words(tmp_path):
+    with pytest.raises(SystemExit) as ended, exit_on_error(tmp_path):
         run(config(tmp_path, save_freq=-1), Signalled)
     assert ended.value.code == code
     assert [signal.getsignal(each) for each in SIGNALS] == before

@@ -12,7 +12,7 @@ from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
-from trainer.launch import nominal_placement, plan_in_words, trainer_class
+from trainer.launch import describe_plan, nominal_placement, trainer_class
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
 
@@ -23,7 +23,7 @@ TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
 def plan(config: Any, full: bool) -> list[str]:
     placement = nominal_placement(config)
-    return plan_in_words(placement, config, trainer_class(config), full).splitlines()
+    return describe_plan(placement, config, trainer_class(config), full).splitlines()
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -22,7 +22,7 @@ from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
 from trainer.config.recipe import Recipe
-from trainer.recipe_command import ending_in_words
+from trainer.recipe_command import exit_on_error
 from trainer.roadside.alarms import AlarmTexts
 from trainer.run_folder.signals import RunStopped, StopSignals
 from verl_like.backends.ray.transport import RayTransport
@@ -228,7 +228,7 @@ def test_nothing_is_kept_of_the_attempt_that_failed(
 
 
 def test_a_step_that_fails_three_times_ends_the_run_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as failed, ending_in_words(tmp_path):
+    with pytest.raises(SystemExit) as failed, exit_on_error(tmp_path):
         run(config(tmp_path), Poisoned)
     assert failed.value.code == (
         "error: student rank 0 is gone\n  step 3 has failed 3 times: it is not tried again."

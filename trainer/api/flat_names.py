@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
+from trainer.config.key_errors import no_such_key, unknown_key
 from trainer.config.recipe import Recipe
-from trainer.config.refusals import no_such_key, unknown_key
 from trainer.config.settings import flat_settings
 from verl_like.errors import ConfigError, nearest
 

@@ -23,7 +23,7 @@ from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import overrides_of
-from trainer.config.unused_keys import why_unused
+from trainer.config.unused_keys import unused_reason
 from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.folder import committed, read_marker
@@ -151,7 +151,7 @@ class PythonRun:
         """Return `key=value` strings for the next run by `fit(steps)`."""
         config, settings = self.config(steps), self._settings(self._length(steps))
         unset = {key: value for key, value in self._defaults.items() if key not in settings}
-        read = {key: value for key, value in unset.items() if why_unused(config, key) is None}
+        read = {key: value for key, value in unset.items() if unused_reason(config, key) is None}
         return overrides_of(read | settings)
 
     def config(self, steps: int | None = None) -> RunConfig:

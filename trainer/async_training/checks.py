@@ -12,7 +12,7 @@ from trainer.async_training.config import (
 )
 from trainer.async_training.topology import TRAINER_POOL, generator_role
 from trainer.config.checks import check_fields
-from trainer.config.unused_keys import notice_of, why_unused
+from trainer.config.unused_keys import notice_of, unused_reason
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.checks import reject
 from trainer.ppo.compute_advantage import compares_with_greedy
@@ -154,7 +154,7 @@ def _check_generators(config: AsyncConfig) -> None:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         for name in settings.chosen():
-            if reason := why_unused(of_generator, f"{ROLLOUT}.{name}"):
+            if reason := unused_reason(of_generator, f"{ROLLOUT}.{name}"):
                 logger.warning(notice_of([f"{where}.{name}"], reason))
 
     # engines can take weights in the middle of a generation

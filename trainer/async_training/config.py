@@ -142,7 +142,7 @@ class AsyncConfig(PPOConfig):
         )
 
     @property
-    def generates_beside_training(self) -> bool:
+    def generates_while_training(self) -> bool:
         """True if a rollout generates while the trainer trains."""
         return True
 

@@ -35,7 +35,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     config: BestOfNConfig
     stages = ("gen", "score", "select")
     prompt_files = "train_files"
-    refuses_tools = (
+    no_tools_reason = (
         "A trajectory becomes a row of `messages` for verl-like sft, which has no tools."
     )
     concurrent_stages = ("score",)

@@ -25,7 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.cli.check_environment import heard, json_object, refuse_ids
+from trainer.cli.check_environment import heard, json_object, reject_ids
 from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_saved_model
@@ -249,7 +249,7 @@ class Game:
     def _observe(self, last: int | None, answer: Answer) -> None:
         request = answer.get("request", {"extends": True})
         if "tools" in request:
-            refuse_ids(request)
+            reject_ids(request)
             self._renderer = self._renderer.with_tools(request["tools"])
             most, limit = self._chat.sampling["max_new_tokens"], request["max_tokens"]
             self._most = {"max_new_tokens": min(most, limit or most)}

@@ -33,8 +33,8 @@ from trainer.config.devices import devices_of
 from trainer.config.keys import field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import unused_keys, why_unused
-from trainer.launch import check, nominal_placement, plan_in_words, trainer_class
+from trainer.config.unused_keys import unused_keys, unused_reason
+from trainer.launch import check, describe_plan, nominal_placement, trainer_class
 from trainer.memory import describe_axes
 from trainer.planner.simulate import measured_phases, prediction_line
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
@@ -128,7 +128,7 @@ def watch_lines(config: PPOConfig) -> list[str]:
     """Return the metrics to watch for this estimator and policy loss; not for user code."""
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     chosen: dict[str, Callable[..., Any] | None] = {}
-    if why_unused(config, "algorithm.adv_estimator") is None:
+    if unused_reason(config, "algorithm.adv_estimator") is None:
         name = config.algorithm.adv_estimator
         chosen[name] = ADVANTAGE_ESTIMATORS.get(name)
     chosen[loss_mode] = POLICY_LOSSES.get(loss_mode)
@@ -198,4 +198,4 @@ def full_plan(config: RunConfig, measured: str = "") -> str:
     trainer_cls = trainer_class(config)
     if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
         return fit(explain(config, width, measured), width)
-    return plan_in_words(nominal_placement(config), config, trainer_cls, full=True)
+    return describe_plan(nominal_placement(config), config, trainer_cls, full=True)

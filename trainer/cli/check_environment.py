@@ -134,7 +134,7 @@ def play(
         for number, answer in host.answers(1.0):
             trajectory = played[number]
             for player, of_player in answer.get("players", {"": answer}).items():
-                refuse_ids(of_player.get("request", {}))
+                reject_ids(of_player.get("request", {}))
                 if player and "end" not in of_player:
                     trajectory.speakers.append(player)
             trajectory.answers.append(answer)
@@ -169,7 +169,7 @@ def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
     return lines
 
 
-def refuse_ids(request: Mapping[str, Any]) -> None:
+def reject_ids(request: Mapping[str, Any]) -> None:
     """Reject an agent that sends token ids, because there are only texts to reply with."""
     if request.get("ids") is not None:
         raise ConfigError(

@@ -72,7 +72,7 @@ def main() -> None:
     """Dispatch `sys.argv` to a subcommand."""
     find_modules_here()
     command, *arguments = sys.argv[1:] or ["--help"]
-    if meant := meant_by(command):
+    if meant := resolve_command(command):
         print(f"notice: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
         command, arguments = meant[0], [*meant[1:], *arguments]
     if only_prints(command, arguments):
@@ -102,7 +102,7 @@ def main() -> None:
         _run(command, arguments)
 
 
-def meant_by(name: str) -> list[str]:
+def resolve_command(name: str) -> list[str]:
     """Return the command, with settings, for an algorithm, a preference loss or another word."""
     if name in COMMANDS:
         return []

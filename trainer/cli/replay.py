@@ -80,8 +80,8 @@ def verdict(result: Replayed, step: int, stage: str) -> str:
     """Describe what was compared, and what differs."""
     subject = f"{stage} of step {step}" if stage else f"step {step}"
     compared = f"{result.num_metrics} numbers"
-    if result.kept_batches:
-        compared += f" and the batches of {', '.join(result.kept_batches)}"
+    if result.compared_batches:
+        compared += f" and the batches of {', '.join(result.compared_batches)}"
     if not result.differences:
         return f"{subject}: {compared} are as they were, bit for bit"
 

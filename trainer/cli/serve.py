@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from trainer.cli.serve_reward import ON_THIS_MACHINE
 from trainer.config.compose import load_config
-from trainer.recipe_command import ending_in_words, is_setting
+from trainer.recipe_command import exit_on_error, is_setting
 from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.server import serve
 from verl_like.errors import ConfigError
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--stable-reinforce", default="")
     options = parser.parse_args([word for word in arguments if word not in settings])
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    with ending_in_words():
+    with exit_on_error():
         check_key(options.host, options.token)
         aliases = {}
         if options.stable_reinforce:

@@ -30,15 +30,15 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.flat import refuse_many_aliases
-from trainer.config.keys import keys_by_name, read
-from trainer.config.recipe import Recipe
-from trainer.config.refusals import (
+from trainer.config.flat import reject_many_aliases
+from trainer.config.key_errors import (
     key_of_own_name,
     unknown_key,
     wrong_file,
     wrong_value,
 )
+from trainer.config.keys import keys_by_name, read
+from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import (
     as_text,
@@ -199,7 +199,7 @@ def _tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     path = f"hydra.searchpath={as_text([f'file://{folder}' for folder in others], 'searchpath')}"
 
     for own_file in _own_files(recipe).values():
-        refuse_many_aliases(own_file)
+        reject_many_aliases(own_file)
     register(recipe, schema={})  # so that unknown keys of all files are reported together
     try:
         with initialize_config_dir(str(first), version_base="1.3"):

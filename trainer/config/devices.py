@@ -13,7 +13,7 @@ from verl_like.config_key import changed
 from verl_like.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=RunConfig)
-GIB_OF_CARDS = {
+GIB_OF_GPUS = {
     "T4": 14,
     "V100": 15,
     "V100-32GB": 31,
@@ -110,11 +110,11 @@ def _gib_of(simulate: str, card: str) -> float:
     if memory := re.fullmatch(r"(\d*\.?\d+) ?(?:GiB|GB)?", card, re.IGNORECASE):
         if float(memory[1]) > 0:
             return float(memory[1])
-    by_name = {_plain(name): gib for name, gib in GIB_OF_CARDS.items()}
+    by_name = {_plain(name): gib for name, gib in GIB_OF_GPUS.items()}
     if _plain(card) not in by_name:
         raise ConfigError(
             f"trainer.simulate={simulate}: {card!r} is not a GPU whose memory is known."
-            f"{nearest(card, GIB_OF_CARDS)} Known: {', '.join(GIB_OF_CARDS)}; of another give the "
+            f"{nearest(card, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}; of another give the "
             "memory, as 8x80GiB."
         )
     return by_name[_plain(card)]

@@ -29,7 +29,7 @@ MOST_VALUES = 100_000
 """The most values of a YAML file with expanded aliases: ten lines can expand to billions."""
 
 
-def refuse_many_aliases(file: Path) -> None:
+def reject_many_aliases(file: Path) -> None:
     """Reject YAML whose aliases expand to more than `MOST_VALUES` values, or infinitely."""
     text = file.read_text(encoding="utf-8")
     if "*" not in text:

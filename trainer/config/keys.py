@@ -115,7 +115,7 @@ class Key:
         )
 
     @property
-    def rules_in_words(self) -> str:
+    def describe_rules(self) -> str:
         """The key's rules on one line: values, condition, whether it may change, verl's name."""
         words = [self.allowed]
         if self.rules.read_when:

@@ -30,7 +30,7 @@ def unused_among(config: RunConfig, keys: Collection[str]) -> dict[str, list[str
     """Return reason -> the user's `keys` that this run does not read."""
     unused: dict[str, list[str]] = {}
     for key in keys:
-        reason = why_unused(config, key)
+        reason = unused_reason(config, key)
         if reason is not None:
             unused.setdefault(reason, []).append(key)
     return unused
@@ -53,7 +53,7 @@ def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
                 yield notice_of([key.name], reason)
 
 
-def why_unused(config: RunConfig, name: str) -> str | None:
+def unused_reason(config: RunConfig, name: str) -> str | None:
     """Return why the run does not read the key `name`, or None if it does."""
     for key in path_to(type(config), name):
         if key.is_section and key.name == name:
@@ -90,7 +90,7 @@ def unused_keys(config: RunConfig) -> dict[str, list[str]]:
 def keys_left_out(config: RunConfig) -> set[str]:
     """Return the keys that this run does not read, which `--cfg job` leaves out."""
     names = [key.name for key in leaf_keys(type(config))]
-    return {name for name in names if why_unused(config, name) is not None}
+    return {name for name in names if unused_reason(config, name) is not None}
 
 
 def without_keys(
@@ -155,7 +155,7 @@ def _lines(
     indent = INDENT * prefix.count(".")
     for name, value in section.items():
         key = keys.get(f"{prefix}{name}")
-        comment = f"  # {key.rules_in_words}" if key is not None and key.rules_in_words else ""
+        comment = f"  # {key.describe_rules}" if key is not None and key.describe_rules else ""
 
         if meaning := docs.get(f"{prefix}{name}"):
             yield f"{indent}# {' '.join(meaning.split())}"

@@ -136,7 +136,7 @@ def rows_of_prompts(
     value, key = getattr(config, setting), f"data.{setting}"
     if config.custom_cls.path:
         return _first(_custom_rows(config, names_of(value), tokenizer), limit, key)
-    if is_num_games(value):
+    if is_num_trajectories(value):
         return _first(_games(config, setting), limit, key)
     columns = (config.prompt_key, *(RULE_COLUMNS if needs_rules else ()))
     return rows_of_files(names_of(value), key, columns, limit)
@@ -180,7 +180,7 @@ def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterato
             yield from json_rows(path)
 
 
-def is_num_games(files: Any) -> bool:
+def is_num_trajectories(files: Any) -> bool:
     """Return whether `files` is a number of rows without a prompt, for an environment."""
     return type(files) is int
 
@@ -206,7 +206,7 @@ def check_files(config: DataConfig) -> None:
     if config.custom_cls.path:
         return  # the class defines the meaning of its names
     for setting in ("train_files", "val_files"):
-        if is_num_games(getattr(config, setting)):
+        if is_num_trajectories(getattr(config, setting)):
             continue
         for name in names_of(getattr(config, setting)):
             if not is_hub_name(name):

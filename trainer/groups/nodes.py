@@ -137,7 +137,7 @@ def require_shared_folder(config: RunConfig, placement: Placement) -> None:
         cluster.require_shared_folder(folder, by_key.values())
 
 
-def devices_in_words(config: RunConfig) -> str:
+def describe_devices(config: RunConfig) -> str:
     """Describe the devices of this machine; raise if they do not suit the configuration."""
     trainer, joins = config.trainer, joined_cluster(config)
     if trainer.simulate is not None:

@@ -17,7 +17,7 @@ from trainer.config.compose import load_config
 from trainer.config.keys import Key, config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import why_unused
+from trainer.config.unused_keys import unused_reason
 from trainer.migrate import openrlhf, trl, verl
 from trainer.migrate.flags import (
     GivenFlags,
@@ -185,7 +185,7 @@ def _finished(done: Translation) -> Translation:
     for setting in list(done.settings):
         key = setting.removeprefix("+")
         of_placement = key.startswith(("placement", "role_mapping.", "resource_pool_spec."))
-        if not of_placement and "engine_kwargs." not in key and (why := why_unused(config, key)):
+        if not of_placement and "engine_kwargs." not in key and (why := unused_reason(config, key)):
             done.leave_out(setting, why)
     return done
 

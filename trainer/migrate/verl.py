@@ -17,7 +17,7 @@ from pathlib import Path
 from trainer.migrate.flags import GivenFlags, Table, as_flags, find_program, last_name
 from trainer.migrate.recorder import Command
 from trainer.migrate.translation import Translation
-from trainer.ppo.verl import TRACKERS, configuration, fate_of, older, with_trackers
+from trainer.ppo.verl import TRACKERS, configuration, older, translate_key, with_trackers
 from verl_like.errors import ConfigError
 
 BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -135,7 +135,7 @@ def _images(settings: Mapping[str, str], path: str, done: Translation) -> None:
 
 def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) -> None:
     """Translate one key."""
-    fate = fate_of(key, value, settings)
+    fate = translate_key(key, value, settings)
     if fate is None:
         done.refused.append(f"{key}={value}: no such key is known here")
     elif fate.nothing:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from trainer.config.devices import GIB_OF_CARDS
+from trainer.config.devices import GIB_OF_GPUS
 from verl_like.errors import ConfigError, nearest
-from workers.memory import HeldModel, hf_config_of
+from workers.memory import RoleModel, hf_config_of
 from workers.models.memory_shapes import model_shapes
 from workers.parallel.dims import ParallelDims
 from workers.training.mfu import PEAKS, attention_width, expert_share
@@ -64,8 +64,7 @@ BANDWIDTHS = {
 Gbit/s per GPU, as in nodes that are sold with eight of them.
 """
 DEVICES = {
-    name: Device(name, GIB_OF_CARDS[name], PEAKS[name], *rates)
-    for name, rates in BANDWIDTHS.items()
+    name: Device(name, GIB_OF_GPUS[name], PEAKS[name], *rates) for name, rates in BANDWIDTHS.items()
 }
 NUMBERS = ("gib", "flops", "memory", "link", "network")
 """The options `--<name>` of `verl-like plan` that describe a GPU."""
@@ -129,7 +128,7 @@ class ModelCost:
     """Number of experts per layer that each token is sent to."""
 
     @classmethod
-    def of(cls, model: HeldModel) -> ModelCost:
+    def of(cls, model: RoleModel) -> ModelCost:
         """Read the properties from config.json."""
         shapes = model_shapes(model.model, model.head, torch.bfloat16)
         config: Any = hf_config_of(model.model).get_text_config()

@@ -30,7 +30,7 @@ from trainer.planner.search import (
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.roles import expand_roles
-from workers.memory import HeldModel, RoleMemory
+from workers.memory import RoleMemory, RoleModel
 from workers.models.causal_lm import recomputes
 from workers.parallel.dims import ParallelDims
 from workers.parallel.pipeline import num_chunks
@@ -67,11 +67,11 @@ class Job(ABC):
 
     @property
     @abstractmethod
-    def rows_in_words(self) -> str:
+    def describe_rows(self) -> str:
         """The data of a step in words."""
 
     @abstractmethod
-    def models_in(self, config: Any) -> dict[str, HeldModel]:
+    def models_in(self, config: Any) -> dict[str, RoleModel]:
         """Return the model of every role that has one."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Job(ABC):
         """Return the tokens of the longest row."""
 
     @abstractmethod
-    def pass_tokens(self, config: Any, model: HeldModel) -> int:
+    def pass_tokens(self, config: Any, model: RoleModel) -> int:
         """Return the tokens of a pass of this model."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Job(ABC):
         """Return keys of smaller passes to try for a trained model."""
 
     @abstractmethod
-    def role_memory(self, config: Any, role: str, model: HeldModel) -> RoleMemory:
+    def role_memory(self, config: Any, role: str, model: RoleModel) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Job(ABC):
         """Raise the errors that the run would raise before it allocates a device."""
 
     @functools.cached_property
-    def models(self) -> dict[str, HeldModel]:
+    def models(self) -> dict[str, RoleModel]:
         """The model of every role that has one, as configured."""
         return self.models_in(self.config)
 
@@ -294,7 +294,7 @@ class Job(ABC):
         return [{f"{self.models[role].axes_key}.{axis}": size} for size in sizes]
 
     def call_seconds(
-        self, config: Any, role: str, method: str, model: HeldModel, gpus: Gpus
+        self, config: Any, role: str, method: str, model: RoleModel, gpus: Gpus
     ) -> float:
         """Return the seconds of one call of the role with this configuration."""
         return pass_seconds(

@@ -9,7 +9,7 @@ from itertools import product
 from typing import ClassVar
 
 from trainer.config.devices import devices_of
-from trainer.memory import held_memory
+from trainer.memory import model_memory
 from trainer.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.planner.job import Job, Keys
 from trainer.planner.search import Layout
@@ -19,7 +19,7 @@ from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memori
 from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
 from workers.config import ActorRolloutRefConfig, model_rewards, tokens_per_pass
-from workers.memory import HeldModel, RoleMemory, hf_config_of, rollout_memory
+from workers.memory import RoleMemory, RoleModel, hf_config_of, rollout_memory
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_SIZES = (1, 2, 4, 8)
@@ -42,7 +42,7 @@ class PPOJob(Job):
     """Seconds per step in which the driver scores."""
 
     @property
-    def rows_in_words(self) -> str:
+    def describe_rows(self) -> str:
         """Prompts, samples and lengths in words."""
         data, rows = self.config.data, self.rows("actor")
         per_prompt = rows.samples // rows.prompts
@@ -59,7 +59,7 @@ class PPOJob(Job):
         """Seconds of every stage in which the driver itself works, in parallel with the roles."""
         return tuple(self.rewards * (stage == "score") for stage in self.stages)
 
-    def models_in(self, config: PPOConfig) -> dict[str, HeldModel]:
+    def models_in(self, config: PPOConfig) -> dict[str, RoleModel]:
         """Return the model of every role that has one."""
         return models_of(config, without_users=True)
 
@@ -101,7 +101,7 @@ class PPOJob(Job):
         """Return the tokens of the longest row."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
-    def pass_tokens(self, config: PPOConfig, model: HeldModel) -> int:
+    def pass_tokens(self, config: PPOConfig, model: RoleModel) -> int:
         """Return the tokens of a pass of this model."""
         return model.tokens or tokens_per_pass(config)
 
@@ -114,9 +114,9 @@ class PPOJob(Job):
         sizes = {max(width, now // 4), width} - {now}
         return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
 
-    def role_memory(self, config: PPOConfig, role: str, model: HeldModel) -> RoleMemory:
+    def role_memory(self, config: PPOConfig, role: str, model: RoleModel) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
-        return held_memory(config, role, model, "cuda", largest_pass(config, role))
+        return model_memory(config, role, model, "cuda", largest_pass(config, role))
 
     def memories(self, config: PPOConfig) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""

@@ -9,18 +9,18 @@ from typing import ClassVar
 
 from trainer.config.devices import devices_of
 from trainer.launch import trainer_class
-from trainer.memory import held_memory
+from trainer.memory import model_memory
 from trainer.planner.cost import StepRows
 from trainer.planner.job import Job, Keys
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import (
-    held_models,
     largest_pass,
     longest_row,
     preflight,
     role_memories,
+    role_models,
 )
-from workers.memory import HeldModel, RoleMemory
+from workers.memory import RoleMemory, RoleModel
 from workers.parallel.sharding import dims_of
 
 
@@ -34,7 +34,7 @@ class RowsJob(Job):
     """Tokens of rows that are equally likely, the longest last."""
 
     @property
-    def rows_in_words(self) -> str:
+    def describe_rows(self) -> str:
         """Rows and their lengths in words."""
         sides = "pairs" if self.num_sides == 2 else "rows"
         mean = sum(self.lengths) / len(self.lengths)
@@ -49,9 +49,9 @@ class RowsJob(Job):
         sides: int = trainer_class(self.config).num_sides(self.config)  # type: ignore[attr-defined]
         return sides
 
-    def models_in(self, config: RowConfig) -> dict[str, HeldModel]:
+    def models_in(self, config: RowConfig) -> dict[str, RoleModel]:
         """Return the model of every role; a reference is called only before the first step."""
-        return held_models(config)
+        return role_models(config)
 
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
         """Return (stage, method) for every call of the role in a step."""
@@ -66,7 +66,7 @@ class RowsJob(Job):
         """Return the tokens of the longest row."""
         return longest_row(self.config)
 
-    def pass_tokens(self, config: RowConfig, model: HeldModel) -> int:
+    def pass_tokens(self, config: RowConfig, model: RoleModel) -> int:
         """Return the tokens of a pass of this model."""
         if config.data.use_dynamic_bsz:
             return config.data.max_token_len_per_gpu
@@ -83,11 +83,11 @@ class RowsJob(Job):
         sizes = {max(tokens // 4, fewest), fewest} - {tokens}
         return [{"data.max_token_len_per_gpu": size} for size in sizes]
 
-    def role_memory(self, config: RowConfig, role: str, model: HeldModel) -> RoleMemory:
+    def role_memory(self, config: RowConfig, role: str, model: RoleModel) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
         dims = dims_of(sum(config.resource_pool_spec["pool"]), model.sharding)
         largest = largest_pass(config, model, self.num_sides, dims)
-        return held_memory(config, role, model, "cuda", largest)
+        return model_memory(config, role, model, "cuda", largest)
 
     def memories(self, config: RowConfig) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""

@@ -35,7 +35,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     ]
     roles, devices = job.memory(first)
     parts = [
-        f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.rows_in_words}\n"
+        f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.describe_rows}\n"
         f"{ASSUMED}",
         "\n".join([*draw_table(_table(job, best), max_columns), _speed(job, first)]),
         _listed("Keys of placement 1:", job.overrides(first)),
@@ -80,8 +80,8 @@ def fits_nowhere(job: Job) -> ConfigError:
         if number <= MOST_GPUS
         else f"{MOST_GPUS:,} of these GPUs are not enough either: take larger ones"
     )
-    held_model = next(held_model for held_model in job.models.values() if held_model.trains)
-    model = held_model.key.removesuffix(".path")
+    role_model = next(role_model for role_model in job.models.values() if role_model.trains)
+    model = role_model.key.removesuffix(".path")
     return ConfigError(
         f"No placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
         f"GiB on each at least, without other roles: {', '.join(needs)}. {way_out}; or take "

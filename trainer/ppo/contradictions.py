@@ -31,7 +31,7 @@ def log_warnings(config: PPOConfig) -> None:
 
     facts = LossFacts() if entry is None else facts_of(entry)
     is_by_token = aggregation in ("token-mean", "token-sum")
-    if facts.one_ratio_a_sequence and is_by_token and loss not in facts.longer_count_more:
+    if facts.one_ratio_per_sequence and is_by_token and loss not in facts.longer_count_more:
         warn(
             "sequence-aggregation",
             f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and {ACTOR}."

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from trainer.config.devices import Devices, devices_of
 from trainer.groups.nodes import joined_cluster
-from trainer.memory import check_fit, fits, held_memory, memory_table
+from trainer.memory import check_fit, fits, memory_table, model_memory
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import SizeRow, rows_of
@@ -62,7 +62,7 @@ def role_memories(
             continue
         elif role in models:
             largest = largest_pass(config, role, rows)
-            memories.append(held_memory(config, role, models[role], device_type, largest))
+            memories.append(model_memory(config, role, models[role], device_type, largest))
     return _beside_engine(config, memories, device_type)
 
 
@@ -79,7 +79,7 @@ def engine_rests(config: PPOConfig, device_type: str) -> bool:
 def may_rest(config: PPOConfig, device_type: str) -> bool:
     """Return whether the rollout would sleep if it shared its GPUs."""
     is_here = not config.actor_rollout_ref.rollout.server_urls
-    in_turns = not getattr(config, "generates_beside_training", False)
+    in_turns = not getattr(config, "generates_while_training", False)
     return is_here and in_turns and device_type == "cuda"
 
 

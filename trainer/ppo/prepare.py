@@ -19,8 +19,8 @@ from trainer.ppo.sizes import rows_of
 from trainer.ppo.update import make_ptx_loader
 from trainer.rollouts.preflight import (
     check_environment,
-    check_games,
     check_model,
+    check_promptless_rows,
     check_reward_models,
     check_rollout,
     check_row_columns,
@@ -42,7 +42,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     The cluster starts meanwhile, because importing transformers takes as long.
     """
     preflight(config)
-    check_games(config)
+    check_promptless_rows(config)
     check_files(config.data)
     begin_cluster(config, at_end)
     # workers inherit it: one progress bar per weight file and rank would hide our own
@@ -117,9 +117,9 @@ def preflight(config: PPOConfig) -> None:
 def _check_int8(config: PPOConfig) -> None:
     """Reject models that cannot have the int8 weights that a role asks for."""
     models = [
-        (held_model.model, held_model.head)
-        for held_model in models_of(config).values()
-        if held_model.quantization
+        (role_model.model, role_model.head)
+        for role_model in models_of(config).values()
+        if role_model.quantization
     ]
     policy = config.actor_rollout_ref
     if policy.rollout.quantization == "int8":

@@ -20,7 +20,7 @@ from verl_like.calls.dispatch import registered_methods
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
 from workers.columns import columns_of
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig
@@ -43,19 +43,19 @@ def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
     is_users = not config.role_workers.get(role, "").startswith("workers.")
     if not (without_users and is_users):
         cls = worker_class(config, role)
-        if recipes_own is None or hasattr(cls, "held_model"):
+        if recipes_own is None or hasattr(cls, "role_model"):
             return cls
     return None if recipes_own is None else load_object(recipes_own, role)
 
 
-def models_of(config: Any, without_users: bool = False) -> dict[str, HeldModel]:
+def models_of(config: Any, without_users: bool = False) -> dict[str, RoleModel]:
     """Return role -> the model that it declares; rollouts are not included."""
     models = {}
     for role in expand_roles(config.role_mapping):
         cls = declaring_class(config, role, without_users)
-        held_model = getattr(cls, "held_model", None)
-        if held_model is not None:
-            models[role] = held_model(config.of_role(role), config.kind_of(role))
+        role_model = getattr(cls, "role_model", None)
+        if role_model is not None:
+            models[role] = role_model(config.of_role(role), config.kind_of(role))
     return models
 
 

@@ -85,7 +85,7 @@ def tables() -> Tables:
 
 
 @dataclass(frozen=True)
-class Fate:
+class KeyTranslation:
     """The translation of one of verl's keys."""
 
     key: str = ""
@@ -113,7 +113,7 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     }
     for setting in settings:
         key, value = setting.key_or_group, given.get(setting.key_or_group, "")
-        fate = None if setting.is_delete() else fate_of(key, value, given)
+        fate = None if setting.is_delete() else translate_key(key, value, given)
         if fate is None:
             translated.append(setting)
         elif fate.nothing:
@@ -145,7 +145,10 @@ def _parts(setting: Override) -> list[Override]:
     if keys_in(name, value) == [name]:
         return [setting]
     parts = _flat({name: value})
-    if all(renamed(key) == key or fate_of(key, text, parts) is None for key, text in parts.items()):
+    if all(
+        renamed(key) == key or translate_key(key, text, parts) is None
+        for key, text in parts.items()
+    ):
         return [setting]
     return [parse(f"{key}={text}") for key, text in parts.items()]
 
@@ -162,9 +165,9 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
     return notices
 
 
-def fate_of(
+def translate_key(
     key: str, value: str, settings: Mapping[str, str] = MappingProxyType({})
-) -> Fate | None:
+) -> KeyTranslation | None:
     """Translate one of verl's keys, which is among `settings`; None for keys unknown to verl.
 
     A key that has the same name in this project counts as verl's, too.
@@ -173,25 +176,25 @@ def fate_of(
     ours = renamed(key)
     if ours is not None:
         if ".megatron." in key and (why := _no_axis(ours, value, settings)):
-            return Fate(refused=why, lays_out=True)
+            return KeyTranslation(refused=why, lays_out=True)
         if ours.endswith(".fsdp_config.fsdp_size"):
             value = _shard_size(ours, value, settings)
-        return Fate(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
+        return KeyTranslation(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
     if _first_match(key, OF_ALL_RANKS) and value.isdigit():
         of_a_rank = f"{key}_per_gpu"
         rows = _rows_of_one_rank(int(value), settings)
-        return Fate(key=renamed(of_a_rank) or of_a_rank, value=str(rows))
+        return KeyTranslation(key=renamed(of_a_rank) or of_a_rank, value=str(rows))
     table = tables()
     lays_out = bool(_first_match(key, table.lays_out))
     if name := _first_match(key, table.changes_nothing):
-        return Fate(nothing=table.changes_nothing[name])
+        return KeyTranslation(nothing=table.changes_nothing[name])
     if name := _first_match(key, table.changes_nothing_at):
         texts = table.changes_nothing_at[name]["at"]
         if _plain(value) in [_value_of(text, settings) for text in texts]:
-            return Fate(nothing=f"{_plain(value)} is how it is here")
-        return Fate(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
+            return KeyTranslation(nothing=f"{_plain(value)} is how it is here")
+        return KeyTranslation(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
     if name := _first_match(key, table.not_here):
-        return Fate(refused=table.not_here[name], lays_out=lays_out)
+        return KeyTranslation(refused=table.not_here[name], lays_out=lays_out)
     return None
 
 

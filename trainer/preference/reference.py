@@ -1,6 +1,6 @@
 """The reference's log-probs of every response, computed once and saved in the run folder.
 
-    tables = kept_or_computed(folder, start_folder, {"train": hash_of(rows)}, weights, compute)
+    tables = load_or_compute(folder, start_folder, {"train": hash_of(rows)}, weights, compute)
 
 A table is [rows, 2]. Its inputs are saved with it: a hash of the rows' tokens, and a hash of the
 reference's weights with its dtype. A run takes its tables from the folder of the checkpoint that it
@@ -34,7 +34,7 @@ def hash_of(rows: Iterable[LMRow]) -> str:
     return digest.hexdigest()
 
 
-def kept_or_computed(
+def load_or_compute(
     folder: Path,
     start: Path | None,
     rows: Mapping[str, str],

@@ -27,7 +27,7 @@ from trainer.data.pairs import (
     read_pairs,
 )
 from trainer.preference.recipe import PreferenceConfig
-from trainer.preference.reference import hash_of, kept_or_computed
+from trainer.preference.reference import hash_of, load_or_compute
 from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import RowTrainer
@@ -177,7 +177,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         hashes = {name: hash_of(both_sides(of_name)) for name, of_name in rows.items()}
         weights = f"{group.reference_checksum()[0]}, {self.config.model.compute_dtype}"
         start_folder = start and start.parent
-        return kept_or_computed(self.run.folder, start_folder, hashes, weights, compute)
+        return load_or_compute(self.run.folder, start_folder, hashes, weights, compute)
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
         """Return [rows, 2] log-probs from the workers' method `score`."""

@@ -105,7 +105,7 @@ class Replayed:
 
     start: Path | None
     num_metrics: int
-    kept_batches: Sequence[str]
+    compared_batches: Sequence[str]
     """Stages whose saved batches were compared."""
     differences: Sequence[str]
 
@@ -122,7 +122,7 @@ def replay(
     """Repeat the step, and compare it with the run's files."""
     reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
-    request = Asked(saved.folder, step, stage, breaks)
+    request = ReplayRequest(saved.folder, step, stage, breaks)
     trainer_cls = replaying(saved.trainer_cls, request)
     was = saved.metrics_of(step)
     start = saved.start_of(step, from_start)
@@ -209,7 +209,7 @@ def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConf
 
 
 @dataclass
-class Asked:
+class ReplayRequest:
     """A request for a replay, and its result."""
 
     run_folder: Path
@@ -224,7 +224,7 @@ class Asked:
     """Metrics of the step or of the stage."""
 
 
-def replaying(trainer_cls: type[Trainer], request: Asked) -> type[Trainer]:
+def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Trainer]:
     """Return a subclass of the trainer that ends after the requested step."""
     if request.stage and not issubclass(trainer_cls, PPOTrainer):
         raise ConfigError(
@@ -258,10 +258,10 @@ def replaying(trainer_cls: type[Trainer], request: Asked) -> type[Trainer]:
             ends_early = is_part and self.global_step == request.step
             return not ends_early and super().validation_is_due()
 
-        def why_to_end(self) -> str:
+        def end_reason(self) -> str:
             if self.global_step == request.step:
                 return f"step {request.step} has been made again"
-            return super().why_to_end()  # type: ignore[no-any-return]
+            return super().end_reason()  # type: ignore[no-any-return]
 
         def on_step_end(self, metrics: Metrics) -> None:
             super().on_step_end(metrics)
@@ -272,7 +272,7 @@ def replaying(trainer_cls: type[Trainer], request: Asked) -> type[Trainer]:
     return Replaying
 
 
-def one_stage(trainer: PPOTrainer, request: Asked) -> Metrics:
+def one_stage(trainer: PPOTrainer, request: ReplayRequest) -> Metrics:
     """Run the stage on the batch that the run saved, or on the result of the earlier stages."""
     batch = stage_input(trainer, request)
     stage = getattr(trainer, request.stage)
@@ -288,7 +288,7 @@ def one_stage(trainer: PPOTrainer, request: Asked) -> Metrics:
     return dict(metrics)
 
 
-def stage_input(trainer: PPOTrainer, request: Asked) -> DataProto:
+def stage_input(trainer: PPOTrainer, request: ReplayRequest) -> DataProto:
     """Return the batch that is the stage's input."""
     path = batch_file(request.run_folder, request.step, request.stage)
     if path.is_file():

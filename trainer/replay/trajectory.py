@@ -18,7 +18,7 @@ import torch
 
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Metrics
-from trainer.replay.replay import Asked, announcement, make, replaying, settings_of_replay
+from trainer.replay.replay import ReplayRequest, announcement, make, replaying, settings_of_replay
 from trainer.replay.saved_run import SavedRun
 from trainer.roadside.saved_batches import BATCHES_FOLDER, STAGES, batch_file
 from trainer.rollouts.samples import repeat_prompts
@@ -75,7 +75,9 @@ def replay_trajectory(
     wanted = recorded_samples(saved.folder, name)
     wanted.is_live = live
     start = saved.start_of(wanted.step, from_start)
-    request = Asked(saved.folder, wanted.step, instead=lambda trainer: _play(trainer, wanted))
+    request = ReplayRequest(
+        saved.folder, wanted.step, instead=lambda trainer: _play(trainer, wanted)
+    )
     with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
         config = settings_of_replay(saved.config, start, Path(scratch) / "run", backend)
         print(announcement(saved, start, wanted.step, config), flush=True)

@@ -37,7 +37,7 @@ def drawn_of(lines: Iterable[Mapping[str, float]]) -> int:
     return sum(int(line.get(DRAWN, 0)) for line in lines)
 
 
-def tokens_in_words(drawn: int, trained: int, left_out: Mapping[str, int], queued: int = 0) -> str:
+def describe_tokens(drawn: int, trained: int, left_out: Mapping[str, int], queued: int = 0) -> str:
     """Describe the tokens of a run in one line."""
     total = sum(left_out.values())
     reasons = "; ".join(f"{reason}: {num:,}" for reason, num in left_out.items())
@@ -118,7 +118,7 @@ def describe_log(log: Mapping[str, Any]) -> str:
         reasons.update(row["dropped"])
     lines = draw_table(ledger_table(rows), flush_right=True) if rows else []
     lines += [f"  dropped: {count} ({reason})" for reason, count in reasons.items()]
-    return "\n".join([*lines, f"  tokens: {tokens_in_words(**log['tokens'])}"])
+    return "\n".join([*lines, f"  tokens: {describe_tokens(**log['tokens'])}"])
 
 
 FAULTS_FILE, RESTARTS_FILE = "faults.jsonl", "restarts.jsonl"
@@ -128,7 +128,7 @@ OUTCOMES = ("kept", "made_again", "not_finished")
 """The possible outcomes of a step that has begun."""
 
 
-def faults_in_words(folder: Path) -> list[str]:
+def describe_faults(folder: Path) -> list[str]:
     """Describe the faults by kind, and the ledger, in one line; none without faults."""
     if not (folder / FAULTS_FILE).is_file():
         return []
@@ -157,7 +157,7 @@ def _samples_in_words(samples: dict[str, Any]) -> str:
     )
 
 
-def restarts_in_words(folder: Path) -> list[str]:
+def describe_restarts(folder: Path) -> list[str]:
     """Describe the restarts, and the samples that lost groups were making, in one line, if any."""
     lines, _ = json_objects(folder / RESTARTS_FILE)
     steps = [str(line.get("step")) for line in lines if "lost" in line]
@@ -166,7 +166,7 @@ def restarts_in_words(folder: Path) -> list[str]:
     sources = ""
     for line in lines:
         if "state_from" in line:
-            lost = lost_in_words(line["finished_steps_made_again"])
+            lost = describe_lost_steps(line["finished_steps_made_again"])
             sources += f"; in step {line['step']} with the state of {line['state_from']}, {lost}"
     num_kept = sum(line["samples_kept"] for line in lines if "samples_kept" in line)
     again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
@@ -178,7 +178,7 @@ def restarts_in_words(folder: Path) -> list[str]:
     return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]
 
 
-def lost_in_words(num_steps: int) -> str:
+def describe_lost_steps(num_steps: int) -> str:
     """Describe how many finished steps a restart has lost."""
     if num_steps == 0:
         return "no finished step is lost"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
-from trainer.report.accounts import drawn_of, tokens_in_words, tokens_of
+from trainer.report.accounts import describe_tokens, drawn_of, tokens_of
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import (
     FAILURE_FILE,
@@ -154,7 +154,7 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
         facts.append(("samples as they were drawn, by hash", f"{sum(proven):,.0f}"))
     trained, left_out = tokens_of(data.metrics)
     if trained or left_out:
-        facts.append(("tokens", tokens_in_words(drawn_of(data.metrics), trained, left_out)))
+        facts.append(("tokens", describe_tokens(drawn_of(data.metrics), trained, left_out)))
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
         facts.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))

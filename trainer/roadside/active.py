@@ -27,7 +27,7 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     from trainer.roadside.saved_batches import DrawCheck, SavedBatches, WrittenSamples
 
     samples = SampleWatch()
-    has_generators = getattr(config, "generates_beside_training", False)  # it prints its own log
+    has_generators = getattr(config, "generates_while_training", False)  # it prints its own log
     return [
         SavedBatches(config),
         samples,

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from trainer.config.devices import devices_of
-from trainer.data.files import is_num_games
+from trainer.data.files import is_num_trajectories
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.data.prompts import PromptSet
 from trainer.groups.nodes import joined_cluster
@@ -69,10 +69,10 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
         check_version(devices_of(config.trainer).type)
 
 
-def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> dict[str, Kind]:
+def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") -> dict[str, Kind]:
     """Reject invalid environment code or a chat template that cannot take turns.
 
-    With a reason in `refuses_tools`, tools are rejected, too. Return the facts about each
+    With a reason in `no_tools_reason`, tools are rejected, too. Return the facts about each
     environment by name.
     """
     if not plays(config):
@@ -85,10 +85,10 @@ def check_environment(config: Any, tokenizer: Any, refuses_tools: str = "") -> d
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)
     with closing(EnvironmentHost(spec_of(section, tokenizer), section.step_timeout_s)) as host:
-        if refuses_tools and host.tools:
+        if no_tools_reason and host.tools:
             names = ", ".join(tool["function"]["name"] for tool in host.tools)
             raise ConfigError(
-                f"environment={section.path}: its methods {names} are tools. {refuses_tools} Put "
+                f"environment={section.path}: its methods {names} are tools. {no_tools_reason} Put "
                 "an underscore before methods that are none, or use a class without such methods."
             )
         for kind in host.kinds.values():
@@ -122,11 +122,11 @@ def with_full_paths(config: Any) -> Any:
     return changed(config, paths)
 
 
-def check_games(config: Any) -> None:
+def check_promptless_rows(config: Any) -> None:
     """Reject rows without a prompt if there is no environment that provides the text."""
     for setting in ("train_files", "val_files"):
         files = getattr(config.data, setting)
-        if is_num_games(files) and not plays(config):
+        if is_num_trajectories(files) and not plays(config):
             raise ConfigError(
                 f"data.{setting}={files} is a number of trajectories, and there is no environment: "
                 "set environment=FILE.py:CLASS, or give a file."

@@ -33,7 +33,7 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
     for part in rewards.parts:
         if part.manager is None or part.config.kind != "function" or not part.config.path:
             continue
-        row = made_up_responses(prompts, prompts.rows[:1].tolist(), tokenizer, width)
+        row = synthetic_responses(prompts, prompts.rows[:1].tolist(), tokenizer, width)
         result, _ = part.manager.remote(row).result()
         for failure in result.meta_info[FAILURES].values():
             name, error = part.config.name, failure.error
@@ -54,7 +54,7 @@ def try_rewards(
     functions = [part for part in rewards.parts if part.config.kind == "function"]
     if not functions or any(part.config.kind == "remote" for part in rewards.parts):
         return None, []
-    batch = made_up_responses(prompts, _rows_to_try(prompts), tokenizer, width)
+    batch = synthetic_responses(prompts, _rows_to_try(prompts), tokenizer, width)
 
     zeros = torch.zeros(batch.column("response_mask").shape)
     no_model = SimpleNamespace(get=lambda timeout: DataProto.from_dict({"rm_scores": zeros}))
@@ -85,7 +85,9 @@ def _num_failed(metrics: dict[str, float]) -> float:
     )  # the rule itself does not count failures
 
 
-def made_up_responses(prompts: PromptSet, rows: list[int], tokenizer: Any, width: int) -> DataProto:
+def synthetic_responses(
+    prompts: PromptSet, rows: list[int], tokenizer: Any, width: int
+) -> DataProto:
     """Return these rows with their ground truth as responses."""
     batch = prompts.batch(rows, epoch=0)
     responses = torch.full((len(batch), width), tokenizer.pad_token_id, dtype=torch.int64)

@@ -15,8 +15,8 @@ from trainer.loop import Trainer
 from trainer.record import Run
 from trainer.rollouts.preflight import (
     check_environment,
-    check_games,
     check_model,
+    check_promptless_rows,
     check_reward_models,
     check_rollout,
     note_players,
@@ -38,7 +38,7 @@ class SamplingOnlyTrainer(Trainer):
 
     prompt_files: ClassVar[str]
     """The key of `data` that names the files of prompts."""
-    refuses_tools: ClassVar[str] = ""
+    no_tools_reason: ClassVar[str] = ""
     """The reason why environments of this recipe may not have tools."""
 
     def __init__(
@@ -64,14 +64,14 @@ class SamplingOnlyTrainer(Trainer):
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """Return tokenizer, rewards and prompts."""
-        check_games(config)
+        check_promptless_rows(config)
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
         check_reward_models(config)
         check_rollout(config)
         tokenizer = load_tokenizer(path)
         set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-        kinds = check_environment(config, tokenizer, cls.refuses_tools)
+        kinds = check_environment(config, tokenizer, cls.no_tools_reason)
         prompts = PromptSet(
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes, check_ranks
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
-from trainer.memory import check_fit, held_memory, held_model, memory_table
+from trainer.memory import check_fit, memory_table, model_memory, role_model
 from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config.rows import LONGEST_ROW
-from workers.memory import HeldModel, LargestPass, RoleMemory
+from workers.memory import LargestPass, RoleMemory, RoleModel
 from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
 from workers.parallel.dims import ParallelDims
@@ -32,7 +32,7 @@ def preflight(config: RowConfig, num_sides: int) -> None:
     """
     check_offload(config.trainer, {"model": (config.model.strategy, config.model.fsdp_config)})
     longest = longest_row(config)
-    for role, model in held_models(config).items():
+    for role, model in role_models(config).items():
         path = model.model.path
         check_ranks(config, role, model.sharding)
         if config.trainer.simulate is None:
@@ -58,25 +58,25 @@ def preflight(config: RowConfig, num_sides: int) -> None:
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
-def held_models(config: RowConfig) -> dict[str, HeldModel]:
+def role_models(config: RowConfig) -> dict[str, RoleModel]:
     """Return the models of the roles."""
-    models = {role: held_model(config, role) for role in expand_roles(config.role_mapping)}
+    models = {role: role_model(config, role) for role in expand_roles(config.role_mapping)}
     return {role: model for role, model in models.items() if model is not None}
 
 
 def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[RoleMemory]:
     """Return the memory of every role; an item of the data has `num_sides` rows."""
     memories = []
-    for role, model in held_models(config).items():
+    for role, model in role_models(config).items():
         ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
         dims = dims_of(ranks, model.sharding)
         largest = largest_pass(config, model, num_sides, dims)
-        memories.append(held_memory(config, role, model, device_type, largest))
+        memories.append(model_memory(config, role, model, device_type, largest))
     return memories
 
 
 def largest_pass(
-    config: RowConfig, model: HeldModel, num_sides: int, dims: ParallelDims
+    config: RowConfig, model: RoleModel, num_sides: int, dims: ParallelDims
 ) -> LargestPass:
     """Return the largest pass of a rank, which has at most its share of a step's rows."""
     data = config.data

@@ -13,7 +13,7 @@ from torch import Tensor
 
 CHUNK_BYTES = 4 * 2**20
 """Bytes of fp32 logits in a chunk; at most four buffers of this size are alive at once."""
-BYTES_ON_CARD = 32 * 2**20
+BYTES_ON_GPU = 32 * 2**20
 """`CHUNK_BYTES` on a GPU, where chunks are larger so that kernel launches do not dominate."""
 
 
@@ -110,8 +110,8 @@ def gradient_of_logits(
 
 
 def slice_bytes(device_type: str) -> int:
-    """Return CHUNK_BYTES, or BYTES_ON_CARD on a GPU."""
-    return CHUNK_BYTES if device_type == "cpu" else BYTES_ON_CARD
+    """Return CHUNK_BYTES, or BYTES_ON_GPU on a GPU."""
+    return CHUNK_BYTES if device_type == "cpu" else BYTES_ON_GPU
 
 
 def row_chunks(logits: Tensor) -> list[slice]:

@@ -92,7 +92,7 @@ OF_IDS = {
 """Token ids are never skipped and always have log-probs; experts cannot be requested."""
 
 
-class Refused(Exception):
+class RejectedRequest(Exception):
     """A request that is answered by an error in OpenAI's format."""
 
     def __init__(
@@ -227,7 +227,9 @@ class AgentSession:
             return self._conversations[""]
         if model not in self._conversations:
             players = ", ".join(self._conversations)
-            raise Refused(f"model={model!r:.80}: the players are {players}", "model", status=404)
+            raise RejectedRequest(
+                f"model={model!r:.80}: the players are {players}", "model", status=404
+            )
         return self._conversations[model]
 
     def ask(self, request: Request) -> Answers:
@@ -298,7 +300,9 @@ class Conversation:
     def before(self, name: str) -> list[dict[str, Any]]:
         """The messages up to a completion."""
         if name not in self._histories:
-            raise Refused(f"there is no response {name!r:.80}", "previous_response_id", status=404)
+            raise RejectedRequest(
+                f"there is no response {name!r:.80}", "previous_response_id", status=404
+            )
         return self._histories[name]
 
     def end(self, total: float, rewards: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,13 +339,13 @@ class Conversation:
 
     def _answer_to(self, request: Request) -> tuple[str, dict[str, Any]]:
         if self._session.is_over:
-            raise Refused("the agent of this session has ended", status=404)
+            raise RejectedRequest("the agent of this session has ended", status=404)
         event = self._event(request)
         self._events.put({"players": {self._player: event}} if self._player else event)
         answer = self.answers.get()
         if "refused" in answer:
             self.is_cut = answer["is_cut"]
-            raise Refused(**answer["refused"])
+            raise RejectedRequest(**answer["refused"])
         turn, self._num_turns = self._num_turns, self._num_turns + 1
         self._tools = request.tools
         self._history = []
@@ -438,7 +442,7 @@ def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
 def read_request(path: str, body: Any) -> Request:
     """Parse a body; reject unsupported fields by name."""
     if not isinstance(body, dict):
-        raise Refused("the body is no JSON object")
+        raise RejectedRequest("the body is no JSON object")
     is_chat = path.endswith("/chat/completions")
     fields = {name: value for name, value in body.items() if value is not None}
     _check_kinds(fields)
@@ -448,11 +452,11 @@ def read_request(path: str, body: Any) -> Request:
         _check_kinds(fields)
     needed = "messages" if is_chat else "token_ids"
     if not fields.get(needed):
-        raise Refused(f"{needed} are missing, or there is none of them", needed)
+        raise RejectedRequest(f"{needed} are missing, or there is none of them", needed)
     counts = {name: fields[name] for name in COUNTS if name in fields}
     for name, count in counts.items():
         if count < 1:
-            raise Refused(f"{name}={count} is less than 1", name)
+            raise RejectedRequest(f"{name}={count} is less than 1", name)
     longest = [count for name, count in counts.items() if name != "n"]
     known = NO_MATTER | (OF_CHAT if is_chat else OF_IDS)
     request = Request(
@@ -468,7 +472,9 @@ def read_request(path: str, body: Any) -> Request:
         request.messages.append(_read_message(message, request.messages))
     request.tools = fields.get("tools", [])
     if not all(map(_is_tool, request.tools)):
-        raise Refused("tools are functions: {type: function, function: {name: ...}}", "tools")
+        raise RejectedRequest(
+            "tools are functions: {type: function, function: {name: ...}}", "tools"
+        )
     request.streams = bool(fields.get("stream"))
     options = fields.get("stream_options")
     request.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -478,11 +484,11 @@ def read_request(path: str, body: Any) -> Request:
 def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any]:
     """Return the body of another API as a body of chat completions."""
     if not isinstance(body, dict):
-        raise Refused("the body is no JSON object")
+        raise RejectedRequest("the body is no JSON object")
     try:
         chat = dialect.to_chat(body)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise Refused(f"the body is not understood: {error!r:.200}") from error
+        raise RejectedRequest(f"the body is not understood: {error!r:.200}") from error
     if previous := chat.pop("previous_response_id", None):
         before = session.of_model(str(body.get("model"))).before(str(previous))
         system = [message for message in chat["messages"] if message["role"] == "system"]
@@ -506,7 +512,7 @@ def key_in(headers: Iterable[tuple[str, str]]) -> str:
 def _check_kinds(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if not fits(value, KINDS.get(name, {})):
-            raise Refused(f"{name}={value!r:.80} is no {words_of(KINDS[name])}", name)
+            raise RejectedRequest(f"{name}={value!r:.80} is no {words_of(KINDS[name])}", name)
 
 
 def _is_tool(tool: Mapping[str, Any]) -> bool:
@@ -518,9 +524,9 @@ def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -
     """Return a message for chat templates: text content, and calls with arguments as an object."""
     role, calls = raw.get("role"), raw.get("tool_calls") or []
     if not isinstance(role, str) or role not in ROLES:
-        raise Refused(f"{raw!r:.80} is no message of {', '.join(ROLES)}", "messages")
+        raise RejectedRequest(f"{raw!r:.80} is no message of {', '.join(ROLES)}", "messages")
     if not fits(calls, OBJECTS):
-        raise Refused(f"tool_calls={calls!r:.80} is no list of calls", "messages")
+        raise RejectedRequest(f"tool_calls={calls!r:.80} is no list of calls", "messages")
     message: dict[str, Any] = {"role": ROLES[role], "content": _text_of(raw.get("content"))}
     if calls:
         message["tool_calls"] = [_read_call(call) for call in calls]
@@ -537,7 +543,7 @@ def _text_of(content: Any) -> str:
     parts = [{"type": "text", "text": content or ""}] if not isinstance(content, list) else content
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise Refused(f"content is no text: {content!r:.80}", "messages")
+        raise RejectedRequest(f"content is no text: {content!r:.80}", "messages")
     return "".join(texts)
 
 
@@ -551,7 +557,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError("no object")
         named = {"name": str(function["name"]), "arguments": arguments}
     except (TypeError, KeyError, ValueError, RecursionError) as error:
-        raise Refused(
+        raise RejectedRequest(
             f"{call!r:.80} is no call of a tool with JSON arguments", "messages"
         ) from error
     return {"id": str(call.get("id")), "type": "function", "function": named}
@@ -673,31 +679,31 @@ class _AgentHandler(BaseHTTPRequestHandler):
             path, session = self.path.lstrip("/"), self.server.session
             if isinstance(self.server, OuterEndpoint):
                 if session is None or key_in(self.headers.items()) != session.name:
-                    raise Refused("this is not the key of a session", status=401)
+                    raise RejectedRequest("this is not the key of a session", status=401)
             else:
                 name, _, path = path.partition("/")
                 if session is None or session.name != name:
-                    raise Refused(f"there is no session {name!r:.80} here", status=404)
+                    raise RejectedRequest(f"there is no session {name!r:.80} here", status=404)
             answer(session, path.partition("?")[0])
         except OSError:  # the client is gone
             self.close_connection = True
         except Exception as problem:  # noqa: BLE001 - an error of this request only
-            if not isinstance(problem, Refused):
-                problem = Refused(f"it cannot be answered: {problem!r:.200}")
+            if not isinstance(problem, RejectedRequest):
+                problem = RejectedRequest(f"it cannot be answered: {problem!r:.200}")
             self.close_connection = True  # the body may not have been read
             error = {"type": "invalid_request_error", **problem.facts}
             self._send(error.pop("status"), {"type": "error", "error": error})
 
     def _models(self, session: AgentSession, path: str) -> None:
         if path != "v1/models":
-            raise Refused(f"there is no GET {path}", status=404)
+            raise RejectedRequest(f"there is no GET {path}", status=404)
         card = {"object": "model", "created": 0, "owned_by": "verl_like"}
         self._send(200, {"object": "list", "data": [card | {"id": one} for one in session.models]})
 
     def _complete(self, session: AgentSession, path: str) -> None:
         dialect = DIALECTS.get(path)
         if dialect is None and path not in OTHER_PATHS:
-            raise Refused(f"there is no POST {path}", status=404)
+            raise RejectedRequest(f"there is no POST {path}", status=404)
         body = self._body()
         if path == COUNT_TOKENS:
             self._send(200, {"input_tokens": len(json.dumps(body)) // BYTES_PER_TOKEN})
@@ -723,11 +729,13 @@ class _AgentHandler(BaseHTTPRequestHandler):
     def _body(self) -> Any:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > LONGEST_BODY:
-            raise Refused(f"a body has a length, of {LONGEST_BODY} bytes at most", status=413)
+            raise RejectedRequest(
+                f"a body has a length, of {LONGEST_BODY} bytes at most", status=413
+            )
         try:
             return json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
-            raise Refused(f"the body is no JSON: {error}") from error
+            raise RejectedRequest(f"the body is no JSON: {error}") from error
 
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
         self._send_text(status, json.dumps(body), "application/json")

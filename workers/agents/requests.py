@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workers.agents.chat import Message, TurnRenderer
-from workers.agents.gateway import Refused, stop_strings
+from workers.agents.gateway import RejectedRequest, stop_strings
 from workers.rollout.base import SamplingParams
 from workers.rollout.sample import Sample
 
@@ -63,7 +63,7 @@ def overridden(
             continue
         if overrides == "reject":
             has = f"this run's {expected[name]!r}" if name in expected else "there for agents"
-            raise Refused(f"{name}={value!r:.80} is not {has}: leave it out", name)
+            raise RejectedRequest(f"{name}={value!r:.80} is not {has}: leave it out", name)
         if overrides == "override" or not is_served:
             names.append(name)
     return names

@@ -23,7 +23,7 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
-from workers.agents.gateway import Refused, stop_strings
+from workers.agents.gateway import RejectedRequest, stop_strings
 from workers.agents.host import BROKEN, EnvironmentHost
 from workers.agents.recorded import RecordedHost
 from workers.agents.requests import TOO_LONG, ids_to_read, overridden
@@ -332,27 +332,31 @@ class Trajectory:
             chat = setting.chat.with_tools(request["tools"])
             ids, is_whole = ids_to_read(self.sample, request, answer["messages"], chat, as_drawn)
             if ids and not 0 <= min(ids) <= max(ids) < setting.engine.vocab_size:
-                raise Refused(f"not all ids are below {setting.engine.vocab_size}", "token_ids")
+                raise RejectedRequest(
+                    f"not all ids are below {setting.engine.vocab_size}", "token_ids"
+                )
             if not self.sample.prompt:
                 if len(ids) > width:
                     words = f"{len(ids)} tokens, and data.max_prompt_length is {width}"
-                    raise Refused(f"the first request has {words}", "messages", TOO_LONG)
+                    raise RejectedRequest(f"the first request has {words}", "messages", TOO_LONG)
                 self._begin(ids, self._end_of_turn(0, setting))
             elif self.num_turns == setting.config.max_turns:
                 self.cut = MAX_TURNS
-                raise Refused(f"all environment.max_turns={self.num_turns} requests are used up")
+                raise RejectedRequest(
+                    f"all environment.max_turns={self.num_turns} requests are used up"
+                )
             else:
                 length = len(self.sample.tokens) + len(ids)
                 if length >= max_tokens:
                     self.cut = CUT_BY_LENGTH
                     words = "tokens after the first request's, and data.max_response_length is"
-                    raise Refused(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
+                    raise RejectedRequest(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
                 self._continue(ids, is_whole, self._end_of_turn(length, setting))
             self.sample = replace(self.sample, stop_strings=stop_strings(served))
             self.request = {**request, "sampling": served}
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
-            problem = error if isinstance(error, Refused) else Refused(words)
+            problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
             refusal = {"refused": problem.facts, "is_cut": bool(self.cut)}
             setting.host.say(self.game, "", **refusal, **self._named)
             return

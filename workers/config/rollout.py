@@ -33,7 +33,7 @@ ROLLOUT_IS_APART = When(
 )
 GENERATES_BESIDE = When(
     "samples are made beside the training",
-    lambda _, run: getattr(run, "generates_beside_training", False),
+    lambda _, run: getattr(run, "generates_while_training", False),
     "samples are made before they are trained on, and not beside the training",
 )
 TAKES_WEIGHTS_AT_ONCE = When(

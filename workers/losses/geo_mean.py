@@ -17,7 +17,7 @@ from workers.losses.token_loss import token_loss
 @token_loss(
     "seq-mean-token-mean",
     keys_read=CLIP_RANGE,
-    one_ratio_a_sequence=True,
+    one_ratio_per_sequence=True,
 )
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,

@@ -22,7 +22,7 @@ from workers.losses.token_loss import token_loss
 @token_loss(
     "seq-mean-token-mean",
     keys_read=CLIP_RANGE,
-    one_ratio_a_sequence=True,
+    one_ratio_per_sequence=True,
     clips_sequences=True,
     holds_weights=True,
     longer_count_more=("luspo",),

@@ -58,7 +58,7 @@ class LossFacts:
     """False if the loss does not correct for a moved policy; its samples must then be on-policy."""
     clips_weights: bool = False
     """True if tokens outside the clip range keep their gradient; the range may then reach 0."""
-    one_ratio_a_sequence: bool = False
+    one_ratio_per_sequence: bool = False
     """True if all tokens of a sequence have the same ratio."""
     clips_sequences: bool = False
     """True if the clip range bounds the sequence ratio, not token ratios."""
@@ -74,7 +74,7 @@ def facts_of(policy_loss: PolicyLoss) -> LossFacts:
     return facts
 
 
-def says(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+def declares(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     """Declare some of `LossFacts` for a loss."""
 
     def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
@@ -86,12 +86,12 @@ def says(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
 
 def reads(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     """Declare which keys that only policy losses use this loss reads."""
-    return says(keys_read=keys)
+    return declares(keys_read=keys)
 
 
 def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     """Declare the function that chooses the specially treated tokens from a whole mini-batch."""
-    return says(choose_tokens=choose)
+    return declares(choose_tokens=choose)
 
 
 def _check(policy_loss: Any, subject: str) -> None:

@@ -26,7 +26,7 @@ from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, agg_policy_loss
 from workers.losses.blocks import sum_over_blocks
-from workers.losses.registry import PolicyLoss, says
+from workers.losses.registry import PolicyLoss, declares
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -80,6 +80,6 @@ def token_loss(
         policy_loss.takes_arguments_of = hands_on  # type: ignore[attr-defined]
         update_wrapper(policy_loss, losses_of)
         del policy_loss.__wrapped__  # type: ignore[attr-defined]  # another signature
-        return says(**facts)(policy_loss)
+        return declares(**facts)(policy_loss)
 
     return decorate

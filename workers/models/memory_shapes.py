@@ -47,7 +47,7 @@ class PassShapes:
     """Peak of a layer's backward pass, without the saved tensors."""
     unsaved: int
     """Peak of a layer in a pass without gradients, without its input."""
-    beside_states: int
+    layer_inputs: int
     """Further inputs of every layer, such as rotary angles."""
 
 
@@ -110,9 +110,7 @@ class ModelShapes:
             return None
         states = self.hidden_size * self.compute_bytes
         if checkpointing:  # inputs of all layers, output of the last one, and one recomputed layer
-            states_kept = (
-                states * (self.num_layers * self.num_waiting + 1) + self.body.beside_states
-            )
+            states_kept = states * (self.num_layers * self.num_waiting + 1) + self.body.layer_inputs
             at_head, in_layer = self.body.outside_layers, self.body.layer
         else:
             states_kept = self.body.saved * self.num_waiting
@@ -126,7 +124,7 @@ class ModelShapes:
         if self.body is None:
             return None
         states = self.hidden_size * self.compute_bytes
-        in_layer = 2 * states + self.body.beside_states + self.body.unsaved
+        in_layer = 2 * states + self.body.layer_inputs + self.body.unsaved
         return Moments(head, num_tokens * in_layer)
 
 
@@ -340,7 +338,7 @@ def pass_shapes(
         layer=trace.layer.most(tp),
         backward=trace.layer.most_beside_saved(tp),
         unsaved=trace.layer.most_unsaved(tp),
-        beside_states=trace.beside_states.of(tp),
+        layer_inputs=trace.layer_inputs.of(tp),
     )
 
 

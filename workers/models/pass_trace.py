@@ -80,7 +80,7 @@ class PassTrace:
     saved: Bytes
     """Bytes that autograd saves in the whole body."""
     saved_in_layers: Bytes
-    beside_states: Bytes
+    layer_inputs: Bytes
     """Further inputs of every layer, such as rotary angles."""
     layer: LayerTrace
     """The layer with the highest peak."""

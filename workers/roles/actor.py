@@ -13,7 +13,7 @@ from workers.config import FSDPConfig, replays_routing, shuffle_seed
 from workers.config.conditions import policy_loss_of
 from workers.losses.correction import RolloutCorrection
 from workers.losses.registry import get_policy_loss
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.models.precision import rollout_dtype
 from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
@@ -64,7 +64,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         self.log_prob_budget = pass_budget(config, rows)
         self.routed = [ROUTED] if replays_routing(self.policy) else []
         self.engine = self.engine_of(
-            self.held_model(config),
+            self.role_model(config),
             TrainEngine,
             optim_config=self.config.optim,
             grad_clip=self.config.grad_clip,
@@ -73,10 +73,10 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         )
 
     @classmethod
-    def held_model(cls, config: WorkersConfig, role: str = "actor") -> HeldModel:
+    def role_model(cls, config: WorkersConfig, role: str = "actor") -> RoleModel:
         """Return the policy's model, in training."""
         policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
-        return HeldModel(
+        return RoleModel(
             "actor_rollout_ref.model.path",
             policy.model,
             FSDPConfig(**actor.fsdp_config),

@@ -17,7 +17,7 @@ from workers.columns import SEQUENCES, batch_columns
 from workers.config import CriticConfig, FSDPConfig, critic_model, critic_optim, shuffle_seed
 from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.value import compute_value_loss
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
 from workers.training.average import MovingAverageEngine
@@ -59,17 +59,17 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = value_budget(config)
         self.engine = self.engine_of(
-            self.held_model(config),
+            self.role_model(config),
             TrainEngine,
             optim_config=critic_optim(config),
             grad_clip=critic.grad_clip,
         )
 
     @classmethod
-    def held_model(cls, config: WorkersConfig, role: str = "critic") -> HeldModel:
+    def role_model(cls, config: WorkersConfig, role: str = "critic") -> RoleModel:
         """Return the value model, in training."""
         critic = config.critic
-        return HeldModel(
+        return RoleModel(
             "critic.model.path",
             critic_model(config),
             FSDPConfig(**critic.model.fsdp_config),
@@ -157,12 +157,12 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.budget = value_budget(config)
-        self.engine = self.engine_of(self.held_model(config), MovingAverageEngine, decay=0.0)
+        self.engine = self.engine_of(self.role_model(config), MovingAverageEngine, decay=0.0)
 
     @classmethod
-    def held_model(cls, config: WorkersConfig, role: str = "critic_copy") -> HeldModel:
+    def role_model(cls, config: WorkersConfig, role: str = "critic_copy") -> RoleModel:
         """Return the critic's model, frozen, on its own ranks without the critic's axes."""
-        model = CriticWorker.held_model(config)
+        model = CriticWorker.role_model(config)
         fsdp = replace(model.fsdp, fsdp_size=-1)
         return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None)
 

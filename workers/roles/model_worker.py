@@ -35,7 +35,7 @@ from workers.training.microbatch import Budget
 from workers.training.optim import CONFIGURED, StepSettings
 
 if TYPE_CHECKING:
-    from workers.memory import EngineT, HeldModel
+    from workers.memory import EngineT, RoleModel
 
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -75,7 +75,7 @@ class ModelWorker(Worker):
     """Columns that name the experts of a token."""
 
     def engine_of(
-        self, model: HeldModel, engine_class: Callable[..., EngineT], **settings: Any
+        self, model: RoleModel, engine_class: Callable[..., EngineT], **settings: Any
     ) -> EngineT:
         """Return a training engine of the role's model, and divide calls by its axes."""
         engine: Any = model.engine(engine_class, **settings)

@@ -16,7 +16,7 @@ from verl_like.batch.ragged import rectangle_of
 from verl_like.calls.dispatch import Dispatch, register
 from workers.config.rows import PreferenceWorkerConfig, has_reference, loss_reads
 from workers.losses.preference.measures import LABELLED_COLUMNS, measures
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.models.lora import adapter_off
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
@@ -94,16 +94,16 @@ class PreferenceReferenceWorker(ModelWorker):
             data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
         )
         self.engine = self.engine_of(
-            self.held_model(config), TrainEngine, reading=reading_of(config)
+            self.role_model(config), TrainEngine, reading=reading_of(config)
         )
 
     @classmethod
-    def held_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> HeldModel:
+    def role_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> RoleModel:
         """Return the model of the reference's folder."""
         path = config.ref.model.path
         assert path is not None, "the role is inactive without a folder"
         model = replace(config.model, path=path, lora_rank=0)
-        return HeldModel(
+        return RoleModel(
             "ref.model.path",
             model,
             config.ref.fsdp_config,

@@ -16,7 +16,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FrozenFSDPConfig, is_actors_module, reference_model
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
@@ -47,15 +47,15 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         self.follows = self.config.update_every is not None
         settings: dict[str, Any] = {"decay": self.config.ema_decay} if self.follows else {}
         engine_cls = MovingAverageEngine if self.follows else TrainEngine
-        self.engine = self.engine_of(self.held_model(config), engine_cls, **settings)
+        self.engine = self.engine_of(self.role_model(config), engine_cls, **settings)
 
     @classmethod
-    def held_model(cls, config: WorkersConfig, role: str = "ref") -> HeldModel:
+    def role_model(cls, config: WorkersConfig, role: str = "ref") -> RoleModel:
         """Return the model: the initial policy, possibly updated later, or another model."""
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
         follows = ref.update_every is not None
         is_apart = ref.model.path is not None
-        return HeldModel(
+        return RoleModel(
             "actor_rollout_ref.ref.model.path" if is_apart else "actor_rollout_ref.model.path",
             reference_model(policy),
             FrozenFSDPConfig(**ref.fsdp_config),

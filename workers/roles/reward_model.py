@@ -14,7 +14,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.tensor_ops.masked import last_places
 from workers.columns import SEQUENCES, as_responses, batch_columns
 from workers.config import ModelConfig, RewardConfig, model_rewards
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.microbatch import Budget, budget_of_actor
@@ -38,16 +38,16 @@ class RewardModelWorker(ModelWorker):
         self.policy_path = config.actor_rollout_ref.model.path
         rows = self.config.micro_batch_size_per_gpu
         self.budget = budget_of_actor(config) if rows is None else Budget(rows=rows)
-        self.engine = self.engine_of(self.held_model(config, self.role), ScoreEngine)
+        self.engine = self.engine_of(self.role_model(config, self.role), ScoreEngine)
 
     @classmethod
-    def held_model(cls, config: WorkersConfig, role: str) -> HeldModel:
+    def role_model(cls, config: WorkersConfig, role: str) -> RoleModel:
         """Return the classifier of the role's reward, frozen."""
         reward, policy = _reward_of(config, role), config.actor_rollout_ref.model
         model = ModelConfig(
             path=reward.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
         )
-        return HeldModel("reward.model.path", model, head="score", quantization=reward.quantization)
+        return RoleModel("reward.model.path", model, head="score", quantization=reward.quantization)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:

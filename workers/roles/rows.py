@@ -18,7 +18,7 @@ from verl_like.calls.result import Metrics
 from workers.config.rows import RewardTrainingConfig, RowWorkerConfig
 from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.training.checkpoint import Checkpointed
@@ -47,7 +47,7 @@ class RowWorker(Checkpointed, ModelWorker):
             data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
         )
         self.engine = self.engine_of(
-            self.held_model(config),
+            self.role_model(config),
             TrainEngine,
             optim_config=config.optim,
             grad_clip=config.grad_clip,
@@ -55,10 +55,10 @@ class RowWorker(Checkpointed, ModelWorker):
         )
 
     @classmethod
-    def held_model(cls, config: RowWorkerConfig, role: str = "") -> HeldModel:
+    def role_model(cls, config: RowWorkerConfig, role: str = "") -> RoleModel:
         """Return the trained model."""
         model = config.model
-        return HeldModel(
+        return RoleModel(
             "model.path",
             model,
             model.fsdp_config,

@@ -8,7 +8,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
 from workers.columns import SEQUENCES, Column, batch_columns
 from workers.config import FrozenFSDPConfig, teacher_model
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
@@ -29,13 +29,13 @@ class TeacherWorker(ModelWorker):
         policy = config.actor_rollout_ref
         self.temperature = log_prob_temperature(policy.rollout)
         self.budget = pass_budget(config, policy.rollout.log_prob_micro_batch_size_per_gpu)
-        self.engine = self.engine_of(self.held_model(config), TrainEngine)
+        self.engine = self.engine_of(self.role_model(config), TrainEngine)
 
     @classmethod
-    def held_model(cls, config: WorkersConfig, role: str = "teacher") -> HeldModel:
+    def role_model(cls, config: WorkersConfig, role: str = "teacher") -> RoleModel:
         """Return the teacher's model, frozen."""
         teacher = config.distillation.teacher_model
-        return HeldModel(
+        return RoleModel(
             "distillation.teacher_model.model_path",
             teacher_model(config),
             FrozenFSDPConfig(**teacher.fsdp_config),

@@ -1,8 +1,8 @@
 """The reference engine: transformers' `generate`, one sample at a time.
 
-It is for comparison, not for speed. If a class's cache is not proven correct (`why_no_cache`), each
-token is computed from its whole row. It shares only the choice of a token (`rollout.sampling`) with
-the native engine, so that one seed gives the same noise. Its loop, cache and attention are
+It is for comparison, not for speed. If a class's cache is not proven correct (`cache_problem`),
+each token is computed from its whole row. It shares only the choice of a token (`rollout.sampling`)
+with the native engine, so that one seed gives the same noise. Its loop, cache and attention are
 transformers'.
 """
 
@@ -44,7 +44,7 @@ class HFEngine(ModuleEngine):
         module.generation_config = GenerationConfig()
         width = limits.prompt_width + limits.response_width
         _check_rotary(module.config, width)
-        reason = why_no_cache(module.config, width)
+        reason = cache_problem(module.config, width)
         self.uses_cache = not reason
         if reason:
             logger.warning(
@@ -210,7 +210,7 @@ LARGEST_ERROR = 2e-5
 """Largest relative error of logits that counts as rounding; beyond it, the cache is not used."""
 
 
-def why_no_cache(config: Any, longest: int) -> str:
+def cache_problem(config: Any, longest: int) -> str:
     """Return what is wrong with decoding such a model from a cache; "" if nothing is.
 
     Each class has its own cache, and some are wrong: the state of a linear attention differs from

@@ -39,7 +39,7 @@ from workers.training.packing import Feed, model_inputs, padded_feed, picked, re
 
 CHUNK_BYTES = 256 * 2**20
 """Bytes of the float32 logits of a chunk."""
-ROWS_ON_CARD = 1024
+ROWS_ON_GPU = 1024
 """Minimum rows per chunk on a GPU: with fewer, reading the head's weight takes most of the time."""
 GRADIENT_ROWS = 16384
 """Rows that are added at a time to the gradient of a weight that is not float32."""
@@ -118,9 +118,9 @@ def positions_per_chunk(
 
 
 def rows_per_chunk(config: Any, num_words: int | None = None, device_type: str = "cpu") -> int:
-    """Return the positions whose logits take CHUNK_BYTES, at least ROWS_ON_CARD on GPUs."""
+    """Return the positions whose logits take CHUNK_BYTES, at least ROWS_ON_GPU on GPUs."""
     vocabulary: int = num_words or config.get_text_config().vocab_size
-    return max(ROWS_ON_CARD if device_type == "cuda" else 1, CHUNK_BYTES // (4 * vocabulary))
+    return max(ROWS_ON_GPU if device_type == "cuda" else 1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def _in_chunks(

@@ -16,7 +16,7 @@ from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
-from trainer.report.accounts import faults_in_words, tokens_of
+from trainer.report.accounts import describe_faults, tokens_of
 from trainer.report.page import write_report
 from trainer.rollouts.turns import ENVIRONMENTS
 from verl_like.errors import CallbackError
@@ -74,7 +74,7 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny_dir: Path, tmp_path
     assert tokens["left_out"][GIVEN_UP] == tokens_of(lines(folder))[1][GIVEN_UP] >= killed
     page = write_report(folder).read_text(encoding="utf-8")
     assert f"= {trained:,} trained + {tokens['left_out'][GIVEN_UP]:,} left out" in page
-    (words,) = faults_in_words(folder)
+    (words,) = describe_faults(folder)
     assert f"{killed} x kill_environment" in words
     waits = calls(folder, ENVIRONMENTS)
     assert waits

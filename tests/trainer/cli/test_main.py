@@ -114,7 +114,7 @@ def test_a_module_of_the_current_folder_is_found_beside_decoys(
     )
     done = verl_like(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *more))
     assert done.returncode == 0, done.stderr
-    assert "scores from 1 to 1, and beside them from_mine" in done.stdout
+    assert "scores from 1 to 1, and the values from_mine" in done.stdout
 
 
 def test_the_config_is_shown_with_the_rules_of_its_keys(decoys: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_run_that_fails_ends_without_hydras_words(
     ],
 )
 def test_a_word_that_is_no_command_runs_the_one_that_is_meant(word: str, meant: list[str]) -> None:
-    assert main.meant_by(word) == meant
+    assert main.resolve_command(word) == meant
 
 
 def test_an_algorithm_is_a_command_that_says_what_it_runs(decoys: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer.config.compose import load_config
-from trainer.config.devices import GIB_OF_CARDS, devices_of
+from trainer.config.devices import GIB_OF_GPUS, devices_of
 from trainer.config.schema import TrainerConfig
 from trainer.launch import ALL_FOUND, run
 from trainer.ppo.config import PPOConfig
@@ -90,7 +90,7 @@ def test_what_the_simulated_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path
         ("4xA100-80GB", 79),
         ("2x40GiB", 40),
         ("2x40", 40),
-        *[(f"1x{card}", gib) for card, gib in GIB_OF_CARDS.items()],
+        *[(f"1x{card}", gib) for card, gib in GIB_OF_GPUS.items()],
     ],
 )
 def test_cards_have_names_or_a_size(simulate: str, gib: int) -> None:

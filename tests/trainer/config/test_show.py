@@ -77,8 +77,8 @@ def test_all_keys_are_shown_with_their_meaning() -> None:
 def test_every_rule_of_a_field_stands_at_its_key() -> None:
     text, _ = shown()
     for key in leaf_keys(PPO.schema):
-        if key.rules_in_words:
-            assert f"# {key.rules_in_words}" in text, key.name
+        if key.describe_rules:
+            assert f"# {key.describe_rules}" in text, key.name
 
 
 def test_a_range_a_condition_and_the_name_in_verl_are_said() -> None:

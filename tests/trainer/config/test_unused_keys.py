@@ -14,7 +14,7 @@ from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.cli import check
 from trainer.config.recipe import Recipe
-from trainer.config.unused_keys import unused_keys, why_unused
+from trainer.config.unused_keys import unused_keys, unused_reason
 from trainer.launch import run
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
@@ -235,9 +235,9 @@ def test_a_condition_of_a_section_covers_all_below_it() -> None:
     config = load_config(
         [*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus", "trainer.backend=local"]
     )
-    assert why_unused(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
-    assert why_unused(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
-    assert why_unused(config, "role_mapping.critic") is None
+    assert unused_reason(config, "critic.model.fsdp_config.fsdp_size").startswith("this run has no")
+    assert unused_reason(config, "ray.runtime_env.env_vars.A") == "trainer.backend is not ray"
+    assert unused_reason(config, "role_mapping.critic") is None
 
 
 def test_unused_keys_are_grouped_by_what_is_missing() -> None:

@@ -9,7 +9,7 @@ from trainer.ppo.config import PPOConfig
 from verl_like import DataProto, Dispatch, Worker, register
 from verl_like.config_key import key
 from workers.columns import SEQUENCES, Column, batch_columns
-from workers.memory import HeldModel
+from workers.memory import RoleModel
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 
@@ -40,13 +40,13 @@ class JudgeWorker(Worker):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.budget = pass_budget(config, config.judge.rows)
-        self.engine = self.held_model(config, self.role).engine(TrainEngine)
+        self.engine = self.role_model(config, self.role).engine(TrainEngine)
 
     @classmethod
-    def held_model(cls, config: Any, role: str) -> HeldModel:
+    def role_model(cls, config: Any, role: str) -> RoleModel:
         """Return the folder's model, in the policy's layout."""
         model = replace(config.actor_rollout_ref.model, path=config.judge.path)
-        return HeldModel("judge.path", model, rows=config.judge.rows)
+        return RoleModel("judge.path", model, rows=config.judge.rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

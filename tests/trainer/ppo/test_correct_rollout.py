@@ -15,7 +15,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
 from trainer import load_config, run
 from trainer.config.keys import read
-from trainer.config.unused_keys import why_unused
+from trainer.config.unused_keys import unused_reason
 from trainer.ppo.recipe import PPO
 from trainer.ppo.update import correct_rollout
 from verl_like.batch.protocol import DataProto
@@ -171,7 +171,7 @@ def test_all_that_a_preset_of_a_correction_sets_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"correction={preset}"])
     for name, value in load("docs/cards.py").preset_leaves("correction", preset).items():
         assert read(config, f"{SECTION}.{name}") == value
-        assert why_unused(config, f"{SECTION}.{name}") is None
+        assert unused_reason(config, f"{SECTION}.{name}") is None
 
 
 def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:

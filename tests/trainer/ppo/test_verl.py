@@ -14,7 +14,7 @@ from trainer.config.settings import parse
 from trainer.ppo import verl
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.ppo.verl import fate_of, renamed, tables
+from trainer.ppo.verl import renamed, tables, translate_key
 from trainer.recipe_command import run_command
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
@@ -99,12 +99,12 @@ NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 
 
 def test_every_key_of_verls_examples_has_a_fate() -> None:
-    assert [example for example in EXAMPLES if fate_of(*example.split("=", 1)) is None] == []
+    assert [example for example in EXAMPLES if translate_key(*example.split("=", 1)) is None] == []
 
 
 def test_most_keys_of_verls_examples_are_accepted() -> None:
     of_fsdp = [example for example in EXAMPLES if ".megatron." not in example]
-    fates = [fate_of(*example.split("=", 1)) for example in of_fsdp]
+    fates = [translate_key(*example.split("=", 1)) for example in of_fsdp]
     accepted = [fate for fate in fates if fate is not None and not fate.refused]
     assert len(accepted) / len(fates) >= 0.85
 
@@ -137,7 +137,7 @@ def test_rewards_have_verls_names_of_every_version(settings: str) -> None:
 
 def test_a_key_of_ours_is_never_called_foreign() -> None:
     for key in KEYS:
-        fate = fate_of(key, "1")
+        fate = translate_key(key, "1")
         assert fate is not None
         assert fate.key == key
 

@@ -26,8 +26,8 @@ from trainer.ppo.stages import PPOTrainer
 from trainer.preference.recipe import DPO
 from trainer.record import Metrics
 from trainer.replay.replay import (
-    Asked,
     Replayed,
+    ReplayRequest,
     announcement,
     counted,
     differing_columns,
@@ -82,7 +82,7 @@ def test_a_step_two_after_its_checkpoint_comes_out_bit_for_bit(made: Path) -> No
     assert not found.differences
     assert found.start == made.resolve() / "global_step_2"
     assert found.num_metrics > 50
-    assert found.kept_batches == list(STAGES)
+    assert found.compared_batches == list(STAGES)
     assert contents(made) == before, "the run's folder is only read"
 
 
@@ -128,7 +128,7 @@ def test_a_stage_is_made_of_the_kept_batch_without_a_generation(
     assert not found.differences
     assert found.num_metrics >= 2
     following = {"score": ["estimate"], "estimate": ["update"], "update": []}
-    assert found.kept_batches == following[stage]
+    assert found.compared_batches == following[stage]
 
 
 def test_without_kept_batches_the_stages_before_make_one(copied: Path) -> None:
@@ -313,12 +313,12 @@ def test_stages_are_those_of_ppos_own_step() -> None:
         def step(self) -> Metrics:
             return {}
 
-    request = Asked(Path("run"), 3, "update")
+    request = ReplayRequest(Path("run"), 3, "update")
     with pytest.raises(ConfigError, match=r"a step of SFTTrainer has no stages score, estimate"):
         replaying(SFTTrainer, request)
     with pytest.raises(ConfigError, match=r"OwnStep has a step of its own"):
         replaying(OwnStep, request)
-    assert issubclass(replaying(OwnStep, Asked(Path("run"), 3)), OwnStep)
+    assert issubclass(replaying(OwnStep, ReplayRequest(Path("run"), 3)), OwnStep)
 
 
 def test_columns_are_compared_bit_by_bit(tmp_path: Path) -> None:

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from trainer.report.accounts import FAULTS_FILE, faults_in_words
+from trainer.report.accounts import FAULTS_FILE, describe_faults
 
 FAULT = '{"kind": "delay", "step": 3}\n'
 
 
 def test_half_a_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / FAULTS_FILE).write_text(FAULT * 2 + FAULT[:12])
-    assert faults_in_words(tmp_path) == ["faults on purpose: 2 x delay"]
+    assert describe_faults(tmp_path) == ["faults on purpose: 2 x delay"]
 
 
 def test_a_run_without_faults_has_no_line(tmp_path: Path) -> None:
-    assert faults_in_words(tmp_path) == []
+    assert describe_faults(tmp_path) == []

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts
-from trainer.report.accounts import restarts_in_words
+from trainer.report.accounts import describe_restarts
 from trainer.restarts import Restarts
 from verl_like.errors import WorkerDiedError
 
@@ -27,7 +27,7 @@ def test_restarts_are_counted_by_step_and_samples_by_their_fate(
     record.note_samples(3, 6, 2)
     record.wait_for_next(WorkerDiedError("rank 0 is gone"), 5)
     record.note_samples(5, 0, 8)
-    assert restarts_in_words(tmp_path) == [
+    assert describe_restarts(tmp_path) == [
         "restarts: 2, in step 3, 5; of the samples that lost groups were making 6 kept, "
         "10 made again"
     ]
@@ -39,21 +39,21 @@ def test_it_is_said_where_the_state_came_from_and_what_that_has_cost(
     for failed, goes_on_after, source in ((3, 2, "actor rank 1"), (9, 6, "global_step_6")):
         record.wait_for_next(WorkerDiedError("rank 0 is gone"), failed)
         record.begin(goes_on_after, source)
-    assert restarts_in_words(tmp_path) == [
+    assert describe_restarts(tmp_path) == [
         "restarts: 2, in step 3, 9; in step 3 with the state of actor rank 1, no finished step is "
         "lost; in step 9 with the state of global_step_6, 2 finished steps made again"
     ]
 
 
 def test_a_run_without_restarts_says_nothing(record: Restarts, tmp_path: Path) -> None:
-    assert restarts_in_words(tmp_path) == []
+    assert describe_restarts(tmp_path) == []
 
 
 def test_half_a_line_is_left_out(record: Restarts, tmp_path: Path) -> None:
     record.wait_for_next(WorkerDiedError("rank 1 is gone"), 3)
     with (tmp_path / "restarts.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    assert restarts_in_words(tmp_path) == ["restarts: 1, in step 3"]
+    assert describe_restarts(tmp_path) == ["restarts: 1, in step 3"]
 
 
 def test_a_run_that_begins_anew_begins_its_record_anew_and_a_restart_does_not(
@@ -61,10 +61,10 @@ def test_a_run_that_begins_anew_begins_its_record_anew_and_a_restart_does_not(
 ) -> None:
     (tmp_path / "restarts.jsonl").write_text('{"step": 9, "lost": "of an earlier run"}\n')
     record.begin(0, "the beginning")
-    assert restarts_in_words(tmp_path) == []
+    assert describe_restarts(tmp_path) == []
     record.wait_for_next(WorkerDiedError("rank 1 is gone"), 1)
     record.begin(0, "the beginning")
-    assert restarts_in_words(tmp_path) == [
+    assert describe_restarts(tmp_path) == [
         "restarts: 1, in step 1; in step 1 with the state of the beginning, "
         "no finished step is lost"
     ]

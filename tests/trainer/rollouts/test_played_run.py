@@ -163,7 +163,7 @@ def test_the_first_observation_that_a_changed_environment_gives_is_named(
 def test_a_step_of_trajectories_is_made_again_but_for_its_seconds(played: Path) -> None:
     found = replay(played, 2)
     assert not found.differences
-    assert "score" in found.kept_batches
+    assert "score" in found.compared_batches
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from trainer.config.compose import load_config
 from trainer.preference.recipe import DPO, PreferenceConfig
 from trainer.preference.step import PreferenceTrainer
-from trainer.rows.preflight import held_models, largest_pass, preflight, role_memories
+from trainer.rows.preflight import largest_pass, preflight, role_memories, role_models
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
 from workers.parallel.dims import ParallelDims
@@ -59,7 +59,7 @@ def test_a_pass_is_of_a_step_s_rows_at_most(
     more: tuple[str, ...], tokens: int, tiny_dir: Path
 ) -> None:
     config = dpo(tiny_dir, *more)
-    own = held_models(config)["preference"]
+    own = role_models(config)["preference"]
     assert largest_pass(config, own, num_sides=2, dims=ParallelDims()).tokens == tokens
 
 

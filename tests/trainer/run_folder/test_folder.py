@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.ppo.config import PPOConfig
-from trainer.recipe_command import ending_in_words
+from trainer.recipe_command import exit_on_error
 from trainer.report.page import close_run
 from trainer.run_folder.folder import (
     FolderLock,
@@ -70,7 +70,7 @@ def test_a_secret_is_in_no_error_that_ends_a_command(
     opened(config)
     failed = error(f"401 for {SECRET}")
     failed.add_note(f"again: 401 for {SECRET}")
-    with pytest.raises(SystemExit) as end, ending_in_words("runs"):
+    with pytest.raises(SystemExit) as end, exit_on_error("runs"):
         raise failed
     shown = f"{end.value} {capsys.readouterr().err}"
     assert f"401 for {MASK}" in shown

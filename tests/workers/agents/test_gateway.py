@@ -21,7 +21,7 @@ from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
-from workers.agents.gateway import AgentSession, Refused, endpoint
+from workers.agents.gateway import AgentSession, RejectedRequest, endpoint
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
 from workers.agents.requests import ids_to_read, overridden
@@ -580,11 +580,11 @@ def test_settings_are_compared_with_how_a_run_draws() -> None:
     for overrides in ("serve", "override", "reject"):
         assert overridden(same, drawn, overrides) == []
     for name, value in {"temperature": 1, "top_k": 5, "stop": "a", "stop_token_ids": [4]}.items():
-        with pytest.raises(Refused, match=f"{name}=.* is not this run's"):
+        with pytest.raises(RejectedRequest, match=f"{name}=.* is not this run's"):
             overridden({name: value}, drawn, "reject")
         assert overridden({name: value}, drawn, "override") == [name]
         assert overridden({name: value}, drawn, "serve") == [name] * (name != "stop")
-    with pytest.raises(Refused, match="seed=1 is not there for agents"):
+    with pytest.raises(RejectedRequest, match="seed=1 is not there for agents"):
         overridden({"seed": 1}, drawn, "reject")
     served = {"n": 2, "logprobs": True, "tool_choice": "none", "stop": "x"}
     others = {"seed": 1, "tool_choice": "required", "response_format": {"type": "json_object"}}

@@ -37,7 +37,7 @@ def test_a_reference_of_its_own_folder_is_that_model_also_beside_an_actor_with_a
     config = tiny_config(tiny_dir)
     config.actor_rollout_ref.ref.model.path = str(tmp_path)
     config.actor_rollout_ref.model.lora_rank = 2
-    assert ReferenceWorker.held_model(config).model.lora_rank == 0
+    assert ReferenceWorker.role_model(config).model.lora_rank == 0
     three = (config, as_actor, tiny_config(tiny_dir))
     hashes = [started(ReferenceWorker, each).weights_checksum() for each in three]
     assert hashes[0] == hashes[1] != hashes[2]

@@ -11,7 +11,7 @@ import torch
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.hf import HFEngine, why_no_cache
+from workers.rollout.hf import HFEngine, cache_problem
 from workers.rollout.sample import Sample
 
 
@@ -34,7 +34,7 @@ def test_a_class_whose_cache_is_wrong_is_decoded_without_it_and_that_is_said(
     module = build_tiny(tiny_model_config(case))
     with caplog.at_level(logging.WARNING):
         engine = HFEngine(module, EngineLimits(32, 64))
-    assert (why_no_cache(module.config, 96) == "") == engine.uses_cache == has_cache
+    assert (cache_problem(module.config, 96) == "") == engine.uses_cache == has_cache
     assert ("decodes model type minimax without a cache" in caplog.text) == (not has_cache)
     assert largest_gap(engine, module) < 1e-4
 

@@ -152,7 +152,7 @@ class DirectForward:
         self.scale = self.size**-0.5
 
         self.embedding: Tensor = module.model.embed_tokens.weight.detach()
-        by_onednn = goes_by_onednn(module)
+        by_onednn = uses_onednn(module)
         self.layers = [_Layer(layer, by_onednn) for layer in module.model.layers]
         self.norm, self.head = _Norm(module.model.norm), build_linear(module.lm_head, by_onednn)
 
@@ -334,13 +334,13 @@ class Int8Linear(TorchLinear):
 
 
 def build_linear(layer: Any, by_onednn: bool) -> TorchLinear:
-    """Return the matching class for this layer; `by_onednn` is the result of `goes_by_onednn`."""
+    """Return the matching class for this layer; `by_onednn` is the result of `uses_onednn`."""
     if isinstance(layer.weight, Int8Weight):
         return Int8Linear(layer)
     return OnednnLinear(layer) if by_onednn else TorchLinear(layer)
 
 
-def goes_by_onednn(module: Any) -> bool:
+def uses_onednn(module: Any) -> bool:
     """Return True if the direct pass of this model uses oneDNN, because it is faster."""
     weight = module.lm_head.weight
     if weight.device.type != "cpu" or module.config.hidden_size < NARROW:
@@ -350,7 +350,7 @@ def goes_by_onednn(module: Any) -> bool:
     return onednn.supports(weight)
 
 
-def least_rows(weight: Tensor, by_onednn: bool) -> int:
+def fewest_rows(weight: Tensor, by_onednn: bool) -> int:
     """Return the fewest rows of a pass through layers with such weights."""
     by_mkl = weight.device.type == "cpu" and weight.dtype == torch.float32 and not by_onednn
     return MIN_ROWS_OF_MKL if by_mkl else MIN_ROWS

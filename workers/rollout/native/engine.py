@@ -6,7 +6,7 @@
     slots           --decode, one token per pass--> finished samples leave, waiting prompts enter
 
 In float32 a sample's tokens and log-probs have the same bits in any batch. At least
-`linear.least_rows` rows are always computed (fewer rows change the bits of a linear layer), on one
+`linear.fewest_rows` rows are always computed (fewer rows change the bits of a linear layer), on one
 CPU thread (several threads divide the rows by their number). Attention covers whole blocks of
 columns (`native.kv_cache`), and the noise is keyed by the sample (`rollout.sampling`).
 """
@@ -29,9 +29,9 @@ from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import (
     DirectForward,
     agrees,
-    goes_by_onednn,
+    fewest_rows,
     is_llama_shaped,
-    least_rows,
+    uses_onednn,
 )
 from workers.rollout.native.kv_cache import CacheMemory, KeptMemory, slot_width, slots_that_fit
 from workers.rollout.native.module_forward import (
@@ -68,7 +68,7 @@ class NativeEngine(ModuleEngine):
         if first_weight.device.type == "cpu":
             _limit_kernel_caches()
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
-        least = least_rows(first_weight, is_llama_shaped(module) and goes_by_onednn(module))
+        least = fewest_rows(first_weight, is_llama_shaped(module) and uses_onednn(module))
         num_slots = slots_that_fit(
             self.config, width, first_weight.dtype, limits.kv_cache_gb, least
         )

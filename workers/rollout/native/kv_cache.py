@@ -7,7 +7,7 @@ stream, twice as fast as skipping unused ends.
 
 Four facts make the bits of a row independent of its neighbours. A pass attends to a number of
 columns that is a multiple of `BLOCK` (sums over columns then group equally; masked columns add
-zeros). It attends to at least `least_window` columns (fewer would use another kernel). Prompts are
+zeros). It attends to at least `min_window` columns (fewer would use another kernel). Prompts are
 padded to multiples of `BLOCK`, too. And the never-attended column 0 keeps transformers from
 dropping a mask that is all ones in one batch but not in another.
 """
@@ -60,7 +60,7 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     return heads, getattr(config, "num_key_value_heads", None) or heads, size
 
 
-def least_window(config: Any) -> int:
+def min_window(config: Any) -> int:
     """Return the smallest number of columns that a decode step attends to.
 
     On Intel's processors MKL uses other kernels if there are fewer keys than the numbers of a head,
@@ -73,7 +73,7 @@ def least_window(config: Any) -> int:
 
 def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
     """Return the columns of a slot that fits any prompt, padded, and any response."""
-    return max(least_window(config), whole_blocks(1 + whole_blocks(prompt_width) + response_width))
+    return max(min_window(config), whole_blocks(1 + whole_blocks(prompt_width) + response_width))
 
 
 def prefill_width(longest: int, prompt_width: int) -> int:
@@ -278,7 +278,9 @@ class SlotLayer(CacheLayerMixin):
         keys, values = (part[slots, :, 1 : 1 + count] for part in (self.keys, self.values))
         return (keys.clone(), values.clone()) if isinstance(slots, slice) else (keys, values)
 
-    def put_kept(self, first: int, keys: Tensor, values: Tensor, rows: Places, count: int) -> None:
+    def restore_states(
+        self, first: int, keys: Tensor, values: Tensor, rows: Places, count: int
+    ) -> None:
         """Fill slots from `first` on with these rows of copied states, `count` tokens each."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -354,11 +356,11 @@ class SlotCache(Cache):
         """Return keys and values of the first `count` tokens of slots."""
         return States([layer.copies_of(slots, count) for layer in self.slot_layers])
 
-    def put_kept(self, first: int, states: States, rows: Places, count: int) -> None:
+    def restore_states(self, first: int, states: States, rows: Places, count: int) -> None:
         """Fill slots from `first` on with these rows of copied states, `count` tokens each."""
         for layer, part in zip(self.slot_layers, states.layers, strict=True):
             if part is not None:
-                layer.put_kept(first, *part, rows, count)
+                layer.restore_states(first, *part, rows, count)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""

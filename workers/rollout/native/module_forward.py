@@ -33,7 +33,7 @@ from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.kv_cache import (
     SlotCache,
     Slots,
-    least_window,
+    min_window,
     prefill_width,
     slot_width,
 )
@@ -156,7 +156,7 @@ LARGEST_ERROR = 3e-4
 
 def check_decoding(config: Any, longest: int) -> None:
     """Reject a model whose class this engine decodes incorrectly on rows of `longest` tokens."""
-    reason = why_not_native(config, longest)
+    reason = native_problem(config, longest)
     if reason:
         raise ConfigError(
             f"rollout.name=native does not decode model type {config.model_type!r} as transformers "
@@ -164,7 +164,7 @@ def check_decoding(config: Any, longest: int) -> None:
         )
 
 
-def why_not_native(config: Any, longest: int) -> str:
+def native_problem(config: Any, longest: int) -> str:
     """Return what is wrong with this engine's decoding of such a model; "" if nothing is."""
     return Support.of(config).why_not(slot_cache_decoding, longest)
 
@@ -192,7 +192,7 @@ def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tens
     ]
     config, positions = model.config, torch.tensor(lengths)
     width = slot_width(config, PROMPT_WIDTH, NUM_STEPS)
-    slots = Slots(len(prompts), width, least_window(config), positions.device)
+    slots = Slots(len(prompts), width, min_window(config), positions.device)
     cache = SlotCache(config.num_hidden_layers, slots)
 
     with grouped_decoding(model):

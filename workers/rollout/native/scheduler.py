@@ -22,15 +22,15 @@ from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.native.direct_forward import (
     MIN_ROWS,
     DirectForward,
-    goes_by_onednn,
-    least_rows,
+    fewest_rows,
+    uses_onednn,
 )
 from workers.rollout.native.kv_cache import (
     CacheMemory,
     KeptMemory,
     SlotCache,
     Slots,
-    least_window,
+    min_window,
     places_of,
     prefill_width,
     slot_width,
@@ -92,8 +92,8 @@ class Scheduler:
         self.forward_class, self.version = forward_class, engine.version
         first_weight = next(engine.module.parameters())
         self.device = first_weight.device
-        by_onednn = forward_class is DirectForward and goes_by_onednn(engine.module)
-        self.least_rows = least_rows(first_weight, by_onednn)
+        by_onednn = forward_class is DirectForward and uses_onednn(engine.module)
+        self.fewest_rows = fewest_rows(first_weight, by_onednn)
         stops = [token for token in sampling.stop_token_ids if 0 <= token < engine.vocab_size]
         self.is_stop = np.zeros(engine.vocab_size, dtype=bool)
         self.is_stop[stops] = True
@@ -183,12 +183,12 @@ class Scheduler:
         """Make slots for as many samples as run, wide enough for each."""
         num_running = self.num_active + len(self.waiting)
         self.max_active = max(self.max_active, min(self.most_active, num_running))
-        num_slots = max(self.least_rows, self.max_active)
+        num_slots = max(self.fewest_rows, self.max_active)
         longest = max((len(entry.sample.prompt) for entry in self.waiting), default=0)
         longest = max(longest, *self.table.prompt_lengths[: self.num_active].tolist(), 0)
         widest = slot_width(self.config, longest, self.sampling.max_tokens)
         if self.cache is None:
-            least = least_window(self.config)
+            least = min_window(self.config)
             slots = Slots(num_slots, widest, least, self.device, self.memory)
             self.cache = SlotCache(self.config.num_hidden_layers, slots)
         elif num_slots > self.cache.slots.num_slots or widest > len(self.cache.slots.columns):
@@ -235,7 +235,7 @@ class Scheduler:
             together.sort(key=lambda pair: pair[1].row)
             rows = places_of([cached.row for _, cached in together], self.device)
             count = max(len(cached.read) for _, cached in together)
-            self.cache.put_kept(self.num_active, states, rows, count)
+            self.cache.restore_states(self.num_active, states, rows, count)
             for slot, (entry, cached) in enumerate(together, start=self.num_active):
                 num_read = len(cached.read) - len(entry.sample.prompt)
                 self.table.put(slot, entry.number, entry.sample, num_read + 1, self.sampling)
@@ -277,7 +277,7 @@ class Scheduler:
         width = whole_blocks(longest)
         if not any(entry.read_at_once for entry in group):
             width = prefill_width(longest, self.engine.limits.prompt_width)
-        rows = rows_of_pass(len(distinct), max(MIN_ROWS, -(-self.least_rows // width)))
+        rows = rows_of_pass(len(distinct), max(MIN_ROWS, -(-self.fewest_rows // width)))
         prompts = [*distinct, *[(0,)] * (rows - len(distinct))]
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
@@ -301,7 +301,7 @@ class Scheduler:
         assert self.cache is not None, "made before the first pass"
         assert self.forward is not None, "made before the first pass"
         table = self.table
-        rows = np.arange(min(rows_of_pass(self.num_active, self.least_rows), len(table.numbers)))
+        rows = np.arange(min(rows_of_pass(self.num_active, self.fewest_rows), len(table.numbers)))
         steps = np.maximum(table.lengths[rows] - 1, 0)
         positions = table.prompt_lengths[rows] + steps
         self.longest = int(positions[: self.num_active].max())

@@ -16,7 +16,7 @@ from workers.rollout.native.kv_cache import (
     CacheMemory,
     SlotCache,
     Slots,
-    least_window,
+    min_window,
     slot_width,
     slots_that_fit,
 )
@@ -43,7 +43,7 @@ def test_slots_take_the_memory_that_is_counted(case: str) -> None:
     model = build_tiny(tiny_model_config(case))
     config, prompt_width, steps = model.config.get_text_config(), 16, 64
     width, memory = slot_width(config, prompt_width, steps), CacheMemory()
-    slots = Slots(4, width, least_window(config), torch.device("cpu"), memory)
+    slots = Slots(4, width, min_window(config), torch.device("cpu"), memory)
     cache = SlotCache(config.num_hidden_layers, slots)
     prompts = [[7] * 16] * 4
     with torch.no_grad(), grouped_decoding(model):

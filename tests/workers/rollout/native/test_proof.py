@@ -68,8 +68,8 @@ def test_what_is_not_decoded_right_is_refused_with_the_engines_to_choose(case: s
 @pytest.mark.parametrize("case", ["gpt_neo", "mistral", "phi3+longrope", "llama4_text"])
 def test_limits_that_no_row_of_the_run_passes_do_not_matter(case: str) -> None:
     config = build_tiny(tiny_model_config(case)).config
-    assert module_forward.why_not_native(config, longest=16) == ""
-    assert "up to 17 tokens" in module_forward.why_not_native(config, longest=17)
+    assert module_forward.native_problem(config, longest=16) == ""
+    assert "up to 17 tokens" in module_forward.native_problem(config, longest=17)
 
 
 def test_what_is_found_out_holds_for_all_rows_that_pass_the_same_limits(
@@ -85,22 +85,22 @@ def test_what_is_found_out_holds_for_all_rows_that_pass_the_same_limits(
     model_proof._answer_of.cache_clear()
     config = build_tiny(tiny_model_config("mistral")).config
     for longest in (17, 30, 90):
-        assert f"up to {longest} tokens" in module_forward.why_not_native(config, longest)
+        assert f"up to {longest} tokens" in module_forward.native_problem(config, longest)
     for longest in (9, 16):
-        assert module_forward.why_not_native(config, longest) == ""
+        assert module_forward.native_problem(config, longest) == ""
     assert len(built) == 2
 
 
 def test_a_class_without_a_small_model_is_not_believed() -> None:
     config = tiny_model_config("llama")
     config.num_hidden_layers, config.hidden_size = 0, -1
-    assert "no small model" in module_forward.why_not_native(config, longest=20)
+    assert "no small model" in module_forward.native_problem(config, longest=20)
 
 
 def test_layers_that_are_passed_several_times_have_a_cache_for_each_pass() -> None:
     config = build_tiny(tiny_model_config("hrm_text")).config
     assert config.num_hidden_layers == 8 * config.num_layers_per_stack
-    assert module_forward.why_not_native(config, 96) == ""
+    assert module_forward.native_problem(config, 96) == ""
 
 
 def test_layers_that_share_keys_and_values_may_lose_samples_in_mid_generation() -> None:
