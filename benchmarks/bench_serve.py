@@ -22,6 +22,7 @@ import contextlib
 import gc
 import json
 import os
+import queue
 import random
 import re
 import statistics
@@ -40,13 +41,14 @@ import torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.trainer.serve.clients import Client, Model, config_of, served
+from tests.trainer.serve.clients import Client, config_of, served
 from trainer.cli import make_tiny
 from trainer.serve.desk import Desk
-from trainer.serve.rows import Datum
+from trainer.serve.rows import Datum, RequestLoss
 from trainer.serve.server import SWITCH_S
 from trainer.serve.verbs import ServedModel
 from trainer.serve.wire import PROTOBUF, sample_output
+from workers.roles.served import client_loss
 from workers.training.optim import StepSettings
 
 ROWS, LENGTH, DRAWN = 64, 128, 64
@@ -91,7 +93,8 @@ def measure_step(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
         Datum(tokens, {name: np.asarray(values) for name, values in inputs.items()})
         for tokens, inputs in datums
     ]
-    own = desk_model(desk, model)
+    own = ServedModel(model.name, "actor", 32)  # for calls without HTTP
+    loss = RequestLoss("importance_sampling", client_loss("importance_sampling"), {})
 
     def over_http() -> None:
         promise = model.backward(datums, "importance_sampling")
@@ -100,16 +103,11 @@ def measure_step(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
         client.result(stepped)
 
     def in_process() -> None:
-        desk.verbs.forward_backward(own, arrays, "importance_sampling", {})
+        desk.verbs.forward_backward(own, arrays, loss)
         desk.verbs.optim_step(own, STEP)
 
     http_s, verbs_s = median_s(over_http, in_process, rounds=rounds)
     return {"http_s": http_s, "verbs_s": verbs_s, "times": http_s / verbs_s}
-
-
-def desk_model(desk: Desk, model: Model) -> Any:
-    """The server's record of a client's model, for calls past the door."""
-    return ServedModel(model.name, 32)
 
 
 def measure_samples(desk: Desk, url: str, rounds: int) -> dict[str, float]:
@@ -177,12 +175,19 @@ def stub() -> Iterator[str]:
                 sizes = f"content-type: {kind}\r\ncontent-length: {len(result)}\r\n\r\n"
                 writer.write(f"HTTP/1.1 200 OK\r\n{sizes}".encode() + result)
 
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0))
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    async def serve() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url.put(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await asyncio.to_thread(is_over.wait)
+        server.close()
+
+    url: queue.SimpleQueue[str] = queue.SimpleQueue()
+    is_over = threading.Event()
+    # `run` cancels the connections that are still open
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    loop.call_soon_threadsafe(loop.stop)
+    yield url.get()
+    is_over.set()
     thread.join()
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import json
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
-from pydantic import ValidationError
+from pydantic import PositiveInt, ValidationError, create_model
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -49,7 +51,14 @@ CONSTANT: list[tuple[str, str, Facts]] = [
     ("POST", "/client/dynamic_config", NO_CANCEL | {"sample_cancel_max_batch_size": 1}),
     ("POST", "/telemetry", {"status": "accepted"}),  # telemetry of clients is dropped
 ]
-Handler = Callable[[Any], Facts]
+NUMBERED = (
+    ("model_id", "seq_id"),
+    ("session_id", "model_seq_id"),
+    ("session_id", "sampling_session_seq_id"),
+    ("sampling_session_id", "seq_id"),
+)
+"""The fields of numbered requests: what counts them, and the number."""
+Handler = Callable[..., Facts | None]
 
 
 class Door:
@@ -82,7 +91,7 @@ class Door:
             ("POST", "/asample", self.sample),
             ("POST", "/weights_info", self.weights_info),
             ("GET", "/training_runs", self.list_runs),
-            ("GET", run, self.get_run),
+            ("GET", run, self.checkpoints.describe_run),
             ("GET", run + "/checkpoints", self.list_of_run),
             ("GET", "/checkpoints", self.list_checkpoints),
             ("DELETE", checkpoint, self.delete_checkpoint),
@@ -107,19 +116,33 @@ class Door:
     # ------------------------------------------------------------------ around every request
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
-        """Return a route whose handler gets a body of the type in its annotation."""
-        kind = get_type_hints(handler)["body"]
+        """Return a route whose handler gets the checked fields of a request."""
+        kind = body_of(handler)
+        takes_whole = "body" in inspect.signature(handler).parameters
 
         async def answer(request: Request) -> Response:
             fields = _json_object(await _body(request))
             try:
                 body = kind.model_validate(fields | {**request.query_params, **request.path_params})
-                return JSONResponse(handler(body))
+                arguments = {"body": body} if takes_whole else vars(body)
+                content = json.dumps(body.model_dump()).encode()
+                run = lambda: handler(**arguments) or {}  # noqa: E731
+                return JSONResponse(self._once(vars(body), content, run))
             except (ValidationError, RequestError, VerlLikeError):
                 self._skip_turn(fields)
                 raise
 
         return Route(f"/api/v1{path}", self._guarded(answer), methods=[method])
+
+    def _once(self, fields: Facts, content: bytes, answer: Callable[[], Facts]) -> Facts:
+        """Return the answer to a request; a repeated numbered request gets the earlier answer."""
+        for owner, number in NUMBERED:
+            if fields.get(owner) is not None and fields.get(number) is not None:
+                session = self.sessions.open.get(fields[owner].partition(":")[0])
+                if session is not None:
+                    request = fields[owner], number, fields[number]
+                    return session.repeats.answer(request, content, answer)
+        return answer()
 
     def _skip_turn(self, fields: Facts) -> None:
         """Count a rejected request as done, because the client continues with the next number."""
@@ -166,7 +189,7 @@ class Door:
 
     # ------------------------------------------------------------------ clients and sessions
 
-    def capabilities(self, body: b.Body) -> Facts:
+    def capabilities(self) -> Facts:
         names = {self.desk.base_model: "actor", **{role: role for role in self.verbs.scorers}}
         return {
             "supported_models": [
@@ -180,20 +203,21 @@ class Door:
             ]
         }
 
-    def create_session(self, body: b.CreateSession) -> Facts:
-        session = self.sessions.begin(body)
+    def create_session(
+        self, user_metadata: b.Metadata = None, display_name: str | None = None
+    ) -> Facts:
+        session = ClientSession(uuid.uuid4().hex[:16], user_metadata or {}, display_name)
+        self.sessions.open[session.session_id] = session
         return {"session_id": session.session_id, "info_message": self.desk.notice}
 
-    def heartbeat(self, body: b.OfSession) -> Facts:
-        if body.session_id not in self.sessions.open:
+    def heartbeat(self, session_id: str) -> None:
+        if session_id not in self.sessions.open:
             raise RequestError("the session has ended.", 410)
-        self.sessions.find(body.session_id)
-        return {}
+        self.sessions.find(session_id)
 
-    def finish(self, body: b.OfSession) -> Facts:
-        if body.session_id in self.sessions.open:
-            self._end(self.sessions.open[body.session_id])
-        return {}
+    def finish(self, session_id: str) -> None:
+        if session_id in self.sessions.open:
+            self._end(self.sessions.open[session_id])
 
     def _end(self, session: ClientSession) -> None:
         del self.sessions.open[session.session_id]
@@ -201,8 +225,8 @@ class Door:
         states = {*session.models, *(sampler.state for sampler in session.samplers.values())}
         self.desk.drop(states - self.sessions.sampled_states() - {BASE})
 
-    def get_session(self, body: b.OfSession) -> Facts:
-        session = self.sessions.find(body.session_id)
+    def get_session(self, session_id: str) -> Facts:
+        session = self.sessions.find(session_id)
         return {
             "training_run_ids": [*session.models],
             "sampler_ids": [*session.samplers],
@@ -210,18 +234,27 @@ class Door:
             "display_name": session.display_name,
         }
 
-    def list_sessions(self, body: b.Page) -> Facts:
-        return {"sessions": _page(body, [*self.sessions.open])[0]}
+    def list_sessions(self, limit: b.Count = 100, offset: b.Count = 0) -> Facts:
+        return _page("sessions", [*self.sessions.open], limit, offset)
 
     # ----------------------------------------------------------------------------- training
 
-    def create_model(self, body: b.CreateModel) -> Facts:
-        role, lora = self._role_of(body.base_model), body.lora_config
+    def create_model(
+        self,
+        session_id: str,
+        model_seq_id: int,
+        base_model: str,
+        lora_config: b.LoraBody | None = None,
+        optimizer_config: b.Optimizer | None = None,
+        user_metadata: b.Metadata = None,
+    ) -> Facts:
+        role, lora = self._role_of(base_model), lora_config or b.LoraBody()
         self._check_rank(lora.rank, role)
         trains = {"mlp": lora.train_mlp, "attn": lora.train_attn, "unembed": lora.train_unembed}
         frozen = tuple(part for part, is_trained in trains.items() if not is_trained)
-        model = ServedModel("", role, lora.rank, lora.seed, frozen, body.user_metadata)
-        return self._open(body, model, lambda: self.verbs.create(model))
+        name = f"{session_id}:train:{model_seq_id}"
+        model = ServedModel(name, role, lora.rank, lora.seed, frozen, user_metadata)
+        return self._open(session_id, model, lambda: self.verbs.create(model))
 
     def _role_of(self, name: str | None) -> str:
         """Return the role that clients mean by the name of a base model."""
@@ -245,30 +278,22 @@ class Door:
                 "start."
             )
 
-    def _open(
-        self, body: b.CreateModel | b.Load, model: ServedModel, work: Callable[[], Facts]
-    ) -> Facts:
+    def _open(self, session_id: str, model: ServedModel, work: Callable[[], Facts]) -> Facts:
         """Open a model of a session; `work` makes its state."""
-        session = self.sessions.find(body.session_id)
+        session = self.sessions.find(session_id)
+        is_taken = any(opened.role == model.role for opened in self.sessions.all_models())
+        if model.rank == 0 and is_taken:
+            raise RequestError(
+                f"this server trains all weights of the {model.role}, for one client at a time, "
+                "and another client has a model open; try again when its session has ended."
+            )
+        session.models[model.name] = model
+        promise = self.promises.new(session_id)
+        self.desk.work(promise, work)
+        return {"request_id": promise.request_id}
 
-        def answer() -> Facts:
-            is_taken = any(m.role == model.role for m in self.sessions.all_models())
-            if model.rank == 0 and is_taken:
-                raise RequestError(
-                    f"this server trains all weights of the {model.role}, for one client at a "
-                    "time, and another client has a model open; try again when its session has "
-                    "ended."
-                )
-            model.name = f"{session.session_id}:train:{body.model_seq_id}"
-            session.models[model.name] = model
-            promise = self.promises.new(session.session_id)
-            self.desk.work(promise, work)
-            return {"request_id": promise.request_id}
-
-        return session.model_repeats.answer(body.model_seq_id, body.content, answer)
-
-    def get_info(self, body: b.OfModel) -> Facts:
-        model = self.sessions.model(body.model_id)
+    def get_info(self, model_id: str) -> Facts:
+        model = self.sessions.model(model_id)
         name = self.verbs.trained[model.role].path
         return {
             "type": "get_info",
@@ -298,23 +323,26 @@ class Door:
                 raise
             return run(model, datums, loss)
 
-        return JSONResponse(self._in_turn(model, message.seq_id, body, work))
+        fields = {"model_id": model.name, "seq_id": message.seq_id}
+        return JSONResponse(
+            self._once(fields, body, lambda: self._in_turn(model, message.seq_id, work))
+        )
 
-    def _in_turn(
-        self, model: ServedModel, seq_id: int, content: bytes, work: Callable[[], bytes | Facts]
-    ) -> Facts:
+    def _in_turn(self, model: ServedModel, seq_id: int, work: Callable[[], bytes | Facts]) -> Facts:
         """Queue a request of a model until its turn; the answer names its promise."""
+        model.turns.check(seq_id)
+        promise = self.promises.new(model.name.partition(":")[0])
+        model.turns.submit(seq_id, promise, lambda: self.desk.work(promise, work))
+        return {"request_id": promise.request_id}
 
-        def answer() -> Facts:
-            model.turns.check(seq_id)
-            promise = self.promises.new(model.name.partition(":")[0])
-            model.turns.submit(seq_id, promise, lambda: self.desk.work(promise, work))
-            return {"request_id": promise.request_id}
-
-        return model.repeats.answer(seq_id, content, answer)
-
-    def optim_step(self, body: b.OptimStep) -> Facts:
-        model, adam = self.sessions.model(body.model_id), body.adam_params
+    def optim_step(
+        self,
+        model_id: str,
+        seq_id: PositiveInt,
+        adam_params: b.Adam | None = None,
+        optimizer_params: None = None,
+    ) -> Facts:
+        model, adam = self.sessions.model(model_id), adam_params or b.Adam()
         settings = StepSettings(
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
@@ -323,8 +351,7 @@ class Door:
             grad_clip=adam.grad_clip_norm or float("inf"),
             ends_update=False,
         )
-        work = lambda: self.verbs.optim_step(model, settings)  # noqa: E731
-        return self._in_turn(model, body.seq_id, body.content, work)
+        return self._in_turn(model, seq_id, lambda: self.verbs.optim_step(model, settings))
 
     # -------------------------------------------------------------------------- checkpoints
 
@@ -339,9 +366,8 @@ class Door:
         session = self.sessions.find(body.model_id.partition(":")[0])
         name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         path = self.verbs.spilled(model.name, name)
-        work = lambda: self.verbs.snapshot(model, name)  # noqa: E731
-        answer = self._in_turn(model, body.seq_id, body.content, work)
-        session.samplers.setdefault(name, ServedSampler(name, name, model.role, path))
+        answer = self._in_turn(model, body.seq_id, lambda: self.verbs.snapshot(model, name))
+        session.samplers[name] = ServedSampler(name, name, model.role, path)
         return answer
 
     def _save(self, body: b.Save, kind: str, may_replace: bool) -> Facts:
@@ -354,26 +380,36 @@ class Door:
                 raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
             return self.verbs.save(model, path, body.user_metadata, body.ttl_seconds)
 
-        return self._in_turn(model, body.seq_id, body.content, work)
+        return self._in_turn(model, body.seq_id, work)
 
-    def load_weights(self, body: b.Load) -> Facts:
-        path = SavedPath.parse(body.path)
-        facts = self.checkpoints.facts(path)
-        if body.model_id is not None:
-            model = self.sessions.model(body.model_id)
-            if body.seq_id != 1:
+    def load_weights(
+        self,
+        path: str,
+        optimizer: bool = False,
+        model_id: str | None = None,
+        seq_id: int | None = None,
+        session_id: str = "",
+        model_seq_id: int = 0,
+        base_model: str | None = None,
+        user_metadata: b.Metadata = None,
+    ) -> Facts:
+        """Load a checkpoint into a new model of a session, or a model just created."""
+        saved = SavedPath.parse(path)
+        facts = self.checkpoints.facts(saved)
+        if model_id is not None:
+            model = self.sessions.model(model_id)
+            if seq_id != 1:
                 raise RequestError("load_weights must be a model's first request.")
-            work = lambda: self.verbs.load(model, path, body.optimizer)  # noqa: E731
-            return self._in_turn(model, 1, body.content, work)
-        role, frozen = facts["role"], tuple(facts["frozen"])
-        if body.base_model not in (None, facts["base_model"], role):
-            self._role_of(body.base_model)
+            return self._in_turn(model, 1, lambda: self.verbs.load(model, saved, optimizer))
+        name, role, frozen = f"{session_id}:train:{model_seq_id}", facts["role"], facts["frozen"]
+        if base_model not in (None, facts["base_model"], role):
+            self._role_of(base_model)
         self._check_rank(facts["rank"], role)
-        model = ServedModel("", role, facts["rank"], None, frozen, body.user_metadata)
-        return self._open(body, model, lambda: self.verbs.load(model, path, body.optimizer))
+        model = ServedModel(name, role, facts["rank"], None, tuple(frozen), user_metadata)
+        return self._open(session_id, model, lambda: self.verbs.load(model, saved, optimizer))
 
-    def weights_info(self, body: b.OfPath) -> Facts:
-        facts = self.checkpoints.facts(SavedPath.parse(body.tinker_path))
+    def weights_info(self, tinker_path: str) -> Facts:
+        facts = self.checkpoints.facts(SavedPath.parse(tinker_path))
         parts = ("mlp", "attn", "unembed")
         return {
             "base_model": facts["base_model"],
@@ -382,62 +418,56 @@ class Door:
             **{f"train_{part}": part not in facts["frozen"] for part in parts},
         }
 
-    def list_runs(self, body: b.Page) -> Facts:
-        runs, cursor = _page(body, self.checkpoints.runs())
-        return {"training_runs": [*map(self.checkpoints.describe_run, runs)], "cursor": cursor}
+    def list_runs(self, limit: b.Count = 100, offset: b.Count = 0) -> Facts:
+        page = _page("training_runs", self.checkpoints.runs(), limit, offset)
+        runs = [self.checkpoints.describe_run(run) for run in page["training_runs"]]
+        return page | {"training_runs": runs}
 
-    def get_run(self, body: b.OfRun) -> Facts:
-        return self.checkpoints.describe_run(body.run)
+    def list_of_run(self, run: str) -> Facts:
+        self.checkpoints.describe_run(run)
+        return {"checkpoints": self.checkpoints.describe_all(run)}
 
-    def list_of_run(self, body: b.OfRun) -> Facts:
-        self.checkpoints.describe_run(body.run)
-        return {"checkpoints": self.checkpoints.describe_all(body.run)}
+    def list_checkpoints(self, limit: b.Count = 100, offset: b.Count = 0) -> Facts:
+        return _page("checkpoints", self.checkpoints.describe_all(), limit, offset)
 
-    def list_checkpoints(self, body: b.Page) -> Facts:
-        checkpoints, cursor = _page(body, self.checkpoints.describe_all())
-        return {"checkpoints": checkpoints, "cursor": cursor}
+    def delete_checkpoint(self, run: str, kind: str, name: str) -> None:
+        self.checkpoints.delete(SavedPath.of(run, kind, name))
 
-    def delete_checkpoint(self, body: b.OfCheckpoint) -> Facts:
-        self.checkpoints.delete(SavedPath.of(body.run, body.kind, body.name))
-        return {}
+    def publish(self, run: str, kind: str, name: str) -> None:
+        self.checkpoints.change(SavedPath.of(run, kind, name), public=True)
 
-    def publish(self, body: b.OfCheckpoint) -> Facts:
-        return self._change(body, public=True)
+    def unpublish(self, run: str, kind: str, name: str) -> None:
+        self.checkpoints.change(SavedPath.of(run, kind, name), public=False)
 
-    def unpublish(self, body: b.OfCheckpoint) -> Facts:
-        return self._change(body, public=False)
-
-    def set_ttl(self, body: b.OfCheckpoint) -> Facts:
-        return self._change(body, expires_at=expiry(body.ttl_seconds))
-
-    def _change(self, body: b.OfCheckpoint, **changes: Any) -> Facts:
-        self.checkpoints.change(SavedPath.of(body.run, body.kind, body.name), **changes)
-        return {}
+    def set_ttl(self, run: str, kind: str, name: str, ttl_seconds: int | None = None) -> None:
+        expires_at = expiry(ttl_seconds)
+        self.checkpoints.change(SavedPath.of(run, kind, name), expires_at=expires_at)
 
     # ----------------------------------------------------------------------------- sampling
 
-    def create_sampler(self, body: b.CreateSampler) -> Facts:
-        session = self.sessions.find(body.session_id)
-        name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+    def create_sampler(
+        self,
+        session_id: str,
+        sampling_session_seq_id: int,
+        base_model: str | None = None,
+        model_path: str | None = None,
+    ) -> Facts:
+        session = self.sessions.find(session_id)
+        name = f"{session_id}:sample:{sampling_session_seq_id}"
+        if model_path is None:
+            sampler = ServedSampler(name, BASE, self._role_of(base_model))
+        else:
+            path = SavedPath.parse(model_path)
+            facts = self.checkpoints.facts(path)
+            self._check_rank(facts["rank"], facts["role"])
+            # a replaced checkpoint is a different state
+            state = f"{path} of {facts['time']}"
+            sampler = ServedSampler(name, state, facts["role"], path, str(path))
+        session.samplers[name] = sampler
+        return {"sampling_session_id": name}
 
-        def answer() -> Facts:
-            if body.model_path is None:
-                sampler = ServedSampler(name, BASE, self._role_of(body.base_model))
-            else:
-                path = SavedPath.parse(body.model_path)
-                facts = self.checkpoints.facts(path)
-                self._check_rank(facts["rank"], facts["role"])
-                # a replaced checkpoint is a different state
-                state = f"{path} of {facts['time']}"
-                sampler = ServedSampler(name, state, facts["role"], path, str(path))
-            session.samplers[name] = sampler
-            return {"sampling_session_id": name}
-
-        number = body.sampling_session_seq_id
-        return session.sampler_repeats.answer(number, body.content, answer)
-
-    def get_sampler(self, body: b.OfSampler) -> Facts:
-        sampler = self.sessions.sampler(body.sampler_id)
+    def get_sampler(self, sampler_id: str) -> Facts:
+        sampler = self.sessions.sampler(sampler_id)
         is_trained = sampler.role in self.verbs.trained
         base = self.verbs.trained[sampler.role].path if is_trained else sampler.role
         shown = sampler.shown_path
@@ -445,16 +475,11 @@ class Door:
 
     def sample(self, body: b.SampleBody) -> Facts:
         sampler = self.sessions.sampler(body.sampling_session_id)
-        sampler_id = sampler.sampler_id
-
-        def answer() -> Facts:
-            sampling = SampleRequest.of(body, sampler, self.desk.limits, self.desk.eos)
-            sampling.promise = self.promises.new(sampler_id.partition(":")[0])
-            self.desk.sample(sampling)
-            names = [f"{sampler_id}:{body.seq_id}:{n}" for n in range(body.num_samples)]
-            return {"request_id": sampling.promise.request_id, "sample_sequence_ids": names}
-
-        return sampler.repeats.answer(body.seq_id, body.content, answer)
+        sampling = SampleRequest.of(body, sampler, self.desk.limits, self.desk.eos)
+        sampling.promise = self.promises.new(sampler.sampler_id.partition(":")[0])
+        self.desk.sample(sampling)
+        names = [f"{sampler.sampler_id}:{body.seq_id}:{n}" for n in range(body.num_samples)]
+        return {"request_id": sampling.promise.request_id, "sample_sequence_ids": names}
 
     async def not_supported(self, request: Request) -> Response:
         """Reject all other routes; a numbered request is counted as done."""
@@ -464,8 +489,7 @@ class Door:
 
     async def retrieve(self, request: Request) -> Response:
         """Wait for a result; after `HOLD_S` the client has to poll again."""
-        poll = b.Retrieve.model_validate(_json_object(await _body(request)))
-        promise = self.promises.find(poll.request_id)
+        promise = self.promises.find(str(_json_object(await _body(request)).get("request_id")))
         outcome = await promise.wait(HOLD_S)
         if outcome is None:
             again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
@@ -475,8 +499,21 @@ class Door:
         return Response(body, media_type=media_type)
 
 
+def body_of(handler: Handler) -> type[b.Body]:
+    """Return the type of the requests of a handler: the fields are its parameters."""
+    types = get_type_hints(handler, include_extras=True)
+    fields: Any = {
+        name: (types[name], ... if parameter.default is parameter.empty else parameter.default)
+        for name, parameter in inspect.signature(handler).parameters.items()
+    }
+    kind: type[b.Body] = types.get("body") or create_model(
+        handler.__name__, __base__=b.Body, **fields
+    )
+    return kind
+
+
 def _answering(facts: Facts) -> Handler:
-    def answer(body: b.Body) -> Facts:
+    def answer() -> Facts:
         return facts
 
     return answer
@@ -503,7 +540,7 @@ def _json_object(body: bytes) -> Facts:
     return value
 
 
-def _page(body: b.Page, items: Sequence[Any]) -> tuple[Sequence[Any], Facts]:
-    """Return a page of a list, and the cursor of that page."""
-    cursor = {"offset": body.offset, "limit": body.limit, "total_count": len(items)}
-    return items[body.offset : body.offset + body.limit], cursor
+def _page(name: str, items: Sequence[Any], limit: int, offset: int) -> Facts:
+    """Return a page of a list under its name, and the cursor of that page."""
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return {name: items[offset : offset + limit], "cursor": cursor}

@@ -14,30 +14,13 @@ Metadata = dict[str, Any] | None
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 TokenId = Annotated[int, Field(ge=0)]
 No = Annotated[int, Field(ge=0, le=0)]
+Count = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
     """A request without fields."""
 
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
-
-    @property
-    def content(self) -> bytes:
-        """Fields to compare with those of a repeated request."""
-        return self.model_dump_json().encode()
-
-
-class OfSession(Body):
-    """A request about a session."""
-
-    session_id: str
-
-
-class CreateSession(Body):
-    """A new session."""
-
-    user_metadata: Metadata = None
-    display_name: str | None = None
 
 
 class LoraBody(Body):
@@ -56,28 +39,6 @@ class Optimizer(Body):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModel(OfSession):
-    """A new model."""
-
-    model_seq_id: int
-    base_model: str
-    lora_config: LoraBody = LoraBody()
-    optimizer_config: Optimizer | None = None
-    user_metadata: Metadata = None
-
-
-class OfModel(Body):
-    """A request about a model."""
-
-    model_id: str
-
-
-class Numbered(OfModel):
-    """A request of a model, which runs in the order of `seq_id`."""
-
-    seq_id: PositiveInt
-
-
 class Adam(Body):
     """The settings of one optimizer step."""
 
@@ -91,42 +52,16 @@ class Adam(Body):
     grad_clip_norm: NonNegativeFloat = 0.0
 
 
-class OptimStep(Numbered):
-    """An optimizer step."""
-
-    adam_params: Adam = Adam()
-    optimizer_params: None = None
-
-
-class Save(Numbered):
+class Save(Body):
     """A checkpoint, or a sampler."""
 
+    model_id: str
+    seq_id: PositiveInt
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool | None = None
     user_metadata: Metadata = None
     sampling_session_seq_id: int | None = None
-
-
-class Load(Body):
-    """Request to load a checkpoint into a new model of a session, or a model just created."""
-
-    path: str
-    optimizer: bool = False
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str = ""
-    model_seq_id: int = 0
-    base_model: str | None = None
-    user_metadata: Metadata = None
-
-
-class CreateSampler(OfSession):
-    """A sampler of the base model or of a checkpoint."""
-
-    sampling_session_seq_id: int
-    base_model: str | None = None
-    model_path: str | None = None
 
 
 class TextChunk(Body):
@@ -180,42 +115,3 @@ class SampleBody(Body):
     topk_prompt_logprobs: No = 0
     topk_sample_logprobs: No = 0
     prompt_alt_tokens_k: No = 0
-
-
-class Retrieve(Body):
-    """A poll."""
-
-    request_id: str
-
-
-class OfPath(Body):
-    """A checkpoint by its path."""
-
-    tinker_path: str
-
-
-class OfRun(Body):
-    """A training run."""
-
-    run: str
-
-
-class OfCheckpoint(OfRun):
-    """A checkpoint by the parts of its path."""
-
-    kind: str
-    name: str
-    ttl_seconds: int | None = None
-
-
-class Page(Body):
-    """A part of a list."""
-
-    limit: Annotated[int, Field(ge=0)] = 100
-    offset: Annotated[int, Field(ge=0)] = 0
-
-
-class OfSampler(Body):
-    """A sampler."""
-
-    sampler_id: str

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass, field
 
-from trainer.serve.bodies import CreateSession, Facts
+from trainer.serve.bodies import Facts
 from trainer.serve.promises import Repeats, RequestError
 from trainer.serve.sampling import ServedSampler
 from trainer.serve.verbs import ServedModel
@@ -21,8 +20,7 @@ class ClientSession:
     display_name: str | None
     models: dict[str, ServedModel] = field(default_factory=dict)
     samplers: dict[str, ServedSampler] = field(default_factory=dict)
-    model_repeats: Repeats = field(default_factory=lambda: Repeats("model_seq_id"))
-    sampler_repeats: Repeats = field(default_factory=lambda: Repeats("sampling_session_seq_id"))
+    repeats: Repeats = field(default_factory=Repeats)
     last_request: float = field(default_factory=time.monotonic)
 
 
@@ -31,12 +29,6 @@ class Sessions:
 
     def __init__(self) -> None:
         self.open: dict[str, ClientSession] = {}
-
-    def begin(self, body: CreateSession) -> ClientSession:
-        """Open a session."""
-        session = ClientSession(uuid.uuid4().hex[:16], body.user_metadata or {}, body.display_name)
-        self.open[session.session_id] = session
-        return session
 
     def find(self, session_id: str) -> ClientSession:
         """Return an open session; raise status 404 if there is none of this id."""

@@ -23,8 +23,10 @@ from verl_like.errors import BatchError, CheckpointError, ConfigError, RolloutEr
 JSON = "application/json"
 MOST_READ = 256
 """Results to keep after a client has read them, in case the answer was lost."""
-MOST_SEEN = 1024
-"""Requests per model or sampler whose repeats are recognized."""
+MOST_SEEN = 8192
+"""Requests per session whose repeats are recognized."""
+NumberedRequest = tuple[str, str, int]
+"""What counts requests (a session, a model or a sampler), the name of the number, the number."""
 
 
 class RequestError(Exception):
@@ -112,22 +114,20 @@ class Promises:
 class Repeats:
     """Answers of numbered requests: a repeat gets the same answer, another body is rejected."""
 
-    def __init__(self, number_name: str) -> None:
-        self._number_name = number_name
-        self._seen: OrderedDict[int, tuple[bytes, Facts]] = OrderedDict()
+    def __init__(self) -> None:
+        self._seen: OrderedDict[NumberedRequest, tuple[bytes, Facts]] = OrderedDict()
 
-    def answer(self, number: int, content: bytes, make: Callable[[], Facts]) -> Facts:
+    def answer(self, request: NumberedRequest, content: bytes, make: Callable[[], Facts]) -> Facts:
         """Return the earlier answer to this request, or `make()` for a new request."""
         digest = hashlib.sha256(content).digest()
-        if number not in self._seen:
-            self._seen[number] = digest, make()
+        if request not in self._seen:
+            self._seen[request] = digest, make()
             while len(self._seen) > MOST_SEEN:
                 self._seen.popitem(last=False)
-        known, answer = self._seen[number]
+        known, answer = self._seen[request]
         if known != digest:
-            raise RequestError(
-                f"{self._number_name} {number} was sent before with another body; use each once."
-            )
+            _, name, number = request
+            raise RequestError(f"{name} {number} was sent before with another body; use each once.")
         return answer
 
 

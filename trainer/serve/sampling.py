@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from trainer.serve.bodies import SampleBody
 from trainer.serve.checkpoints import SavedPath
-from trainer.serve.promises import Promise, Repeats
+from trainer.serve.promises import Promise
 from trainer.serve.rows import Limits
 from trainer.serve.verbs import Verbs
 from trainer.serve.wire import Array, sample_output
@@ -54,7 +54,6 @@ class ServedSampler:
     path: SavedPath | None = None
     shown_path: str | None = None
     """The path in the client's request."""
-    repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
 
 @dataclass(eq=False)

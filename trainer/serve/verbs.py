@@ -21,7 +21,7 @@ from trainer.config.flat import flat_config
 from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import Facts
 from trainer.serve.checkpoints import SavedPath, ServedCheckpoints
-from trainer.serve.promises import Repeats, Turns
+from trainer.serve.promises import Turns
 from trainer.serve.rows import Datum, RequestLoss, TrainingRows, pass_columns
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
@@ -55,7 +55,6 @@ class ServedModel:
     snapshots: list[str] = field(default_factory=list)
     """Names of the frozen copies in memory, the oldest first."""
     turns: Turns = field(default_factory=Turns)
-    repeats: Repeats = field(default_factory=lambda: Repeats("seq_id"))
 
     def facts(self, base_model: str) -> Facts:
         """Return the entries of `checkpoint.json` and `run.json` for this model."""

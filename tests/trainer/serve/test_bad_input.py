@@ -7,7 +7,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import httpx
 import numpy as np
@@ -26,7 +26,7 @@ from tests.trainer.serve.clients import (
     served,
 )
 from trainer.serve import app
-from trainer.serve.app import Door
+from trainer.serve.app import Door, body_of
 from trainer.serve.desk import Desk
 from trainer.serve.wire import CLASSES, PROTOBUF
 
@@ -182,7 +182,7 @@ def test_no_field_of_any_request_breaks_the_server(server: Server) -> None:
             "sampling_session_id": client.sampler(base_model=server[0].base_model),
         }
         for method, path, handler in Door(server[0], "").table():
-            names = get_type_hints(handler)["body"].model_fields
+            names = body_of(handler).model_fields
             for name in names:
                 for value in WEIRD:
                     sent = {key: known for key, known in fields.items() if key in names}
