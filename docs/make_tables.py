@@ -94,7 +94,7 @@ def key_sections() -> dict[str, str]:
     lists, first_with_row = dict[str, str](), dict[str, str]()
     for rows, (first, *others) in alike.items():
         intro = _section_intro(keys[first], docs[first]) if first else "## Top level"
-        same = [f"The same keys: {_code(others)}."] if others else []
+        same = [f"The same keys are in {_code(others)}."] if others else []
         lists[first] = "\n\n".join([intro, _without_repetition(rows, first, first_with_row), *same])
 
     own_sections = {key.kind for key in keys.values() if key.is_section}
@@ -107,7 +107,7 @@ def key_sections() -> dict[str, str]:
             continue
         rows = _rows_of_keys(options, leaf_keys(options))
         first, *others = names
-        same = [f"The same keys: {_code(others)}."] if others else []
+        same = [f"The same keys are in {_code(others)}."] if others else []
         rows = _without_repetition(rows, first, first_with_row)
         lists[first] = "\n\n".join([f"## `{first}`", rows, *same])
     return lists
@@ -131,7 +131,7 @@ def _without_repetition(rows: str, section: str, first_with_row: dict[str, str])
             own.append(row)
         else:
             as_in.setdefault(first, []).append(re.findall("`(.+?)`", row)[0])
-    lists = [f"As in {_link_to_keys(first)}: {_code(names)}." for first, names in as_in.items()]
+    lists = [f"{_code(names)}: as in {_link_to_keys(first)}." for first, names in as_in.items()]
     return "\n\n".join(filter(None, ["\n".join(own).strip(), *lists]))
 
 

@@ -232,7 +232,7 @@ def _reject_rewards(config: PPOConfig) -> None:
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares several rewards: name each once in "
             f"{GDPO_KEY}, which is {list(names)}. There are seq_reward, the score, and the numbers "
-            "that the reward function returns beside it."
+            "that the reward function also returns."
         )
     if compares_rewards and weights is not None and len(weights) != len(names):
         raise ConfigError(

@@ -96,7 +96,7 @@ class AlgorithmConfig(Section):
     """Bootstrap truncated responses from their last value."""
     gdpo_reward_keys: list[str] = key(
         factory=list,
-        allows="seq_reward (the score) and numbers that the reward function returns beside it",
+        allows="seq_reward (the score) and other numbers that the reward function returns",
         read_when=estimator_takes("named_rewards"),
     )
     """Rewards that GDPO normalizes separately."""

@@ -180,7 +180,7 @@ class ScoringConfig(Section):
     list: RewardList = key(factory=RewardList, allows="a list of sections")
     """Weighted rewards, instead of `function` and `model`."""
     rule_weight: float = key(1.0, allows="a number", read_when=when("reward.model.enable"))
-    """Weight of the function's or rule's score beside the model's; 0 uses only the model."""
+    """Weight of the function or rule if a model also scores; 0 uses only the model."""
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))

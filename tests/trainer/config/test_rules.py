@@ -158,7 +158,7 @@ def test_the_docs_list_every_key_with_its_choices_and_whether_a_resume_may_chang
     tables = load_file("docs/make_tables.py")
     table = "\n\n".join(map(tables.key_table, tables.KEY_PAGES))
     sections = dict(re.findall(r"^## `?([\w .]+)`?↻?\n(.*?)(?=^## |\Z)", table, re.M | re.S))
-    same = re.compile(r"^The same keys: (.+)\.$", re.M)
+    same = re.compile(r"^The same keys are in (.+)\.$", re.M)
     for text in list(sections.values()):
         for others in same.findall(text):
             sections |= dict.fromkeys(re.findall("`(.+?)`", others), text)
@@ -166,7 +166,7 @@ def test_the_docs_list_every_key_with_its_choices_and_whether_a_resume_may_chang
     for name, key in KEYS.items():
         section, _, leaf = name.rpartition(".")
         text = sections[section or "Top level"]
-        elsewhere = re.findall(rf"^As in \[`(.+?)`\]\(.+?\):.* `{leaf}`[,.]", text, re.M)
+        elsewhere = re.findall(rf"^`(?:.*`)?{leaf}`.*: as in \[`(.+?)`\]", text, re.M)
         (row,) = re.findall(rf"^- `{leaf}`.*$", sections[elsewhere[0]] if elsewhere else text, re.M)
         expected = ["↻"] if key.rules.may_change_on_resume else []
         expected += [] if "](algorithms.md#" in row else key.rules.choices
