@@ -135,7 +135,7 @@ SETTINGS = [
     ),
     (
         "data.max_prompt_length=4 data.filter_overlong_prompts=true",
-        ["300 prompts; 300 were dropped", "longest has 10", "0 remain", "train_batch_size=8"],
+        ["300 prompts of at most 10 tokens", "300 dropped", "remaining 0", "train_batch_size=8"],
     ),
     ("algorithm.adv_estimator=gea", ["'gea'", "there are coati", "Did you mean 'gae'"]),
     ("algorithm.adv_estimator=GAE", ["'GAE'", "Did you mean 'gae'"]),
