@@ -66,9 +66,9 @@ class Scores:
     def on_step_end(self, trainer: AsyncTrainer, metrics: Metrics) -> None:
         """Called by the trainer."""
         self.ages.append(metrics["async/staleness/mean"])
-        found = [value for name, value in metrics.items() if name.startswith("val-core/")]
-        if found:
-            self.validation = found[0]
+        results = [value for name, value in metrics.items() if name.startswith("val-core/")]
+        if results:
+            self.validation = results[0]
 
     def on_train_end(self, trainer: AsyncTrainer) -> None:
         """Without metrics no report is drawn, which would take longer than the steps."""

@@ -241,21 +241,21 @@ def compare(sides: dict[str, Side], rounds: int) -> dict[str, Any]:
             took = time.perf_counter() - began, cpu_seconds() - cpu, tokens
             if round_:
                 times[name].append(took)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     first = times[next(iter(sides))]
     for name, all_rounds in times.items():
         ratios = [
             (one[0] / base[0], one[1] / base[1])
             for one, base in zip(all_rounds, first, strict=True)
         ]
-        found[name] = {
+        results[name] = {
             "s": round(statistics.median(one[0] for one in all_rounds), 3),
             "cpu_s": round(statistics.median(one[1] for one in all_rounds), 3),
             "tokens_per_s": round(statistics.median(one[2] / one[0] for one in all_rounds)),
             "times_the_first": [round(one[0], 2) for one in ratios],
             "times_the_first_cpu": [round(one[1], 2) for one in ratios],
         }
-    return found
+    return results
 
 
 def speed(rounds: int) -> dict[str, Any]:
@@ -360,23 +360,23 @@ def hang(rounds: int) -> dict[str, Any]:
     plain = Trajectories(model, 256, 4, 16, step_s=5.0)
     hung = Trajectories(model, 256, 4, 16, step_s=5.0, hangs=7)
     try:
-        found = compare({"none hangs": plain.run, "one hangs": hung.run}, rounds)
+        results = compare({"none hangs": plain.run, "one hangs": hung.run}, rounds)
         ended = {one.ended for one in hung.play(99)}
     finally:
         plain.host.close()
         hung.host.close()
-    found["ended"] = sorted(ended)
-    found["step_s"] = 5.0
-    return found
+    results["ended"] = sorted(ended)
+    results["step_s"] = 5.0
+    return results
 
 
 def soak(rounds: int) -> dict[str, Any]:
     """10,000 trajectories on one host: what there is after each thousand."""
     ours = Trajectories(Model(), 1000, 2, 4, raises=50)
-    found = []
+    results = []
     for round_ in range(10):
         ours.run(round_)
-        found.append(
+        results.append(
             {
                 "trajectories": 1000 * (round_ + 1),
                 "processes": len(descendants()),
@@ -386,7 +386,7 @@ def soak(rounds: int) -> dict[str, Any]:
             }
         )
     ours.host.close()
-    return {"after": found, "processes in the end": len(descendants())}
+    return {"after": results, "processes in the end": len(descendants())}
 
 
 def descendants() -> list[int]:
@@ -444,11 +444,11 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for name in options.only.split(","):
-        found[name] = PARTS[name](options.rounds)
+        results[name] = PARTS[name](options.rounds)
         print(f"{name} is done", file=sys.stderr)
-    print(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

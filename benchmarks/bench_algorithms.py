@@ -171,14 +171,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="16 rows of 256 tokens")
     parser.add_argument("--only", default="", help="a part of the names to measure")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
 
-    rows, width = (16, 256) if asked.small else (4096, 2048)
+    rows, width = (16, 256) if options.small else (4096, 2048)
     print(f"{rows} x {width} tokens, torch {torch.__version__}, one thread")
     print(f"{'':44} {'CPU seconds':>12} {'extra copies':>13}")
     for name, call in calls_of(make_columns(rows, width)).items():
-        if asked.only in name:
+        if options.only in name:
             seconds, copies = seconds_of(call), extra_bytes(call) / (4 * rows * width)
             missed = seconds > LIMITS["seconds"] or copies > LIMITS["copies"]
             print(f"{name:44} {seconds:12.3f} {copies:13.2f} {'<- beyond' * missed}", flush=True)

@@ -132,13 +132,13 @@ def speed_in(cluster: str | None, folder: str, options: argparse.Namespace) -> d
     if len(shares) < 2:
         sys.exit("hardly a round was quiet enough: --most-stolen says which are.")
 
-    found = {"rounds that count": float(len(shares))}
-    found |= {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
-    found["mean length, tokens"] = statistics.mean(lengths)
-    found |= compared(rates)
+    results = {"rounds that count": float(len(shares))}
+    results |= {f"{name}, samples/s": statistics.median(of) for name, of in rates.items()}
+    results["mean length, tokens"] = statistics.mean(lengths)
+    results |= compared(rates)
     if backend == "ray":  # in process the driver is the trainer as well
-        found["driver, share of a core"] = statistics.median(shares)
-    return found
+        results["driver, share of a core"] = statistics.median(shares)
+    return results
 
 
 def one_round(
@@ -169,14 +169,14 @@ def compared(rates: dict[str, list[float]]) -> dict[str, float]:
     }
     at_once = slower_of(rates, [f"{name} at once" for name in ALONE])
     pairs["staleness 1 over the slower side, both at once"] = ("staleness_1", at_once)
-    found = {}
+    results = {}
     for key, (name, other) in pairs.items():
         if other in rates:
             ratios = [a / b for a, b in zip(rates[name], rates[other], strict=True)]
-            first, found[key], third = statistics.quantiles(ratios, n=4, method="inclusive")
-            found[f"{key}, first quartile"] = first
-            found[f"{key}, third quartile"] = third
-    return found
+            first, results[key], third = statistics.quantiles(ratios, n=4, method="inclusive")
+            results[f"{key}, first quartile"] = first
+            results[f"{key}, third quartile"] = third
+    return results
 
 
 def slower_of(rates: dict[str, list[float]], names: Sequence[str]) -> str:
@@ -189,7 +189,7 @@ def driver(folder: str, rounds: int) -> dict[str, float]:
 
     On a machine that is not idle they are more, but far less so than times by the clock.
     """
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     for prompts in (NUM_PROMPTS, 4 * NUM_PROMPTS):
         samples = prompts * NUM_SAMPLES
         for _ in range(rounds):
@@ -198,29 +198,29 @@ def driver(folder: str, rounds: int) -> dict[str, float]:
             ms = {key: 1e3 * (facts[key][1] - facts[key][0]) for key in taken}
             for key, value in {"all": sum(ms.values()), **ms}.items():
                 row = f"{samples} samples: {key.removeprefix('cpu_s of ')}, ms a step"
-                found.setdefault(row, []).append(value / (STEPS - LAST - WARM_UP))
+                results.setdefault(row, []).append(value / (STEPS - LAST - WARM_UP))
     for _ in range(rounds):
         bare = answer(start(script=BARE_DRIVER))
-        found.setdefault("64 samples: Ray alone, idle, ms a step", []).append(bare["ms"])
-        found.setdefault("64 samples: Ray alone, idle, share of a core", []).append(bare["share"])
-    return {row: statistics.median(values) for row, values in found.items()}
+        results.setdefault("64 samples: Ray alone, idle, ms a step", []).append(bare["ms"])
+        results.setdefault("64 samples: Ray alone, idle, share of a core", []).append(bare["share"])
+    return {row: statistics.median(values) for row, values in results.items()}
 
 
 def slow(folder: str) -> dict[str, float]:
     """Twenty steps with a slow send and a slow update: overlapped over one after the other."""
-    found = {}
+    results = {}
     for what in ("samples", "weights"):
         seconds = []
         for staleness in (0, 1):
             ended = answer(start(f"slow_{what}_{staleness}", folder, "local", "21"))["ended"]
             seconds.append(ended[-1] - ended[0])
         serial, overlapped = seconds
-        found |= {
+        results |= {
             f"20 steps one after the other, slow {what}, s": serial,
             f"20 steps overlapped, slow {what}, s": overlapped,
             f"slow {what} and update over serial": overlapped / serial,
         }
-    return found
+    return results
 
 
 def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
@@ -233,23 +233,23 @@ def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
         script = str(HERE / "async_learning.py")
         running = [start(folder, str(seed), str(steps), script=script) for seed in now]
         for cases in map(answer, running):
-            for case, found in cases.items():
-                scores.setdefault(case, []).append(found["score"])
-                ages.setdefault(case, []).append(found["age"])
+            for case, results in cases.items():
+                scores.setdefault(case, []).append(results["score"])
+                ages.setdefault(case, []).append(results["age"])
 
-    found = {}
+    results = {}
     for case, of in scores.items():
-        found[f"{case}: mean score"] = statistics.mean(of)
-        found[f"{case}: standard deviation"] = statistics.stdev(of)
-        found[f"{case}: mean age of samples, versions"] = statistics.mean(ages[case])
+        results[f"{case}: mean score"] = statistics.mean(of)
+        results[f"{case}: standard deviation"] = statistics.stdev(of)
+        results[f"{case}: mean age of samples, versions"] = statistics.mean(ages[case])
     for case, of in scores.items():
         synchronous = f"{case.partition(':')[0]}: staleness 0"
         corrected = case.removesuffix(f" {WITHOUT}")
         if case != synchronous:
-            found[f"{case} less staleness 0: t"] = welch(of, scores[synchronous])
+            results[f"{case} less staleness 0: t"] = welch(of, scores[synchronous])
         if case != corrected and corrected in scores:
-            found[f"{case} less with correction: t"] = welch(of, scores[corrected])
-    return found
+            results[f"{case} less with correction: t"] = welch(of, scores[corrected])
+    return results
 
 
 def welch(these: list[float], those: list[float]) -> float:
@@ -260,13 +260,17 @@ def welch(these: list[float], those: list[float]) -> float:
 
 def judge(figures: dict[str, float]) -> dict[str, dict[str, Any]]:
     """The limits on what was measured, and whether they hold."""
-    found = {}
+    results = {}
     for key, value in figures.items():
         relation, limit = LIMITS.get(key.split(": ", 1)[-1], ("", 0.0))
         if relation:
             holds = value >= limit if relation == ">=" else value <= limit
-            found[key] = {"value": round(value, 4), "limit": f"{relation} {limit}", "holds": holds}
-    return found
+            results[key] = {
+                "value": round(value, 4),
+                "limit": f"{relation} {limit}",
+                "holds": holds,
+            }
+    return results
 
 
 def show(figures: dict[str, float], limits: dict[str, dict[str, Any]]) -> None:
@@ -312,18 +316,18 @@ def main() -> None:
         for section in sections:
             if section in ("speed", "ray"):
                 backend = "local" if section == "speed" else "ray"
-                found = speed(folder, backend, options)
+                results = speed(folder, backend, options)
             elif section == "driver":
-                found = driver(folder, DRIVER_ROUNDS)
+                results = driver(folder, DRIVER_ROUNDS)
             elif section == "slow":
-                found = slow(f"{folder}/letters")
+                results = slow(f"{folder}/letters")
             elif section == "learning":
-                found = learning(f"{folder}/letters", options.seeds, options.learning_steps)
+                results = learning(f"{folder}/letters", options.seeds, options.learning_steps)
             else:
                 sys.exit(f"--only {section}: there are speed, ray, driver, slow.")
-            found = {f"{section}: {key}": value for key, value in found.items()}
-            show(found, judge(found))
-            figures |= found
+            results = {f"{section}: {key}": value for key, value in results.items()}
+            show(results, judge(results))
+            figures |= results
 
     if options.json:
         text = json.dumps({"figures": figures, "limits": judge(figures)}, indent=2)

@@ -165,7 +165,7 @@ def measure(model: Path, folder: Path, num_ranks: int, rounds: int) -> dict[str,
     recipe = ClassWithInitArgs(BackgroundActor, config_of(model))
     group = LocalWorkerGroup(ResourcePool([num_ranks]), recipe, own_processes=True)
     rows, at_once, later = batch(), folder / "at once", folder / "later"
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     try:
         group.init_model(total_steps=1000)
 
@@ -181,11 +181,11 @@ def measure(model: Path, folder: Path, num_ranks: int, rounds: int) -> dict[str,
                 "pause / checkpoint that is waited for": pause / waited,
             }
             for name, value in of_round.items():
-                found.setdefault(name, []).append(value)
+                results.setdefault(name, []).append(value)
     finally:
         group.shutdown()
     size = sum(path.stat().st_size for path in later.glob("shards/*"))
-    medians = {name: round(statistics.median(values), 4) for name, values in found.items()}
+    medians = {name: round(statistics.median(values), 4) for name, values in results.items()}
     return {"mib": round(size / 2**20, 1), **medians}
 
 

@@ -104,16 +104,16 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--side", choices=["prompts", "rows", "parse"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.side:
-        folder, side = asked.folder, asked.side
+    options = parser.parse_args()
+    if options.side:
+        folder, side = options.folder, options.side
         print(json.dumps(parse(folder) if side == "parse" else read(folder, side)))
         return
 
     with tempfile.TemporaryDirectory() as made:
-        make(Path(made), asked.mb)
+        make(Path(made), options.mb)
         env = ENV | {"PYTHONPATH": str(HERE.parent), "XDG_CACHE_HOME": f"{made}/cache"}
-        print(f"{asked.mb} MiB of rows")
+        print(f"{options.mb} MiB of rows")
         starts = [(when, kind) for kind in ("prompts", "rows") for when in ("first start", "later")]
         for name, side in (("JSON alone", "parse"), *starts):
             command = [sys.executable, __file__, "--side", side, "--folder", made]

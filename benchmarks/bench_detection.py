@@ -270,9 +270,9 @@ def print_table(cells: list[Cell]) -> None:
     """A row for each worker."""
     goals = (f"{HEADS[fault]} (goal {GOALS[fault]:.0f})" for fault in HEADS)
     print("| backend | one worker of |", " | ".join(goals), "|\n|---|---|---|---|---|---|")
-    found = {(cell.backend, cell.worker, cell.fault): cell.seconds for cell in cells}
+    results = {(cell.backend, cell.worker, cell.fault): cell.seconds for cell in cells}
     for backend, worker in dict.fromkeys((cell.backend, cell.worker) for cell in cells):
-        seconds = (found.get((backend, worker, fault), float("nan")) for fault in HEADS)
+        seconds = (results.get((backend, worker, fault), float("nan")) for fault in HEADS)
         shown = (f"{each:.1f}" if each == each else "-" for each in seconds)
         print(f"| {backend} | {LABELS.get(worker, worker)} |", " | ".join(shown), "|")
 

@@ -107,12 +107,12 @@ def calls_of(num_ranks: int) -> dict[str, Callable[[], Any]]:
 def seconds_of(call: Callable[[], Any], rounds: int) -> float:
     """The median of some calls, of the processor alone: others may have the cores meanwhile."""
     call()
-    found = []
+    results = []
     for _ in range(rounds):
         began = time.process_time()
         call()
-        found.append(time.process_time() - began)
-    return statistics.median(found)
+        results.append(time.process_time() - began)
+    return statistics.median(results)
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--profile", help="a call of which to print the profile")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     for num_ranks in chosen.ranks:
         calls = calls_of(num_ranks)
         if chosen.profile:
@@ -135,15 +135,15 @@ def main() -> None:
             continue
         for name, call in calls.items():
             own = seconds_of(call, chosen.rounds) / num_ranks * 1e6
-            found.setdefault(name, []).append(own)
+            results.setdefault(name, []).append(own)
     if chosen.profile:
         return
     print("microseconds a rank and call, driver alone")
     print(f"{'ranks':<12}" + "".join(f"{num:>9}" for num in chosen.ranks))
-    for name, row in found.items():
+    for name, row in results.items():
         print(f"{name:<12}" + "".join(f"{number:>9.1f}" for number in row))
     if 1024 in chosen.ranks:
-        own = found["update nd8"][chosen.ranks.index(1024)]
+        own = results["update nd8"][chosen.ranks.index(1024)]
         print(f"update nd8 at 1024 ranks: {own:.1f}, limit {LIMIT_US:g}")
 
 

@@ -145,19 +145,19 @@ def start_side(folder: Path, size: str, side: str) -> dict[str, float]:
 def compare(size: str, num_rounds: int) -> dict[str, float]:
     """Medians of both sides, and the numbers beside each other."""
     vocabulary, length, count = SIZES[size]
-    found: dict[str, list[dict[str, float]]] = {"chunks": [], "whole": []}
+    results: dict[str, list[dict[str, float]]] = {"chunks": [], "whole": []}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), vocabulary)
         for _ in range(num_rounds):
-            for side, figures in found.items():
+            for side, figures in results.items():
                 figures.append(start_side(Path(folder), size, side))
 
     report = {"logits_mib": vocabulary * length * count * 4 / 2**20}
-    for side, figures in found.items():
+    for side, figures in results.items():
         for name in ("score_s", "score_peak_mib", "update_s", "score_and_update_peak_mib"):
             report[f"{side}, {name}"] = statistics.median(one[name] for one in figures)
     for name in ("log_prob_sum", "entropy", "grad_norm"):
-        own, other = (found[side][0][name] for side in ("chunks", "whole"))
+        own, other = (results[side][0][name] for side in ("chunks", "whole"))
         report[f"{name}, apart"] = abs(own - other) / abs(other)
     return report
 

@@ -27,11 +27,11 @@ LEAST, MOST = 0.9, 1.1
 
 def largest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What the rank with the most bytes found, with the ratio of each part."""
-    found = max(ranks, key=lambda rank: sum(rank[part]["measured"] for part in PARTS))
+    results = max(ranks, key=lambda rank: sum(rank[part]["measured"] for part in PARTS))
     for part in PARTS:
-        both = found[part]
+        both = results[part]
         both["ratio"] = round(both["predicted"] / both["measured"], 3)
-    return found
+    return results
 
 
 def main() -> None:
@@ -52,10 +52,10 @@ def main() -> None:
                 )
                 print(f"{name:40} {'; '.join(said)}", file=sys.stderr, flush=True)
     missed = {
-        f"{name}: {part}": found[part]["ratio"]
-        for name, found in result.items()
+        f"{name}: {part}": results[part]["ratio"]
+        for name, results in result.items()
         for part in PARTS
-        if not LEAST <= found[part]["ratio"] <= MOST
+        if not LEAST <= results[part]["ratio"] <= MOST
     }
     print(json.dumps({"found": result, "missed": missed}, indent=2))
 

@@ -40,11 +40,11 @@ RUNS_OF_PP = {
 
 def measured(folder: str, axes: str, arguments: tuple[str, ...]) -> dict[str, float]:
     """The largest figures of the ranks."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for answer in ask_ranks(2 if axes else 1, str(SIDE), folder, axes, *arguments):
         for name, value in answer.items():
-            found[name] = max(value, found.get(name, 0.0))
-    return found
+            results[name] = max(value, results.get(name, 0.0))
+    return results
 
 
 def main() -> None:
@@ -72,16 +72,16 @@ def main() -> None:
                     alone = measured(own, "", arguments)
                     ranks = measured(own, AXES[axis], arguments)
                     ratios.append(ranks[figure] / alone[figure])
-                found = {"alone": alone[figure], "two ranks": ranks[figure]}
-                found["ratio"] = statistics.median(ratios)
+                results = {"alone": alone[figure], "two ranks": ranks[figure]}
+                results["ratio"] = statistics.median(ratios)
                 if figure == "peak_mib":
                     halved = (alone[figure] - alone["before_mib"]) / 2
-                    found["floor"] = (ranks["before_mib"] + halved) / alone[figure]
-                result[f"{axis}: {run}"] = found
+                    results["floor"] = (ranks["before_mib"] + halved) / alone[figure]
+                result[f"{axis}: {run}"] = results
     missed = {
-        name: found["ratio"]
-        for name, found in result.items()
-        if not name.startswith("pp") and found["ratio"] > LIMITS[name.partition(": ")[2]]
+        name: results["ratio"]
+        for name, results in result.items()
+        if not name.startswith("pp") and results["ratio"] > LIMITS[name.partition(": ")[2]]
     }
     print(json.dumps({"found": result, "missed": missed}, indent=2))
 

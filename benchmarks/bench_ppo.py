@@ -121,12 +121,12 @@ def main() -> None:
         for section in options.only.split(","):
             if section in ("grpo", "tailed"):
                 kind = "fixed" if section == "grpo" else "tailed"
-                found = compare(folder, kind, pythons, options.rounds)
+                results = compare(folder, kind, pythons, options.rounds)
             elif section == "advantages":
-                found = advantages()
+                results = advantages()
             else:
-                found = ask(sys.executable, str(HERE / "placement_side.py"), section, name)
-            figures |= {f"{section}.{key}": value for key, value in found.items()}
+                results = ask(sys.executable, str(HERE / "placement_side.py"), section, name)
+            figures |= {f"{section}.{key}": value for key, value in results.items()}
 
     limits = {}
     for key, (relation, limit) in LIMITS.items():

@@ -112,8 +112,8 @@ def phases_of_synchronous(tiny: list[str], folder: Path) -> Phases:
     apart = property(lambda config: frozenset({"global_pool", "generator_pool"}))
     with patch.object(PPOConfig, "child_pools", apart):
         run(load_config([*tiny, *SETTINGS, *A_POOL_EACH, where]))
-    found = measured_phases(folder)[0]
-    seconds = (found.generate, found.score, found.update, found.sync)
+    results = measured_phases(folder)[0]
+    seconds = (results.generate, results.score, results.update, results.sync)
     return Phases(*([median(of_steps)] for of_steps in seconds))
 
 

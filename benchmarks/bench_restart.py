@@ -66,8 +66,8 @@ class Clock(logging.Handler):
         for name, words in (("detected", " failed: "), ("back", " is back after ")):
             if words in text:
                 self.at.setdefault(name, record.created)
-        if found := re.search(r"(\d+) samples .* are kept, (\d+) are made again", text):
-            self.samples = {"kept": int(found[1]), "made_again": int(found[2])}
+        if results := re.search(r"(\d+) samples .* are kept, (\d+) are made again", text):
+            self.samples = {"kept": int(results[1]), "made_again": int(results[2])}
 
 
 class Killed(PPOTrainer):
@@ -133,15 +133,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--backend", default="local,ray")
     parser.add_argument("--roles", default=",".join(ROLES))
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
     restarts.FIRST_WAIT_S = 0.0
     logging.basicConfig()
     logging.getLogger("trainer").addHandler(Killed.clock_of_log)
     with tempfile.TemporaryDirectory() as folder:
         tiny = make(Path(folder, "tiny"))
-        for backend in asked.backend.split(","):
-            measure(backend, asked.roles.split(","), tiny, Path(folder, backend))
+        for backend in options.backend.split(","):
+            measure(backend, options.roles.split(","), tiny, Path(folder, backend))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def main() -> None:
             rates[name] = statistics.median(one["tokens"] / one["s"] for one in rounds)
     peak = sides[0]["matmul_gflops"]
     shares = {name: 2 * PARAMETERS * rate / (peak * 1e9) for name, rate in rates.items()}
-    found = {
+    results = {
         "tokens_per_s": rates,
         "start_s": starts,
         "matmul_gflops": peak,
@@ -95,11 +95,11 @@ def main() -> None:
         if name.startswith("vllm") and "our" not in name:
             ratios[f"native over {name}"] = (rates[f"native {name[5:9]}"] / rate, 1.0)
 
-    found["limits"] = {
+    results["limits"] = {
         name: {"is": round(ratio, 3), "at_least": least, "holds": ratio >= least}
         for name, (ratio, least) in ratios.items()
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

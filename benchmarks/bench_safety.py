@@ -169,12 +169,12 @@ class Meter:
     def counted(self) -> dict[str, list[tuple[float, ...]]]:
         """The steps of each mode that count; those without a sandbox have no process of rewards."""
         modes = [mode for mode in MODES if mode in self.modes]
-        found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
+        results: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
         for number, (mode, step) in enumerate(zip(self.modes, self.steps, strict=True)):
             if number < WARM_UP * STEPS * self.in_a_round or number % STEPS == 0:
                 continue
-            found[mode].append((*step[:-1], 0.0) if "sandbox" in MODES[mode] else step)
-        return found
+            results[mode].append((*step[:-1], 0.0) if "sandbox" in MODES[mode] else step)
+        return results
 
 
 def report(of_mode: dict[str, list[tuple[float, ...]]]) -> None:

@@ -44,21 +44,21 @@ def main() -> None:
     parser.add_argument("--folder", default="")
     parser.add_argument("--profile", action="store_true")
     chosen = parser.parse_args()
-    found = {}
+    results = {}
     for num_ranks in chosen.ranks:
         sizes = map(str, (num_ranks, chosen.tp, chosen.samples, chosen.steps))
         rest = chosen.recipe, *sizes, chosen.folder, str(chosen.profile)
         side = ask(sys.executable, str(HERE / "scale_side.py"), *rest)
         if chosen.profile:
             print(side.pop("profile"))
-        found[num_ranks] = side
+        results[num_ranks] = side
 
     print(f"{chosen.recipe}, tp={chosen.tp}, {chosen.samples} samples a rank")
-    print(f"{'ranks':<18}" + "".join(f"{num:>10,}" for num in found))
-    for name in next(iter(found.values())):
-        print(f"{name:<18}" + "".join(f"{side[name]:>10,.4g}" for side in found.values()))
-    if 1024 in found:
-        own = found[1024]["driver s"]
+    print(f"{'ranks':<18}" + "".join(f"{num:>10,}" for num in results))
+    for name in next(iter(results.values())):
+        print(f"{name:<18}" + "".join(f"{side[name]:>10,.4g}" for side in results.values()))
+    if 1024 in results:
+        own = results[1024]["driver s"]
         print(f"driver at 1,024 ranks: {own:.2f} s a step, limit {LIMIT_S:g}")
         sys.exit(own > LIMIT_S)
 

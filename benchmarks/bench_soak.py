@@ -140,8 +140,8 @@ def side(folder: Path, tiny: Path, steps: int, kill_every: int, wide: bool) -> d
 
 def lines(folder: Path) -> list[dict[str, float]]:
     """Those of `metrics.jsonl`, without what the clock decides."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(CHANGES)} for line in found]
+    results = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(CHANGES)} for line in results]
 
 
 def report(folders: dict[str, Path], sides: dict[str, dict[str, Any]], steps: int) -> None:
@@ -174,28 +174,28 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--side", choices=["undisturbed", "killed"], help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.side:
-        every = asked.kill_every if asked.side == "killed" else 0
-        tiny = asked.folder / "tiny"
-        facts = side(asked.folder / asked.side, tiny, asked.steps, every, asked.wide)
+    options = parser.parse_args()
+    if options.side:
+        every = options.kill_every if options.side == "killed" else 0
+        tiny = options.folder / "tiny"
+        facts = side(options.folder / options.side, tiny, options.steps, every, options.wide)
         print(json.dumps(facts))
         return
 
     from trainer.cli.make_tiny import make as make_tiny
 
     with tempfile.TemporaryDirectory() as made:
-        folder = asked.folder or Path(made)
+        folder = options.folder or Path(made)
         make_judge(make_tiny(folder / "tiny"))
         sides = {}
         for name in ("undisturbed", "killed"):
             command = [sys.executable, __file__, "--side", name, "--folder", str(folder)]
-            command += ["--steps", str(asked.steps), "--kill-every", str(asked.kill_every)]
-            command += ["--wide"] * asked.wide
+            command += ["--steps", str(options.steps), "--kill-every", str(options.kill_every)]
+            command += ["--wide"] * options.wide
             env = ENV | {"PYTHONPATH": str(HERE.parent)}
             done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
             sides[name] = json.loads(done.stdout.splitlines()[-1])
-        report({name: folder / name for name in sides}, sides, asked.steps)
+        report({name: folder / name for name in sides}, sides, options.steps)
 
 
 if __name__ == "__main__":

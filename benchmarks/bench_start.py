@@ -68,10 +68,10 @@ def until_ready(side_name: str, tiny: Path) -> Callable[[], dict[str, float]]:
         side = [sys.executable, __file__, "--side", side_name, str(tiny)]
         began = time.time()
         done = subprocess.run(side, env=ENV, capture_output=True, text=True, check=False)
-        found = [line for line in done.stdout.splitlines() if line.startswith(READY)]
-        if not found:
+        results = [line for line in done.stdout.splitlines() if line.startswith(READY)]
+        if not results:
             sys.exit(f"{' '.join(side)} failed:\n{done.stderr[-3000:]}")
-        at, cpu = json.loads(found[0].removeprefix(READY))
+        at, cpu = json.loads(results[0].removeprefix(READY))
         return {"seconds": at - began, "cpu": cpu}
 
     return measure
@@ -172,13 +172,15 @@ def figures_of(only: Sequence[str], tiny: Path, rounds: int) -> dict[str, float]
     against = {"import": "python", "help": "python", "local": "libraries", "ray": "bare_ray"}
     asked = [side for side in against if side in only]
     wanted = {*asked, *(against[side] for side in asked)}
-    found = in_turn({side: sides[side] for side in sides if side in wanted}, rounds)
+    results = in_turn({side: sides[side] for side in sides if side in wanted}, rounds)
     if "quickstart" in only:
-        found["quickstart"] = quickstart()
+        results["quickstart"] = quickstart()
 
-    figures = {f"{side}.{name}": value for side, of in found.items() for name, value in of.items()}
+    figures = {
+        f"{side}.{name}": value for side, of in results.items() for name, value in of.items()
+    }
     for side in asked:
-        ratio = found[side]["cpu"] / found[against[side]]["cpu"]
+        ratio = results[side]["cpu"] / results[against[side]]["cpu"]
         figures[f"{side}.cpu over {against[side]}"] = ratio
     return figures
 

@@ -81,39 +81,43 @@ def compare_ranks(folder: str) -> dict[str, float]:
     """One rank, two of FSDP, and two of ddp, one after the other."""
     sides = {"1 ranks": (1, "fsdp"), "2 ranks": (2, "fsdp"), "2 ranks of ddp": (2, "ddp")}
     answers = {side: on_ranks(folder, *how) for side, how in sides.items()}
-    found = {}
+    results = {}
     for side, figures in answers.items():
-        found |= {f"{side}, {name}": value for name, value in figures.items()}
+        results |= {f"{side}, {name}": value for name, value in figures.items()}
 
     for side in ("2 ranks", "2 ranks of ddp"):
-        found[f"{side} over 1, seconds"] = found[f"{side}, update_s"] / found["1 ranks, update_s"]
-        share = found[f"{side}, state_mib"] / found["1 ranks, state_mib"]
-        found[f"{side} over 1, memory of a rank"] = share
-    return found
+        results[f"{side} over 1, seconds"] = (
+            results[f"{side}, update_s"] / results["1 ranks, update_s"]
+        )
+        share = results[f"{side}, state_mib"] / results["1 ranks, state_mib"]
+        results[f"{side} over 1, memory of a rank"] = share
+    return results
 
 
 def one_round(folder: str, trl_python: str | None) -> dict[str, float]:
     """Every comparison once, its sides one after the other."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     sides = [("ours", sys.executable), ("padded", sys.executable)]
     if trl_python:
         sides.append(("trl", trl_python))
     for kind in ("full", "tailed", "ragged"):
         for side, python in sides:
-            found[f"{side}, {kind} rows, s"] = answer(start(python, side, folder, kind))["update_s"]
+            results[f"{side}, {kind} rows, s"] = answer(start(python, side, folder, kind))[
+                "update_s"
+            ]
 
-    found |= answer(start(sys.executable, "rate", folder))
-    found |= answer(start(sys.executable, "memory", folder))
-    found |= compare_ranks(folder)
-    found["packed over padded, real tokens 40 % of the width"] = (
-        found["ours, ragged rows, s"] / found["padded, ragged rows, s"]
+    results |= answer(start(sys.executable, "rate", folder))
+    results |= answer(start(sys.executable, "memory", folder))
+    results |= compare_ranks(folder)
+    results["packed over padded, real tokens 40 % of the width"] = (
+        results["ours, ragged rows, s"] / results["padded, ragged rows, s"]
     )
     if trl_python:
         for kind in ("full", "tailed"):
-            found[f"times TRL, {kind} rows"] = (
-                found[f"trl, {kind} rows, s"] / found[f"ours, {kind} rows, s"]
+            results[f"times TRL, {kind} rows"] = (
+                results[f"trl, {kind} rows, s"] / results[f"ours, {kind} rows, s"]
             )
-    return found
+    return results
 
 
 def main() -> None:

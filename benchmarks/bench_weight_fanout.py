@@ -144,12 +144,12 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
         generators = [
             group(f"generator_{number}", Generator, own_processes=True) for number in numbers
         ]
-        found = {}
+        results = {}
         for sync in ("full", "changed"):
             for each in (trainer, *generators):
                 each.begin(sync)
-            found[sync] = figures_of(trainer, generators, rounds)
-    return found
+            results[sync] = figures_of(trainer, generators, rounds)
+    return results
 
 
 def figures_of(trainer: Any, generators: list[Any], rounds: int) -> dict[str, Any]:
@@ -178,15 +178,15 @@ def figures_of(trainer: Any, generators: list[Any], rounds: int) -> dict[str, An
                 generator.weights_checksum() == published for generator in generators[:number]
             )
 
-    found: dict[str, Any] = {"publish_s": statistics.median(publish_s)}
+    results: dict[str, Any] = {"publish_s": statistics.median(publish_s)}
     medians = {number: statistics.median(values) for number, values in seconds.items()}
     for number, median in medians.items():
-        found[f"{number} generators"] = {
+        results[f"{number} generators"] = {
             "seconds": median,
             "ratio_to_one": median / medians[1],
             "mib_each": sent_mb[number],
         }
-    return found
+    return results
 
 
 def main() -> None:

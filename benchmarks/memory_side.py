@@ -271,12 +271,12 @@ def measured(folder: str, case: Case) -> dict[str, int]:
 
 def compared(folder: str, case: Case) -> dict[str, Any]:
     """Both, of what is kept and of the largest call, and the parts of what is predicted."""
-    memory, found = predicted(folder, case), measured(folder, case)
-    kept = found.pop("kept")
+    memory, results = predicted(folder, case), measured(folder, case)
+    kept = results.pop("kept")
     return {
         "kept": {"predicted": memory.kept, "measured": kept},
-        "call": {"predicted": memory.call, "measured": max(found.values())},
-        "calls": found,
+        "call": {"predicted": memory.call, "measured": max(results.values())},
+        "calls": results,
         "parts": {name: getattr(memory, name) for name in PARTS},
     }
 

@@ -132,19 +132,19 @@ def outcome(system: str, source: str) -> tuple[str, str]:
     arguments: Sequence[str] = ()
     try:
         try:
-            found = migrate(system, source)
+            results = migrate(system, source)
         except ConfigError as err:
             if "Usage" not in str(err):
                 raise
             arguments = ARGUMENTS
-            found = migrate(system, source, arguments)
+            results = migrate(system, source, arguments)
     except ConfigError as err:
         words = " ".join(str(err).split("\n\nverl-like")[0].split())
         kind = "not recognised" if words.startswith("no command runs") else "refused"
         return kind, words[:300]
 
-    wrong = [line for done in found for line in (differences(done) if system == "verl" else [])]
-    told = f"{', '.join(done.program for done in found)}{' with arguments' if arguments else ''}"
+    wrong = [line for done in results for line in (differences(done) if system == "verl" else [])]
+    told = f"{', '.join(done.program for done in results)}{' with arguments' if arguments else ''}"
     return ("wrong", "; ".join(wrong)) if wrong else ("translated", told)
 
 

@@ -65,8 +65,8 @@ def main(folder: str, axes: str, call: str, num_tokens: int, num_rows: int, repe
         start = time.perf_counter()
         run(data)
         seconds.append(time.perf_counter() - start)
-    found = {"seconds": statistics.median(seconds or [0.0]), "peak_mib": peak_mib()}
-    print(json.dumps({**found, "before_mib": before, "needs_mib": peak_mib() - before}))
+    results = {"seconds": statistics.median(seconds or [0.0]), "peak_mib": peak_mib()}
+    print(json.dumps({**results, "before_mib": before, "needs_mib": peak_mib() - before}))
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def our_reference(trainer: Any, worker: Any, rows: list[Any]) -> torch.Tensor:
     from workers.columns import read_columns
 
     batch = trainer.make_batch(rows, [str(number) for number in range(len(rows))], pad_token_id=0)
-    found = worker.compute_ref_log_prob(batch)
-    return read_columns(found, "response_log_probs")["response_log_probs"]
+    results = worker.compute_ref_log_prob(batch)
+    return read_columns(results, "response_log_probs")["response_log_probs"]
 
 
 def our_row(recipe: str, row: Row, number: int) -> Any:
@@ -231,7 +231,7 @@ def main() -> None:
 
     recipe = sys.argv[3]
     rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-    found = {}
+    results = {}
     for kind in KINDS:
         if side == "ours":
             step = our_step(recipe, folder, rows[kind])
@@ -243,12 +243,12 @@ def main() -> None:
             losses.append(step(number))
             wall.append(time.perf_counter() - began[0])
             cpu.append(time.process_time() - began[1])
-        found[kind] = {
+        results[kind] = {
             "step_s": statistics.median(wall[1:]),
             "cpu_s": statistics.median(cpu[1:]),
             "losses": losses,
         }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

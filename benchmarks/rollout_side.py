@@ -37,7 +37,7 @@ def prompts(round_: int) -> list[list[int]]:
 
 def timed(runs: dict[str, Run]) -> dict[str, list[dict[str, float]]]:
     """Each run in turn, as often as `ROUNDS` says of its kind, after one to warm up."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for round_ in range(max(ROUNDS.values()) + 1):
         for name, run in runs.items():
             if round_ > ROUNDS["full" if " full" in name else "tail"]:
@@ -46,8 +46,8 @@ def timed(runs: dict[str, Run]) -> dict[str, list[dict[str, float]]]:
             tokens = run(round_)
             times = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
             if round_:
-                found[name].append({"tokens": tokens, **times})
-    return found
+                results[name].append({"tokens": tokens, **times})
+    return results
 
 
 def of_engine(engine: Any, max_tokens: int, stop: tuple[int, ...]) -> Run:

@@ -237,14 +237,14 @@ def run(
         Measured.gauge = gauge = Gauge(SimulatedPools.far_ends)
         run = Run(config, groups, active_observers(config, cls), [gauge])
         MeasuredLoop(cls(run, *inputs)).run()
-    found = gauge.end()
+    results = gauge.end()
     stages = {
         f"{stage} s": statistics.median(own[1:])
         for stage, own in Measured.cpu_of.items()
         if own[1:]
     }
     saved = Measured.cpu_of["save_checkpoint"][-1] + Measured.cpu_of["commit"][-1]
-    return found | stages | {"checkpoint s": saved, "MiB": rss_mib() - before_mib}
+    return results | stages | {"checkpoint s": saved, "MiB": rss_mib() - before_mib}
 
 
 def rss_mib() -> float:
@@ -263,15 +263,15 @@ def main() -> None:
         tiny = make_inputs(Path(own), 2 * num_prompts)
         if profiles:
             profile.enable()
-        found: dict[str, Any] = run(
+        results: dict[str, Any] = run(
             recipe, num_ranks, tp, num_prompts, steps, Path(folder or f"{own}/run"), tiny
         )
     if profiles:
         profile.disable()
         text = io.StringIO()
         pstats.Stats(profile, stream=text).sort_stats("cumtime").print_stats(100)
-        found["profile"] = text.getvalue()
-    print(json.dumps(found))
+        results["profile"] = text.getvalue()
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -99,10 +99,10 @@ def ask_ranks(num_ranks: int, script: str, *arguments: str) -> list[Any]:
         processes.append(
             subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE, text=True)
         )
-    found = []
+    results = []
     for process in processes:
         output, _ = process.communicate(timeout=1800)
         if process.returncode:
             sys.exit(f"{process.args} failed with {process.returncode}")
-        found.append(json.loads(output.strip().splitlines()[-1]))
-    return found
+        results.append(json.loads(output.strip().splitlines()[-1]))
+    return results

@@ -128,13 +128,13 @@ def rank_main(rank: int, port: int, path: str) -> None:
     seconds = seconds_of(works, together)
 
     if rank == 0:
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             name: statistics.median(values) for name, values in seconds.items()
         }
         hash_cpu_s = statistics.median(syncs.hashes[1:])
-        found |= {"hash_share": hash_shares(seconds), "hash_cpu_s": hash_cpu_s}
+        results |= {"hash_share": hash_shares(seconds), "hash_cpu_s": hash_cpu_s}
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+            json.dump(results, file)
 
     together()
     if rank < 2:
@@ -202,8 +202,8 @@ def main() -> None:
         port = free.getsockname()[1]
     with tempfile.NamedTemporaryFile() as file:
         mp.spawn(rank_main, (port, file.name), nprocs=3)
-        found = json.load(file)
-    print(json.dumps(found))
+        results = json.load(file)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ def run(row: Mapping[str, Any]) -> float:
     """One conversation, for one row of the data."""
     policy = openai.OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY say where the policy is
     messages: list[Any] = list(row["prompt"])
-    said = ""
+    text = ""
     for _ in range(2):
-        found = policy.chat.completions.create(model="policy", messages=messages, max_tokens=8)
-        answer = found.choices[0].message
-        said += answer.content or ""
+        completion = policy.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+        answer = completion.choices[0].message
+        text += answer.content or ""
         messages += [answer, {"role": "user", "content": "more"}]
-    return said.count(row["ground_truth"]) / max(len(said), 1)
+    return text.count(row["ground_truth"]) / max(len(text), 1)

@@ -66,9 +66,9 @@ def show_calls(model: Any, tokenizer: Any, rng: random.Random) -> None:
             call = f"{CALL[0]}{a}{CALL[1]}{b}{CALL[2]}<eos>"
             parts[1:] = call, f"<tool>{told}<assistant>", f"{told}<eos>"
         ids = tokenizer(parts, add_special_tokens=False)["input_ids"]
-        said = [[-100] * len(ids[n]) if n % 2 == 0 else ids[n] for n in range(len(ids))]
+        label_parts = [[-100] * len(ids[n]) if n % 2 == 0 else ids[n] for n in range(len(ids))]
         rows.append(torch.tensor(sum(ids, [])))
-        labels.append(torch.tensor(sum(said, [])))
+        labels.append(torch.tensor(sum(label_parts, [])))
     pad = torch.nn.utils.rnn.pad_sequence
     fit(model, pad(rows, True), pad(labels, True, -100), steps=SHOWN_STEPS)
 
@@ -78,12 +78,12 @@ def a_number(rng: random.Random) -> int:
     return rng.randint(10, 29)
 
 
-def main(what: str, folder: Path) -> None:
+def main(kind: str, folder: Path) -> None:
     """Write model and rows."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model, tokenizer, rows = {"guess": guesser, "calculator": caller}[what]()
+    model, tokenizer, rows = {"guess": guesser, "calculator": caller}[kind]()
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

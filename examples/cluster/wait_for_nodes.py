@@ -20,10 +20,10 @@ def num_nodes(address: str) -> int:
 def wait(address: str, number: int, seconds: float) -> None:
     """End when they are there; with a word when time is up."""
     until = time.monotonic() + seconds
-    while (found := num_nodes(address)) < number:
+    while (joined := num_nodes(address)) < number:
         if time.monotonic() > until:
             sys.exit(
-                f"{found} of {number} nodes have joined Ray at {address} within {seconds:g} s: "
+                f"{joined} of {number} nodes have joined Ray at {address} within {seconds:g} s: "
                 "look at what their `ray start` says above, and whether they reach that address. "
                 "WAIT_S=<seconds> waits longer."
             )

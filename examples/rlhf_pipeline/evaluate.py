@@ -79,11 +79,11 @@ def evaluate(folders: dict[str, str], scorer_folder: str, rows: list[dict[str, A
         preferred = float(preferences(scorer, prompts, responses, tokenizer).mean())
         table.append(f"| {name} | {shares[0]:.0%} | {shares[1]:.2f} | {preferred:.2f} |")
 
-    said = [f"| prompt | {' | '.join(folders)} |", "|---" * (len(folders) + 1) + "|"]
+    responses_table = [f"| prompt | {' | '.join(folders)} |", "|---" * (len(folders) + 1) + "|"]
     for number in range(NUM_SHOWN):
         cells = [repr(texts[name][number]).replace("|", "\\|") for name in folders]
-        said.append(f"| {rows[number]['prompt'][0]['content']} | {' | '.join(cells)} |")
-    return [*table, "", "## What they say", "", *said]
+        responses_table.append(f"| {rows[number]['prompt'][0]['content']} | {' | '.join(cells)} |")
+    return [*table, "", "## What they say", "", *responses_table]
 
 
 def curve(run_dir: Path, step: str, metrics: dict[str, str], shown: int = 0) -> list[str]:
@@ -100,7 +100,7 @@ def curve(run_dir: Path, step: str, metrics: dict[str, str], shown: int = 0) -> 
 def main(run_dir: Path, base: str, sft: str, ppo: str, scorer: str) -> None:
     """Write the report, and print the table of scores."""
     rows = read_lines(run_dir / "data" / "prompts_val.jsonl")
-    found = evaluate({"base": base, "SFT": sft, "PPO": ppo}, scorer, rows)
+    scores_table = evaluate({"base": base, "SFT": sft, "PPO": ppo}, scorer, rows)
     of_ppo = {
         "reward/preference_score/mean": "reward model",
         "reward/kindness_score/mean": "kindness",
@@ -113,7 +113,7 @@ def main(run_dir: Path, base: str, sft: str, ppo: str, scorer: str) -> None:
         f"Samples at temperature 1 for {len(rows)} held-out prompts. Kindness is a rule that no "
         "step was trained with.",
         "",
-        *found,
+        *scores_table,
         "",
         "## Supervised fine-tuning",
         "",
@@ -126,7 +126,7 @@ def main(run_dir: Path, base: str, sft: str, ppo: str, scorer: str) -> None:
         *curve(run_dir, "ppo", of_ppo, PPO_STEPS_SHOWN),
     ]
     (run_dir / "report.md").write_text("\n".join(report), encoding="utf-8")
-    print("\n".join(found))
+    print("\n".join(scores_table))
     print(f"\nreport: {run_dir}/report.md")
 
 

@@ -18,7 +18,7 @@ SENTENCE = re.compile(rf"the ({'|'.join(ADJECTIVES)}) (\w+) ({'|'.join(VERBS)})\
 
 def kindness(solution_str: str, ground_truth: str) -> dict[str, float]:
     """0 unless it is a sentence about the animal; then 0, 0.5 or 1 by its kind words."""
-    found = SENTENCE.fullmatch(solution_str)
-    is_sentence = found is not None and found[2] == ground_truth
-    num_kind = int(found[1] in KIND[0]) + int(found[3] in KIND[1]) if found else 0
+    match = SENTENCE.fullmatch(solution_str)
+    is_sentence = match is not None and match[2] == ground_truth
+    num_kind = int(match[1] in KIND[0]) + int(match[3] in KIND[1]) if match else 0
     return {"score": is_sentence * num_kind / 2, "is_sentence": float(is_sentence)}

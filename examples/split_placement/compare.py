@@ -43,7 +43,7 @@ def seconds(steps: list[dict[str, float]], name: str) -> float:
 def largest_difference(split: list[dict[str, float]], colocate: list[dict[str, float]]) -> float:
     """Return the largest difference of `NUMBERS` in the steps that both runs have."""
     pairs = zip(split, colocate, strict=False)
-    return max(abs(one[name] - other[name]) for one, other in pairs for name in NUMBERS)
+    return max(abs(first[name] - other[name]) for first, other in pairs for name in NUMBERS)
 
 
 def main(split_dir: str, colocate_dir: str) -> None:

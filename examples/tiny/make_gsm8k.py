@@ -32,8 +32,8 @@ def make_sums(split: str) -> list[dict[str, str]]:
     lines = []
     for _ in range(NUM_ROWS[split]):
         a, b = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
-        who, what = rng.choice(NAMES), rng.choice(THINGS)
-        question = f"{who} has {a} {what} and buys {b}. How many now?"
+        who, thing = rng.choice(NAMES), rng.choice(THINGS)
+        question = f"{who} has {a} {thing} and buys {b}. How many now?"
         lines.append({"question": question, "answer": f"#### {a + b}"})
     return lines
 

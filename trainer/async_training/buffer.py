@@ -226,7 +226,8 @@ class ExperienceBuffer:
             while self.open.in_flight and self._generators and self._failure is None:
                 if not self._changed.wait(timeout_s):
                     raise StalledError(
-                        f"generators do not come to rest: {self._activity.who_waits()}"
+                        f"generators have not paused within {timeout_s:g} s: "
+                        f"{self._activity.who_waits()}"
                     )
         try:
             yield

@@ -173,8 +173,8 @@ def reject_ids(request: Mapping[str, Any]) -> None:
     """Reject an agent that sends token ids, because there are only texts to reply with."""
     if request.get("ids") is not None:
         raise ConfigError(
-            "the agent asks by token ids (inference/v1/generate), which a run alone answers; "
-            "one that asks by chat/completions can be played without one."
+            "the agent sends token ids (inference/v1/generate), which only a run can answer. "
+            "Check an agent that calls chat/completions."
         )
 
 

@@ -227,7 +227,7 @@ def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
         if all(row.get(column) is not None for column in columns):
             encoded = encode(row, tokenizer)
             if not teaches([encoded]):
-                raise ValueError("no token of it is in the loss")
+                raise ValueError("the row has no token in the loss")
             return encoded
 
     raise ValueError(

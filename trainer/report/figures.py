@@ -210,7 +210,7 @@ def bars(
 
 
 def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
-    """Return the calls as a Gantt chart: a lane per pool, role and rank; dotted lines at cuts.
+    """Return the calls as a Gantt chart: a lane per pool, role and rank; dotted lines mark `cuts`.
 
     With several pools, a row at the bottom shows when they were busy at the same time.
     """

@@ -374,8 +374,8 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
     for parameter in [*inspect.signature(cls.reset).parameters.values()][1:]:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
-                f"environment={path}: reset gets row, rng and columns by their names, and "
-                f"{parameter.name!r} has none."
+                f"environment={path}: reset gets its arguments by keyword, but "
+                f"{parameter.name!r} is positional-only."
             )
     if not _has_step(cls):
         return

@@ -243,7 +243,7 @@ class Folder:
                 break
 
     def find(self, name: str) -> Any:
-        """Return the slice of a tensor, or None; the base model's prefix is optional."""
+        """Return the slice of a tensor, with or without the base model's prefix, or None."""
         for spelled in self._spellings(name):
             if spelled in self.files:
                 return self._open(self.files[spelled]).get_slice(spelled)

@@ -133,7 +133,7 @@ class RemoteScorer:
             raise _TemporaryError(str(getattr(err, "reason", err)) or type(err).__name__) from err
 
         if len(answer) > LONGEST_ANSWER:
-            raise RewardServerError(f"{self._config.url} gave more than {LONGEST_ANSWER} bytes")
+            raise RewardServerError(f"{self._config.url} returned more than {LONGEST_ANSWER} bytes")
         return json.loads(answer)
 
 

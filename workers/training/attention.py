@@ -50,7 +50,7 @@ LARGEST_HEAD = 256
 class LocalMask:
     """Replaces the mask of a layer in which a token sees only some of the tokens before it.
 
-    A window ends at the token. Chunks are counted from the first token of the row.
+    A window ends at the attending token. Chunks are counted from the first token of the row.
     """
 
     window: int | None = None

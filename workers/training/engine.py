@@ -190,7 +190,7 @@ class TrainEngine(Model):
         """
         assert self.optimizer is not None, "a frozen engine was asked for a step"
         if not self.has_gradients:
-            raise ConfigError("optim_step: no gradients are there; call forward_backward before.")
+            raise ConfigError("optim_step: there are no gradients; call forward_backward first.")
         self.sum_gradients()
         grad_clip = self.grad_clip if settings.grad_clip is None else settings.grad_clip
         copies = [self.module.get_parameter(name) for name in self.layers.copies]

@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def loaded_files(manifest: dict[str, Any]) -> list[str]:
-    """Return the files that a resume reads; exports may be deleted."""
+    """Return the files that a resume reads, all except exports."""
     return [name for name in manifest["files"] if name.startswith(("shards/", "random/"))]
 
 

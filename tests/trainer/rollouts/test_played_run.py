@@ -325,7 +325,7 @@ def test_an_agent_is_answered_by_hand_and_by_the_model(
     assert found[-2:] == ["environment: end, reward 1", "4 turns, reward 1"]
     assert sum(line.startswith("policy: ") for line in found) == 2
     ids = ("--environment", "tests.workers.agents.agents:by_ids")
-    with pytest.raises(ConfigError, match="asks by token ids"):
+    with pytest.raises(ConfigError, match="sends token ids"):
         chat.main([str(asked), *ids])
 
 

@@ -194,5 +194,5 @@ def test_a_server_on_ray_has_the_same_bits(
         assert over_http(url, desk.base_model, 4) == expected
         with Client(url) as client:
             idle = client.model(desk.base_model)
-            with pytest.raises(FailedError, match="user: .*no gradients are there"):
+            with pytest.raises(FailedError, match="user: .*there are no gradients"):
                 client.result(idle.step())

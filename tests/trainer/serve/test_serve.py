@@ -62,7 +62,7 @@ def test_weights_may_be_fractional_negative_and_two_dimensional(model: Model) ->
 def test_forward_is_the_loss_without_gradients(model: Model) -> None:
     client = model.client
     forward = outputs(client.result(model.backward([of_policy()], "ppo", forward_only=True)))
-    with pytest.raises(FailedError, match="user: .*no gradients are there"):
+    with pytest.raises(FailedError, match="user: .*there are no gradients"):
         client.result(model.step(**ADAM))
     backward = outputs(client.result(model.backward([of_policy()], "ppo")))
     assert forward[0][0] == pytest.approx(backward[0][0], rel=1e-4)

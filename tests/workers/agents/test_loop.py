@@ -279,7 +279,7 @@ def test_halves_of_a_surrogate_pair_are_read_as_something_else(play: Play, token
         ("add", "is no class with a method `reset`"),
         ("NoReset", "is no class with a method `reset`"),
         ("NarrowStep", "step takes the text that was said"),
-        ("ByPlace", "reset gets row, rng and columns by their names, and 'row' has none"),
+        ("ByPlace", "reset gets its arguments by keyword, but 'row' is positional-only"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_a_trajectory(name: str, words: str) -> None:

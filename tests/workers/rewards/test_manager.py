@@ -246,7 +246,7 @@ def test_one_of_several_rewards_is_refused_by_its_own_keys(
             "from verl_like.process.sandbox import reject_nested_run as run\nrun()",
             "Put what starts the run under `if __name__ == '__main__':`",
         ),
-        ("import os; os._exit(3)", "the reward process ended with exit code 3. What its process"),
+        ("import os; os._exit(3)", "the reward process ended with exit code 3. The output"),
     ],
 )
 def test_a_function_that_dies_while_it_loads_is_refused(

@@ -97,7 +97,7 @@ class Container:
                 output = " ".join([*lines, process.stdout.read()])
                 raise RuntimeError(
                     f"the container of {task.name} does not start: {output[-500:]} "
-                    "(environment.kwargs.runtime=local takes no container)"
+                    "(environment.kwargs.runtime=local runs without a container)"
                 )
         self.run("mkdir -p /logs/agent; chmod 777 /logs /logs/agent", user=0)
 
