@@ -113,6 +113,14 @@ def few(words: Sequence[str], most: int = 8) -> str:
     return ", ".join(words[:most]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
+def nearest_divisors(size: int, total: int) -> str:
+    """Return the divisors of `total` next below and above `size`, such as "2 or 4"."""
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    below = [number for number in divisors if number < size][-1:]
+    above = [number for number in divisors if number > size][:1]
+    return " or ".join(map(str, below + above))
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return a hint such as " Did you mean 'critic_pool'?", or "" if no name is close.
 

@@ -130,7 +130,15 @@ def draw_table(
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
-        return [_in_columns(row, widths, num_titles if flush_right else len(row)) for row in rows]
+        lines = []
+        for row in rows:
+            num_left = num_titles if flush_right else len(row)
+            padded = [
+                cell.ljust(size) if place < num_left else cell.rjust(size)
+                for place, (cell, size) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(padded).rstrip())
+        return lines
 
     heading, *others = rows
     lines = []
@@ -139,11 +147,3 @@ def draw_table(
         rest = "; ".join(f"{head} {cell}" for head, cell in cells)
         lines += ["  ".join(row[:num_titles]), *_wrap("  " + rest, width, "  ")]
     return lines
-
-
-def _in_columns(row: Sequence[str], widths: Sequence[int], num_left: int) -> str:
-    """Align the first `num_left` cells of a row left in their columns, the others right."""
-    cells = []
-    for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        cells.append(cell.ljust(width) if place < num_left else cell.rjust(width))
-    return "  ".join(cells).rstrip()

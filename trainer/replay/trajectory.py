@@ -27,7 +27,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import reject_nested_run
-from workers.agents.recorded import RECORDED
+from workers.agents.host import RECORDED
 from workers.columns import split_player_uid, token_rows
 from workers.config import plays
 

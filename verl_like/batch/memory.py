@@ -95,14 +95,12 @@ def join_rows(parts: list[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
     if size < (LARGE_BYTES if keeps else UNKEPT_BYTES) or not all(map(_is_plain, parts)):
         return torch.cat(parts)
     shape, dtype = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]]), parts[0].dtype
-    return torch.cat(parts, out=_room(shape, dtype) if keeps else _unkept_room(shape, dtype))
-
-
-def _unkept_room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    if keeps:
+        return torch.cat(parts, out=_room(shape, dtype))
     pages = mmap.mmap(-1, shape.numel() * dtype.itemsize)
     if len(pages) >= LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.cat(parts, out=torch.frombuffer(pages, dtype=dtype).view(shape))
 
 
 def _is_plain(column: torch.Tensor) -> bool:

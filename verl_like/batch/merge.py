@@ -157,7 +157,16 @@ def concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for part, meta in enumerate(metas):
         rest = {key: value for key, value in meta.items() if key != "metrics"}
         merged = union_meta(merged, rest, f"Concat, part {part} and those before it")
-        metrics += _metrics_of(meta, part)
+        of_part = meta.get("metrics")
+        if not isinstance(of_part, list):
+            of_part = [] if of_part is None else [of_part]
+        for entry in of_part:
+            if not isinstance(entry, dict):
+                raise BatchError(
+                    f"Concat: the metrics of part {part} are {reprlib.repr(entry)}, not a dict or "
+                    "list of dicts."
+                )
+        metrics += of_part
 
     if metrics:
         lists: dict[str, list[Any]] = {}
@@ -166,21 +175,6 @@ def concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 lists.setdefault(name, []).append(value)
         merged["metrics"] = lists
     return merged
-
-
-def _metrics_of(meta: dict[str, Any], part: int) -> list[dict[str, Any]]:
-    """Return the dicts of metrics in the meta of one part."""
-    metrics = meta.get("metrics")
-    if metrics is None:
-        return []
-    entries = metrics if isinstance(metrics, list) else [metrics]
-    for entry in entries:
-        if not isinstance(entry, dict):
-            raise BatchError(
-                f"Concat: the metrics of part {part} are {reprlib.repr(entry)}, not a dict or "
-                "list of dicts."
-            )
-    return entries
 
 
 def concat_columns(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

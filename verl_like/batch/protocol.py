@@ -138,11 +138,7 @@ class DataProto:
             | {name: len(column) for name, column in new_columns.items()}
         )
         rows = len(self) if self._has_rows() else len(next(iter(new_columns.values()), ()))
-        return self._set_tensors({**self.columns, **new_columns}, rows)
-
-    def _set_tensors(self, tensors: Mapping[str, Column], rows: int) -> Self:
-        """Replace all tensor columns."""
-        self._dense, self._ragged = self._parts(tensors, rows)
+        self._dense, self._ragged = self._parts({**self.columns, **new_columns}, rows)
         return self
 
     def _derived(
@@ -392,7 +388,8 @@ class DataProto:
         if taken._dense is not None and not taken._dense.keys():
             taken._dense = None
         if taken.columns:
-            self._set_tensors(_without(self.columns, taken.columns), len(self))
+            rest = _without(self.columns, taken.columns)
+            self._dense, self._ragged = self._parts(rest, len(self))
         self.non_tensor_batch = _without(self.non_tensor_batch, taken.non_tensor_batch)
         self.meta_info = _without(self.meta_info, taken.meta_info)
         return taken
@@ -421,7 +418,8 @@ class DataProto:
                 f"rename {old} to {new} would give two columns one name; the batch has "
                 f"{list(tensors)}."
             )
-        return self._set_tensors(renamed, len(self))
+        self._dense, self._ragged = self._parts(renamed, len(self))
+        return self
 
     def union(self, other: DataProto) -> Self:
         """Add the other batch's columns and meta entries, in place.
@@ -438,7 +436,7 @@ class DataProto:
         meta = merge.union_meta(self.meta_info, other.meta_info, "Union")
         if self._dense is None and other._dense is not None:
             self._dense = other._dense.copy()
-        self._set_tensors(tensors, len(self))
+        self._dense, self._ragged = self._parts(tensors, len(self))
         self.non_tensor_batch, self.meta_info = arrays, meta
         return self
 

@@ -64,20 +64,17 @@ def pack_array(column: Array) -> Array:
 
 
 def _pack(column: torch.Tensor, protocol: int) -> Packed:
-    return column.dtype, tuple(column.shape), _buffer_of(column, protocol)
-
-
-def _buffer_of(column: torch.Tensor, protocol: int) -> Any:
+    dtype, shape = column.dtype, tuple(column.shape)
     if not column.numel():
-        return b""
+        return dtype, shape, b""
     bits = column.detach().cpu()
     if column.element_size() in INTEGERS:  # numpy does not have every dtype
         bits = bits.view(INTEGERS[column.element_size()])
     array = bits.numpy()
     if protocol < 5 or array.nbytes <= SMALL_BYTES:
-        return array.tobytes()
+        return dtype, shape, array.tobytes()
     flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return pickle.PickleBuffer(flat)
+    return dtype, shape, pickle.PickleBuffer(flat)
 
 
 def _tensor_over(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:

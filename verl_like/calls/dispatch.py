@@ -82,12 +82,8 @@ class CallTarget:
 class Group(Protocol):
     """The interface of a group that a call uses."""
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def world_size(self) -> int: ...  # noqa: D102
-
+    name: str
+    world_size: int
     transport: Transport
     state: Any
     """The `GroupState`, which knows the meshes."""
@@ -279,11 +275,6 @@ def collect_list(target: CallTarget, outputs: list[Any]) -> list[Any]:
     return outputs
 
 
-def collect_first(target: CallTarget, outputs: list[Any]) -> Any:
-    """Return the result of rank 0."""
-    return outputs[0]
-
-
 def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
     """Concatenate the workers' batches in rank order, without chunks that hold only padding."""
     if any(type(output) is not type(outputs[0]) for output in outputs):
@@ -408,7 +399,7 @@ def registered_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any], Reg
 
 
 for _name, _mode in {
-    "RANK_ZERO": Mode(dispatch_all_to_all, collect_first, "first"),
+    "RANK_ZERO": Mode(dispatch_all_to_all, lambda target, outputs: outputs[0], "first"),
     "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_list, "list"),
     "ALL_TO_ALL": Mode(dispatch_all_to_all, collect_list, "list"),
     "DP_COMPUTE": Mode(dispatch_dp_compute, collect_list, "list"),

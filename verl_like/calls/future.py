@@ -278,7 +278,8 @@ def wait_for(
     began = time.monotonic()
     transports = dict.fromkeys(future.transport for future in futures)
     for transport in transports:
-        transport.report_abandoned()
+        if transport.abandoned:
+            transport.report_abandoned()
     _read_together(futures, timeout)
     left = dict(enumerate(futures))
     for place in _settle_answered(left):
@@ -289,15 +290,21 @@ def wait_for(
 
     waits = {place: _Wait(future, timeout, began) for place, future in left.items()}
     watches = {transport: HangWatch(transport, began) for transport in transports}
+    first = next(iter(transports))
     while waits:
-        _read_answers(list(waits.values()))
-        for place in _settle_answered({place: wait.future for place, wait in waits.items()}):
-            del waits[place]
+        # the headers that come within the next second
+        future_of = {answer: future for future in left.values() for answer in future._open}
+        seconds = min(wait.clock.remaining() for wait in waits.values())
+        ready = first.wait(list(future_of), seconds)
+        for reference, (answer, lost) in zip(ready, _fetch_each(first, ready, 0.0), strict=True):
+            future_of[reference].note(reference, lost or answer)
+        for place in _settle_answered(left):
+            del waits[place], left[place]
             yield place, None
         for transport, watch in watches.items():
             of_pool = {n: wait for n, wait in waits.items() if wait.future.transport is transport}
             for place, error in _look(transport, of_pool, watch):
-                del waits[place]
+                del waits[place], left[place]
                 yield place, error
 
 
@@ -326,46 +333,40 @@ def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> No
 def _settle_answered(futures: Mapping[int, WorkerFuture]) -> list[int]:
     """Settle the futures whose calls have all been answered, and return their places."""
     answered = {place: future for place, future in futures.items() if not future._open}
-    _bring_payloads([future for future in answered.values() if not future._failures])
-    for future in answered.values():
-        if future._outcome is None:
-            future.settle()
+    unsettled = [future for future in answered.values() if future._outcome is None]
+    calls = [
+        (future, call)
+        for future in unsettled
+        for call in future.pending
+        if not future._failures and call.rank not in future._payloads
+    ]
+    if calls:
+        references = [call.payload for _, call in calls]
+        payloads = _fetch_each(calls[0][0].transport, references, SOON_S)
+        for (future, call), (payload, lost) in zip(calls, payloads, strict=True):
+            if lost is not None:
+                future._failures[call.rank] = type(lost)(f"{future.where(call)}: {lost}")
+            else:
+                future._payloads[call.rank] = payload
+    for future in unsettled:
+        future.settle()
     return list(answered)
 
 
-def _read_answers(waits: Sequence[_Wait]) -> None:
-    """Read the headers that come within the next second."""
-    future_of = {reference: wait.future for wait in waits for reference in wait.future._open}
-    transport = waits[0].future.transport
-    ready = transport.wait(list(future_of), min(wait.clock.remaining() for wait in waits))
-    answers = transport.fetch_together(ready, 0.0) if ready else []
-    for place, reference in enumerate(ready):
+def _fetch_each(
+    transport: Transport, references: Sequence[Any], seconds: float
+) -> list[tuple[Any, WorkerError | None]]:
+    """Return the value behind each reference, or the error if it is lost."""
+    together = transport.fetch_together(references, seconds) if references else []
+    if together is not None:
+        return [(value, None) for value in together]
+    values: list[tuple[Any, WorkerError | None]] = []
+    for reference in references:
         try:
-            answer = transport.fetch(reference) if answers is None else answers[place]
+            values.append((transport.fetch(reference), None))
         except WorkerError as error:
-            answer = error
-        future_of[reference].note(reference, answer)
-
-
-def _bring_payloads(futures: Sequence[WorkerFuture]) -> None:
-    """Fetch the payloads of calls whose headers are there; a payload that is lost is a failure."""
-    calls = [
-        (future, call)
-        for future in futures
-        for call in future.pending
-        if future._outcome is None and call.rank not in future._payloads
-    ]
-    if not calls:
-        return
-    transport = calls[0][0].transport
-    together = transport.fetch_together([call.payload for _, call in calls], SOON_S)
-    for place, (future, call) in enumerate(calls):
-        try:
-            payload = transport.fetch(call.payload) if together is None else together[place]
-        except WorkerError as error:
-            future._failures[call.rank] = type(error)(f"{future.where(call)}: {error}")
-        else:
-            future._payloads[call.rank] = payload
+            values.append((None, error))
+    return values
 
 
 def _look(
@@ -438,21 +439,6 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     order is raised, a death before others. The other failures are in its attribute `others` and in
     its notes.
     """
-    outcomes = _outcomes(futures, timeout, grace_s)
-    errors = [error for _, error in outcomes if error is not None]
-    if not errors:
-        return [value for value, _ in outcomes]
-    errors.sort(key=lambda e: (not isinstance(e, WorkerDiedError), isinstance(e, _AbandonedError)))
-    first, *others = errors
-    first.others = others  # type: ignore[attr-defined]
-    _note_some(first, [f"also failed: {type(other).__name__}: {other}" for other in others])
-    raise first
-
-
-def _outcomes(
-    futures: Sequence[Any], timeout: float | None, grace_s: float | None
-) -> list[Outcome]:
-    """Return the value or the error of every future, in order."""
     arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
     by_kind: dict[object, list[int]] = defaultdict(list)
     """The calls of one kind of backend share one wait; any other future has its own."""
@@ -488,7 +474,15 @@ def _outcomes(
         left = few([str(future) for n, future in enumerate(futures) if n not in outcomes])
         first_line = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         logger.error("%s failed: %s. Waiting for %s.", futures[place], first_line, left)
-    return [outcomes[place] for place in range(len(futures))]
+
+    errors = [error for _, (_, error) in sorted(outcomes.items()) if error is not None]
+    if not errors:
+        return [outcomes[place][0] for place in range(len(futures))]
+    errors.sort(key=lambda e: (not isinstance(e, WorkerDiedError), isinstance(e, _AbandonedError)))
+    first, *others = errors
+    first.others = others  # type: ignore[attr-defined]
+    _note_some(first, [f"also failed: {type(other).__name__}: {other}" for other in others])
+    raise first
 
 
 def _wait_in_turn(

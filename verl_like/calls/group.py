@@ -314,20 +314,11 @@ class WorkerGroup(VerlGroup):
         A group that is spawned from another one gets its `state`.
         """
         self.transport, self.roles, self.prefixed = transport, dict(roles), frozenset(prefixed)
+        self.name, self.world_size = "+".join(roles), transport.world_size
         self.state = state or GroupState(self.name, transport.world_size)
         self.state.learn(transport.started)
         for name, (role, method, function, mark) in method_table(roles, prefixed).items():
             setattr(self, name, BoundMethod(self, role, method, function, mark))
-
-    @property
-    def name(self) -> str:
-        """The role, or the roles joined by "+"."""
-        return "+".join(self.roles)
-
-    @property
-    def world_size(self) -> int:
-        """Processes in the group."""
-        return self.transport.world_size
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """Return one group per role on these same processes; its methods have no prefix."""
@@ -399,8 +390,10 @@ def method_table(
 
 
 _RESERVED = {name for name in dir(WorkerGroup) if not name.startswith("__")} | {
+    "name",
     "prefixed",
     "roles",
     "state",
     "transport",
+    "world_size",
 }

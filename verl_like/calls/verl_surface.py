@@ -52,11 +52,7 @@ def _dispatch_lists(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
 class VerlGroup:
     """A worker group's methods for verl's drivers."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def name(self) -> str: ...  # noqa: D102
-
+    name: str
     roles: dict[str, type]
     prefixed: frozenset[str]
     spawn: Callable[[Iterable[str]], dict[str, Any]]

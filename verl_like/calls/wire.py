@@ -243,9 +243,18 @@ class UpstreamError(Exception):
 
 
 def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
-    """Return an argument with its slot filled, as a copy unless the method is `readonly`."""
+    """Return an argument with its slot filled, as a copy unless the method is `readonly`.
+
+    Raise the error of a call that was to compute a chunk of the argument.
+    """
     if isinstance(value, ChunkSlot):
-        headers = _headers_of(value, parts)
+        packed = [parts[number] for number in value.headers]
+        if len(packed) == 1 and isinstance(packed[0], list):
+            packed = packed[0]
+        headers = [Header.read(one) for one in packed]
+        for header in headers:
+            if header.error is not None:
+                raise UpstreamError(header.error)
         header = headers[value.index]
         if header.returned not in (BATCH, BOTH):
             raise DispatchError(
@@ -261,18 +270,6 @@ def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         return value.copy()
     return value.writable_copy() if isinstance(value, DataProto) else value
-
-
-def _headers_of(slot: ChunkSlot, parts: Sequence[Any]) -> list[Header]:
-    """Return the headers of all chunks of a result, or raise the error of a call that failed."""
-    values = [parts[number] for number in slot.headers]
-    if len(values) == 1 and isinstance(values[0], list):
-        values = values[0]
-    headers = [Header.read(value) for value in values]
-    for header in headers:
-        if header.error is not None:
-            raise UpstreamError(header.error)
-    return headers
 
 
 class Chunk(NamedTuple):

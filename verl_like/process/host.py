@@ -96,6 +96,7 @@ class WorkerHost:
         """
         self.facts = replace(facts, device_index=device_of(facts).index)
         self._in_callers_thread = workers is not None
+        self._variables = torchrun_environment(self.facts, ("127.0.0.1", 0))
         self._turn: RoleState | None = None
         # never contended; `nullcontext` would be slower on every call
         self._one_call = threading.RLock()
@@ -280,8 +281,7 @@ class WorkerHost:
         set_random_state(state.random_state)
         self._turn = state
         try:
-            variables = torchrun_environment(self.facts, ("127.0.0.1", 0))
-            with environment({**loopback_environment(self.facts), **variables}), state:
+            with environment({**loopback_environment(self.facts), **self._variables}), state:
                 yield
         finally:
             state.random_state, self._turn = get_random_state(), outer
@@ -298,10 +298,28 @@ class WorkerHost:
         except UpstreamError as upstream:
             error = upstream.error
         except BaseException as failure:  # noqa: BLE001 - the process edge: every error travels
-            if self._ends_the_process(failure):
+            is_main = threading.current_thread() is threading.main_thread()
+            if self._in_callers_thread:
+                ends_process = isinstance(failure, KeyboardInterrupt)
+            else:
+                ends_process = is_main and isinstance(failure, SystemExit)
+            if ends_process:
                 raise
             error = RemoteError.of(failure)
 
+        # Drivers read the header of `start`, which has the meshes. They may leave that of a call
+        # unread, so once a call has registered a mesh every later header carries the meshes.
+        meshes: dict[str, Any] | None = {
+            role: dict(facts)
+            for role, state in self._states.items()
+            if (facts := getattr(state.worker, "_mesh_facts", None))
+        }
+        if method == START:
+            self._known_meshes = meshes
+        elif meshes == self._known_meshes:
+            meshes = None
+        else:
+            self._known_meshes = None
         header = Header(
             role=role or self.facts.name,
             method=method,
@@ -311,36 +329,10 @@ class WorkerHost:
             end=time.time(),
             cpu_s=time.process_time() - cpu,
             error=error,
-            mesh_facts=self._new_meshes(method),
+            mesh_facts=meshes,
             **fields,
         )
         return payload, header
-
-    def _new_meshes(self, method: str) -> dict[str, Any] | None:
-        """Return the registered meshes, or None if constructors have registered all of them.
-
-        Drivers read the header of `start`. They may leave that of a call unread, so once a call has
-        registered a mesh every later header carries the meshes.
-        """
-        registered = {
-            role: dict(facts)
-            for role, state in self._states.items()
-            if (facts := getattr(state.worker, "_mesh_facts", None))
-        }
-        if method == START:
-            self._known_meshes = registered
-        elif registered == self._known_meshes:
-            return None
-        else:
-            self._known_meshes = None
-        return registered
-
-    def _ends_the_process(self, failure: BaseException) -> bool:
-        """Return whether an error is Ctrl-C in the driver's process, or an exit in a worker's."""
-        if self._in_callers_thread:
-            return isinstance(failure, KeyboardInterrupt)
-        is_in_turn = threading.current_thread() is threading.main_thread()
-        return is_in_turn and isinstance(failure, SystemExit)
 
     def _finished(self, value: Any) -> Any:
         """Return the value; run a coroutine in the thread of an event loop."""

@@ -118,7 +118,10 @@ def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
     for name, form in FORMS.items():
         if (not forms or name in forms) and (blocks := form.blocks(seen)):
             calls = [call for block in blocks for call in _read(block[1].strip(), name)]
-            return calls, _outside(text, blocks)
+            begins = [0, *(block.end() for block in blocks)]
+            ends = [*(block.start() for block in blocks), len(text)]
+            rest = "".join(text[begin:end] for begin, end in zip(begins, ends, strict=True))
+            return calls, AROUND_CALLS.sub("", rest).strip()
     return _bare(seen.strip(), is_whole=bool(forms))
 
 
@@ -141,13 +144,6 @@ def _without_thoughts(text: str) -> str:
         thought, closed, rest = text.rpartition(closing)
         text = " " * len(thought + closed) + rest
     return text
-
-
-def _outside(text: str, blocks: Sequence[re.Match[str]]) -> str:
-    begins = [0, *(block.end() for block in blocks)]
-    ends = [*(block.start() for block in blocks), len(text)]
-    rest = "".join(text[begin:end] for begin, end in zip(begins, ends, strict=True))
-    return AROUND_CALLS.sub("", rest).strip()
 
 
 def _bare(text: str, is_whole: bool) -> tuple[list[ToolCall], str]:

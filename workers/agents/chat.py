@@ -47,8 +47,21 @@ class TurnRenderer:
         """Roles of observations -> True if they are rendered only after calls of tools."""
         self._tail = self._after_a_turn()
         self.between(None, [{"role": "user", "content": "a"}])
-        if self._tools:
-            self._check_tools()
+        if not self._tools:
+            return
+
+        name = self._tools[0]["function"]["name"]
+        given, self._tools = self._tools, []
+        plain = self._written(self._asked()[:1], begins=True)
+        self._tools = given
+        if plain == self._written(self._asked()[:1], begins=True):
+            raise ConfigError(
+                f"tools: the chat template of {self._tokenizer.name_or_path} does not write tools "
+                f"into the prompt, so the policy cannot know of {name!r}. Take a template that "
+                "has `tools`."
+            )
+        self._tail = self._after_a_turn()
+        self.between(None, [{"role": "tool", "name": name, "content": "a"}])
 
     @property
     def template(self) -> str:
@@ -70,7 +83,7 @@ class TurnRenderer:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a chat, up to the start of the response."""
-        return self._ids(self.written(messages))
+        return self.ids_of([self.written(messages)])[0]
 
     def written(self, messages: Sequence[Message]) -> str:
         """Return the text of a chat, up to the start of the response."""
@@ -89,11 +102,11 @@ class TurnRenderer:
         if before:
             read = self._tokenizer.decode(before)
         begins = whole.startswith(read)
-        return self._ids(whole.removeprefix(read)), not begins
+        return self.ids_of([whole.removeprefix(read)])[0], not begins
 
     def between(self, last: int | None, observations: Sequence[Message]) -> list[int]:
         """Return the ids after a turn that ended with token `last` (None: without a stop token)."""
-        return self._ids(self.text_between(last, observations))
+        return self.ids_of([self.text_between(last, observations)])[0]
 
     def text_between(self, last: int | None, observations: Sequence[Message]) -> str:
         """Return the text that the template renders between two turns."""
@@ -242,20 +255,6 @@ class TurnRenderer:
             )
         return base.partition(SAID)[2]
 
-    def _check_tools(self) -> None:
-        name = self._tools[0]["function"]["name"]
-        without, self._tools = self._tools, []
-        plain = self._written(self._asked()[:1], begins=True)
-        self._tools = without
-        if plain == self._written(self._asked()[:1], begins=True):
-            raise ConfigError(
-                f"tools: the chat template of {self._tokenizer.name_or_path} does not write tools "
-                f"into the prompt, so the policy cannot know of {name!r}. Take a template that "
-                "has `tools`."
-            )
-        self._tail = self._after_a_turn()
-        self.between(None, [{"role": "tool", "name": name, "content": "a"}])
-
     def _written(self, messages: Sequence[Message], begins: bool) -> str:
         from jinja2 import TemplateError
 
@@ -273,9 +272,6 @@ class TurnRenderer:
                 f"with the roles {', '.join(str(m['role']) for m in messages)}: {error}"
             ) from error
         return text
-
-    def _ids(self, text: str) -> list[int]:
-        return self.ids_of([text])[0]
 
 
 def _with_calls(

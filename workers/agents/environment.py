@@ -242,18 +242,16 @@ class Loaded:
     @cached_property
     def tools(self) -> list[Tool]:
         """All tools of the policy: functions, and the environment's methods."""
-        return [*self.functions, *[Tool.of(method, "") for method in self._methods()]]
-
-    def _methods(self) -> list[Callable[..., Any]]:
         if self.cls is None:
-            return []
-        return [
-            method
+            return [*self.functions]
+        methods = [
+            Tool.of(method, "")
             for name, method in inspect.getmembers(self.cls, inspect.isfunction)
             if not name.startswith("_")
             and (name not in NO_TOOLS or name == "step" and _step_is_tool(self.cls))
             and not isinstance(inspect.getattr_static(self.cls, name), staticmethod)
         ]
+        return [*self.functions, *methods]
 
     @cached_property
     def has_step(self) -> bool:
@@ -424,8 +422,18 @@ class Episode:
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the first observation, a text or None; with several players, by player."""
         text = None
-        if self._env is not None:
-            text = waited(self._call_reset(row))
+        if self._env is not None:  # give `reset` what it names: columns, the row, the rng
+            names = {p.name for p in self._loaded.of_reset}
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.of_reset)
+            arguments = {**row, "row": dict(row)}
+            if "rng" in names:
+                arguments["rng"] = np.random.default_rng(self._seeds[0])
+            chosen = {
+                name: value
+                for name, value in arguments.items()
+                if name in names or takes_all and name in row
+            }
+            text = waited(self._env.reset(**chosen))
         seed_globals(self._seeds[1])
         if self._loaded.players:
             return self._of_players("reset", text, self._first)
@@ -458,21 +466,6 @@ class Episode:
         self._silent -= {*replies}
         return {"players": replies}
 
-    def _call_reset(self, row: Mapping[str, Any]) -> Any:
-        """Call `reset` with the parameters that it names: columns, the row, the rng."""
-        names = {p.name for p in self._loaded.of_reset}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.of_reset)
-        arguments = {**row, "row": dict(row)}
-        if "rng" in names:
-            arguments["rng"] = np.random.default_rng(self._seeds[0])
-        return self._env.reset(
-            **{
-                name: arguments[name]
-                for name in arguments
-                if name in names or takes_all and name in row
-            }
-        )
-
     def step(self, text: str, player: str = "") -> dict[str, Any]:
         """Return the reply to this text: messages, its reward, and whether the trajectory ends.
 
@@ -494,13 +487,15 @@ class Episode:
             self._waiting.add(player)
             return self._of_players("step", waited(self._env.step(text, player)), self._read)
         unread_call = call_like(text) if self._tools else ""
-        return self._answer(text) | ({"call_like": unread_call} if unread_call else {})
-
-    def _answer(self, text: str) -> dict[str, Any]:
-        """Reply to a text that calls no tool."""
-        if not self._loaded.has_step:
-            return {"end": True, "reward": _finite(self._final_reward())}
-        return self._read(waited(self._env.step(text)))
+        if self._loaded.has_step:
+            answer = self._read(waited(self._env.step(text)))
+        else:  # as in TRL
+            if hasattr(self._env, "get_reward"):
+                reward = waited(self._env.get_reward())
+            else:
+                reward = getattr(self._env, "reward", 0.0)
+            answer = {"end": True, "reward": _finite(reward)}
+        return answer | ({"call_like": unread_call} if unread_call else {})
 
     def _read(self, answer: Any) -> dict[str, Any]:
         if isinstance(answer, End):
@@ -512,12 +507,6 @@ class Episode:
             raise TypeError(f"step returned a Turn whose text is {_kind(answer.text)}")
         message = {"role": "user", "content": answer.text}
         return {"messages": [message], "reward": _finite(answer.reward)}
-
-    def _final_reward(self) -> Any:
-        """Return the reward at the end of an environment without `step`, as in TRL."""
-        if hasattr(self._env, "get_reward"):
-            return waited(self._env.get_reward())
-        return getattr(self._env, "reward", 0.0)
 
 
 def _finite(reward: Any) -> float:

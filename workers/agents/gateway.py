@@ -471,10 +471,12 @@ def read_request(path: str, body: Any) -> Request:
     for message in fields["messages"]:
         request.messages.append(_read_message(message, request.messages))
     request.tools = fields.get("tools", [])
-    if not all(map(_is_tool, request.tools)):
-        raise RejectedRequest(
-            "tools are functions: {type: function, function: {name: ...}}", "tools"
-        )
+    for tool in request.tools:
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RejectedRequest(
+                "tools are functions: {type: function, function: {name: ...}}", "tools"
+            )
     request.streams = bool(fields.get("stream"))
     options = fields.get("stream_options")
     request.with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -513,11 +515,6 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if not fits(value, KINDS.get(name, {})):
             raise RejectedRequest(f"{name}={value!r:.80} is no {words_of(KINDS[name])}", name)
-
-
-def _is_tool(tool: Mapping[str, Any]) -> bool:
-    function = tool.get("function")
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

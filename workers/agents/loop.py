@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import RolloutError
 from workers.agents.chat import TurnRenderer
-from workers.agents.host import LATE, EnvironmentHost
-from workers.agents.recorded import RecordedHost
+from workers.agents.host import LATE, EnvironmentHost, RecordedHost
 from workers.agents.trajectory import Setting, Times, Trajectory, TrajectoryStart, TrajectoryState
 from workers.rollout.base import RolloutEngine, SamplingParams, TakeBudget
 
@@ -114,8 +113,14 @@ class TurnLoop:
             trajectory.num_drawn_in_take = 0
         try:
             while self._games:
-                self._open_queued()
-                if self._step(budget) or budget.is_over:
+                if queued := self._in(TrajectoryState.QUEUED):
+                    room = max(0, self._num_open - len(self._open()))
+                    for game in sorted({trajectory.game for trajectory in queued[:room]}):
+                        for player in self._players(game):
+                            player.open(self._setting)
+                has_enough = self._play_on(budget)
+                self._end_games()
+                if has_enough or budget.is_over:
                     break
         except BaseException:
             self.abort()
@@ -166,21 +171,11 @@ class TurnLoop:
             if trajectory.state not in closed
         ]
 
-    def _open_queued(self) -> None:
-        if queued := self._in(TrajectoryState.QUEUED):
-            room = max(0, self._num_open - len(self._open()))
-            for game in sorted({trajectory.game for trajectory in queued[:room]}):
-                for player in self._players(game):
-                    player.open(self._setting)
-
-    def _step(self, budget: TakeBudget) -> bool:
-        """Play for a while; return True if a trajectory has as many tokens as `budget` allows."""
-        is_far = self._play_on(budget)
-        self._end_games()
-        return is_far
-
     def _play_on(self, budget: TakeBudget) -> bool:
-        """Read the answers of environments, then let the engine generate for a while."""
+        """Read the answers of environments, then let the engine generate for a while.
+
+        Returns True if a trajectory has as many tokens as `budget` allows.
+        """
         seconds = min(TAKE_S, budget.seconds_left)
         is_idle = not self._in(TrajectoryState.ENGINE)
         self._receive(seconds if is_idle and not self._in(TrajectoryState.READY) else 0.0)
@@ -188,7 +183,11 @@ class TurnLoop:
             # reading a few answers and then the rest would cost two passes
             if not self._receive(min(BATCH_S, budget.seconds_left)):
                 break
-        self._tokenize_observations()
+        # all new observations together, which costs less than one by one
+        observed = self._in(TrajectoryState.OBSERVED)
+        all_ids = self._chat.ids_of([trajectory.observation[0] for trajectory in observed])
+        for trajectory, ids in zip(observed, all_ids, strict=True):
+            trajectory.read(ids, self._setting)
         self._end_late()
         self._submit_ready()
         running = {
@@ -221,13 +220,6 @@ class TurnLoop:
                     player.on_answer(by_player[player.start.player], self._setting)
         return count
 
-    def _tokenize_observations(self) -> None:
-        """Tokenize all new observations together, which costs less than one by one."""
-        observed = self._in(TrajectoryState.OBSERVED)
-        all_ids = self._chat.ids_of([trajectory.observation[0] for trajectory in observed])
-        for trajectory, ids in zip(observed, all_ids, strict=True):
-            trajectory.read(ids, self._setting)
-
     def _submit_ready(self) -> None:
         """Submit the samples that are ready; first turns are submitted several at once."""
         ready = self._in(TrajectoryState.READY)
@@ -244,7 +236,7 @@ class TurnLoop:
         segments = [trajectory.sample.last_segment(sampling.max_tokens) for trajectory in ready]
         request_ids = self._engine.submit(segments, sampling)
         for trajectory, request_id in zip(ready, request_ids, strict=True):
-            trajectory.submitted(request_id)
+            trajectory.state, trajectory.request_id = TrajectoryState.ENGINE, request_id
         self._num_waits = 0
 
     def _end_late(self) -> None:

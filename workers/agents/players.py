@@ -18,9 +18,8 @@ from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
 from workers.agents.faults import NO_FAULTS, Faults
-from workers.agents.host import EnvironmentHost, Kind, name_of
+from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
 from workers.agents.loop import TurnLoop
-from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.columns import PLAYERS, require, split_player_uid
 from workers.rewards.manager import decode_rows

@@ -84,7 +84,9 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
     running: dict[int, int] = {}
     while True:
         ready, _, _ = select.select([orders], [], [], REAP_S)
-        _reap(running)
+        with suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                running = {number: other for number, other in running.items() if other != pid}
         if not ready:
             continue
         order, sent, _, _ = orders.recvmsg(ORDER.size, ROOM_FOR_ONE)
@@ -106,13 +108,6 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
             _play(theirs, loaded, spec)
         os.close(theirs)
         running[number] = pid
-
-
-def _reap(running: dict[int, int]) -> None:
-    with suppress(ChildProcessError):
-        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            for number in [number for number, its in running.items() if its == pid]:
-                del running[number]
 
 
 def _kill(pid: int) -> None:

@@ -24,9 +24,7 @@ from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation
 from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
 from workers.agents.gateway import RejectedRequest, stop_strings
-from workers.agents.host import BROKEN, EnvironmentHost
-from workers.agents.recorded import RecordedHost
-from workers.agents.requests import TOO_LONG, ids_to_read, overridden
+from workers.agents.host import BROKEN, EnvironmentHost, RecordedHost
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.sample import CUT_BY_LENGTH, KeptStates, Sample
@@ -37,6 +35,22 @@ if TYPE_CHECKING:
 TERMINATED, MAX_TURNS = "terminated", "max_turns"
 GIVEN_UP = "in an environment that failed"
 """Reason under which the tokens of a restarted trajectory are counted as not trained on."""
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's error code for a request with too many tokens."""
+ALWAYS = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+"""Fixed values of settings that no run can change."""
+SERVED = {"n", "logprobs", "stop"}
+"""Settings that a request may set itself, in addition to tool_choice="none"."""
 
 
 class TrajectoryState(Enum):
@@ -222,7 +236,7 @@ class Trajectory:
             self.chat = with_observation(
                 self.start.prompt, None if text is None else chat.escaped(text)
             )
-            self._observe(chat.written(self.chat), replaces=True)
+            self.state, self.observation = TrajectoryState.OBSERVED, (chat.written(self.chat), True)
             return
         self.rewards.append((len(self.sample.tokens) - 1, answer["reward"]))
         if answer.get("end"):
@@ -235,7 +249,8 @@ class Trajectory:
             self.end(MAX_TURNS, setting)
         else:
             try:
-                self._observe(*self._next_text(answer["messages"], setting))
+                text_and_kind = self._next_text(answer["messages"], setting)
+                self.state, self.observation = TrajectoryState.OBSERVED, text_and_kind
             except ConfigError as error:  # the template rejects a sampled or observed message
                 self.end(BROKEN, setting, str(error))
 
@@ -262,10 +277,6 @@ class Trajectory:
             self.end(BROKEN, setting, problem)
         else:
             self._begin(ids, self._end_of_turn(0, setting))
-
-    def submitted(self, request_id: int) -> None:
-        """Record that the engine has the sample."""
-        self.state, self.request_id = TrajectoryState.ENGINE, request_id
 
     def on_sample(self, sample: Sample, setting: Setting) -> None:
         """Handle a turn that the engine has finished: send it to the environment."""
@@ -296,9 +307,6 @@ class Trajectory:
         if not self.sample.prompt:  # the trajectory failed before its first observation
             prompt = self.chat_of(setting).prompt(with_observation(self.start.prompt, None))
             self.sample = replace(self.sample, prompt=prompt)
-
-    def _observe(self, text: str, replaces: bool) -> None:
-        self.state, self.observation = TrajectoryState.OBSERVED, (text, replaces)
 
     def _next_text(self, messages: Sequence[Message], setting: Setting) -> tuple[str, bool]:
         """Return the text that the next turn reads, and True if it is the whole chat."""
@@ -431,3 +439,64 @@ class Trajectory:
         """Return the position of the last sampled token of a turn."""
         of_turn = self.sample.is_drawn & (torch.tensor(self.turns) == turn)
         return int(of_turn.nonzero()[-1])
+
+
+def overridden(
+    settings: Mapping[str, Any], sampling: SamplingParams, overrides: str, can_stop: bool = True
+) -> list[str]:
+    """Return the settings of a request that the run overrides, because all samples share them.
+
+    With overrides="serve", these exclude the settings that a request may set itself; with "reject",
+    the first overridden setting is an error. `can_stop` is True if the engine supports stop
+    strings.
+    """
+    expected = {
+        **ALWAYS,
+        "temperature": sampling.temperature if sampling.do_sample else 0,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "min_tokens": sampling.min_tokens,
+        "stop": sorted(sampling.stop_strings),
+        "stop_token_ids": sorted(sampling.stop_token_ids),
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
+    }
+    names = []
+    for name, value in settings.items():
+        comparable = value
+        if name == "stop":
+            comparable = sorted(stop_strings(settings))
+        elif name == "stop_token_ids":  # the model's stop tokens end a turn in any case
+            comparable = sorted({*value, *sampling.stop_token_ids})
+        is_served = name in SERVED and (name != "stop" or can_stop)
+        is_served |= name == "tool_choice" and value == "none"
+        if name in expected and comparable == expected[name]:
+            continue
+        if overrides == "reject":
+            has = f"this run's {expected[name]!r}" if name in expected else "there for agents"
+            raise RejectedRequest(f"{name}={value!r:.80} is not {has}: leave it out", name)
+        if overrides == "override" or not is_served:
+            names.append(name)
+    return names
+
+
+def ids_to_read(
+    sample: Sample,
+    request: Mapping[str, Any],
+    messages: Sequence[Message],
+    chat: TurnRenderer,
+    as_drawn: bool,
+) -> tuple[list[int], bool]:
+    """Return the ids that a request adds to the earlier ones, or all of its ids.
+
+    If older turns stay as they were sampled, only the new messages are rendered. A request that
+    does not begin with the earlier ids is read as a whole, which is a new segment.
+    """
+    if request["extends"] and as_drawn:
+        return chat.between(sample.stop_token, messages), False
+    before, ids = sample.visible_ids, request["ids"]
+    if ids is None:
+        return chat.after(before, request["chat"])
+    if ids[: len(before)] == before:
+        return ids[len(before) :], False
+    return ids, True

@@ -95,18 +95,19 @@ def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, .
             f"{len(chosen)}; {SECTION}.rollout_rs_threshold={thresholds} has {len(texts)}."
         )
     texts = texts if len(texts) == len(chosen) else texts * len(chosen)
-    return tuple(_criterion(name, text) for name, text in zip(chosen, texts, strict=True))
+    criteria = []
+    for name, text in zip(chosen, texts, strict=True):
+        if name.endswith("k1"):
+            lower, upper = ratio_bounds(text)
+            bounds = Bounds(math.log(upper), math.log(lower))
+        else:
+            bounds = Bounds(divergence_bound(name, text))
+        criteria.append(Criterion(name, bounds))
+    return tuple(criteria)
 
 
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _criterion(name: str, threshold: str) -> Criterion:
-    if name.endswith("k1"):
-        lower, upper = ratio_bounds(threshold)
-        return Criterion(name, Bounds(math.log(upper), math.log(lower)))
-    return Criterion(name, Bounds(divergence_bound(name, threshold)))
 
 
 def _estimate(estimator: str, log_ratio: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
 
     try:
         hf_config = read_hf_config(folder)
-        _turn_dropout_off(hf_config)
+        for name, value in hf_config.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(hf_config, name, 0.0)
         model_cls = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
         if model_cls is None:
             raise ValueError(
@@ -152,12 +154,6 @@ def set_training_mode(module: nn.Module) -> None:
     module.eval()
     for part in module.modules():
         part.training = bool(getattr(part, "gradient_checkpointing", False))
-
-
-def _turn_dropout_off(hf_config: Any) -> None:
-    for name, value in hf_config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(hf_config, name, 0.0)
 
 
 @contextmanager

@@ -129,7 +129,8 @@ class _Direction:
             if pattern is None:
                 started[key], pattern = WeightRenaming(name, key), name
             elif key not in started:
-                started[key] = deepcopy(self._converter_of(pattern))
+                converter = next(c for c in self.converters if pattern in c.source_patterns)
+                started[key] = deepcopy(converter)
             started[key].add_tensor(key, name, pattern, tensors[name])
 
         converted: dict[str, Tensor] = {}
@@ -138,9 +139,6 @@ class _Direction:
             for name, value in values.items():
                 converted[name] = value[0] if isinstance(value, list) else value
         return converted
-
-    def _converter_of(self, pattern: str) -> Any:
-        return next(c for c in self.converters if pattern in c.source_patterns)
 
 
 class CheckpointFormat:

@@ -50,7 +50,8 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
     linear = _linear_layers(module)
     target, whole = config.target_modules, body
     if target == "all-linear":
-        target = _linear_layers_but_the_head(body)
+        head, modules = body.get_output_embeddings(), body.named_modules()
+        target = [name for name, child in modules if _is_linear(child) and child is not head]
     if not isinstance(target, str):
         target = list(target)
         if any(_is_taken_for_experts(body, name) for name in linear):
@@ -85,11 +86,6 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
         parameter.requires_grad_(is_adapter(name) or is_head)
         if is_adapter(name) and not parameter.is_meta:
             parameter.data.copy_(initial_value(name, parameter.shape))
-
-
-def _linear_layers_but_the_head(body: Any) -> list[str]:
-    head, modules = body.get_output_embeddings(), body.named_modules()
-    return [name for name, child in modules if _is_linear(child) and child is not head]
 
 
 def _is_taken_for_experts(body: Any, layer: str) -> bool:
@@ -156,17 +152,13 @@ def merged_tensors(
         elif kind.startswith("lora_A"):
             parts["A"] = tensor
         elif kind.startswith("lora_B"):
-            merged = _merge(layer, parts.pop("base"), parts.pop("A"), tensor)
-            yield f"{prefix}.weight", merged
+            base, a = parts.pop("base"), parts.pop("A")
+            if not layer.disable_adapters:
+                whole = merged_weight(base, a, tensor, layer.scaling[NAME], layer.fan_in_fan_out)
+                base = whole.to(layer.get_base_layer().weight.dtype).to(base.dtype)
+            yield f"{prefix}.weight", base
         else:
             yield f"{prefix}.{kind.removeprefix('base_layer.')}", tensor
-
-
-def _merge(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    if layer.disable_adapters:
-        return base
-    merged = merged_weight(base, a, b, layer.scaling[NAME], layer.fan_in_fan_out)
-    return merged.to(layer.get_base_layer().weight.dtype).to(base.dtype)
 
 
 def split_tensors(

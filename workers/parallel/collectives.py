@@ -31,7 +31,10 @@ class Ranks:
         try:
             result = work()
         except CAUGHT as error:
-            problem = _describe(error, self.mine), isinstance(error, DamagedCheckpointError)
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            first_line = str(error).splitlines()[0] if str(error) else ""
+            text = f"rank {self.mine}: {kind}{first_line}".rstrip(".")
+            problem = text, isinstance(error, DamagedCheckpointError)
 
         outcomes = self._gather((result, problem))
         problems = [problem for _, problem in outcomes if problem is not None]
@@ -71,10 +74,3 @@ class Ranks:
         for facts in self.run_on_all(lambda: {name: fact(folder / name) for name in mine}):
             merged |= facts
         return merged
-
-
-def _describe(error: BaseException, rank: int) -> str:
-    """Describe the error of a rank in one line."""
-    kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-    first_line = str(error).splitlines()[0] if str(error) else ""
-    return f"rank {rank}: {kind}{first_line}".rstrip(".")

@@ -14,7 +14,7 @@ over the axis.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -155,13 +155,9 @@ class _Spread:
         once = torch.ones_like(numbers, dtype=weights.dtype)
         done = functional_call(self.local, weights_here, (rows, numbers, once))
         if not len(rows):  # otherwise the backward pass of this rank would skip the exchange
-            done = done + _nothing_of((rows, *weights_here.values()))
+            nothing = [part.flatten()[:0].sum() for part in (rows, *weights_here.values())]
+            done = done + torch.stack(nothing).sum()
         back = Exchange.apply(self.group, received, sent, done)
         # by index, because index_add sums in another order each time on a GPU
         in_place = back.index_select(0, order.argsort()).view(*chosen.shape, -1)
         return (in_place * weights[..., None]).sum(dim=1).to(hidden.dtype)
-
-
-def _nothing_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 0, with a gradient to all tensors."""
-    return torch.stack([tensor.flatten()[:0].sum() for tensor in tensors]).sum()

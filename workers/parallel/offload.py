@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +79,9 @@ def resident(
         yield
         return
 
-    fetch = partial(_fetched, device=device)
+    def fetch(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=local_part(tensor).is_pinned())
+
     _move(moved, optimizer, fetch, fetch)
     try:
         yield
@@ -90,10 +91,6 @@ def resident(
         if weights or moments:
             torch.cuda.current_stream(device).synchronize()  # FSDP pads and reads these buffers
         _move(moved, optimizer, lambda w: weights[id(w)], lambda s: moments[id(s)])
-
-
-def _fetched(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=local_part(tensor).is_pinned())
 
 
 def _move(

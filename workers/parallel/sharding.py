@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest_divisors
 from workers.parallel.dims import ParallelDims
 
 if TYPE_CHECKING:
@@ -124,13 +124,10 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
     model_size = sharding.pp * sharding.sp * sharding.tp
     data_size, is_left = divmod(num_ranks, model_size)
     if is_left:
-        below = max(n for n in range(1, model_size) if num_ranks % n == 0)
-        above = [n for n in range(model_size, num_ranks + 1) if num_ranks % n == 0][:1]
-        nearest = " or ".join(map(str, [below, *above]))
         raise ConfigError(
             f"parallel.pp={sharding.pp}, sp={sharding.sp} and tp={sharding.tp} make models of "
             f"{model_size} ranks, which do not divide the {num_ranks} ranks; nearest that do: "
-            f"{nearest}."
+            f"{nearest_divisors(model_size, num_ranks)}."
         )
     size = data_size if sharding.fsdp_size == -1 else sharding.fsdp_size
     if size < 1 or data_size % size:
@@ -168,10 +165,7 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
         )
     size = dims.shard * dims.sp
     if size % dims.ep:
-        valid = [n for n in range(1, size + 1) if size % n == 0]
-        below = max(n for n in valid if n < dims.ep)
-        above = [n for n in valid if n > dims.ep][:1]
         raise ConfigError(
             f"{key} does not divide the {size} ranks that share the weights (shard x sp = "
-            f"{dims.shard} x {dims.sp}); nearest that do: {' or '.join(map(str, [below, *above]))}."
+            f"{dims.shard} x {dims.sp}); nearest that do: {nearest_divisors(dims.ep, size)}."
         )

@@ -51,7 +51,11 @@ class StageParts:
         body = getattr(module, module.base_model_prefix)
         children, embeddings = dict(body.named_children()), body.get_input_embeddings()
         [*tables] = (name for name, child in children.items() if child is embeddings)
-        [*lists] = (name for name, child in children.items() if _is_list_of_layers(child))
+        [*lists] = (
+            name
+            for name, child in children.items()
+            if isinstance(child, nn.ModuleList) and _has_weights(child)
+        )
         if len(tables) != 1 or len(lists) != 1:
             raise NoStages("its class does not have one embedding table and one list of layers")
         weighty = [name for name, child in children.items() if _has_weights(child)]
@@ -78,10 +82,6 @@ class StageParts:
         if len(shared) > is_tied:
             raise NoStages("its layers share weights")
         return cls((body, tables[0]), layers, ends, is_tied)
-
-
-def _is_list_of_layers(child: nn.Module) -> bool:
-    return isinstance(child, nn.ModuleList) and _has_weights(child)
 
 
 def _has_weights(child: nn.Module) -> bool:

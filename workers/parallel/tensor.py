@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,14 +344,10 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
     if getattr(embeddings, "padding_idx", None) is not None:  # its row gets no gradient
         words, token = Words.of(embeddings.num_embeddings, group), embeddings.padding_idx
         embeddings.padding_idx = token - words.first if words.has(token) else None
-    return ModuleSplit(group, partial, _words_of_head(module, group))
-
-
-def _words_of_head(module: Any, group: dist.ProcessGroup) -> Words | None:
     head = module.get_output_embeddings()
     weight = getattr(head, "base_layer", head).weight
     is_cut = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-    return Words.of(len(weight), group) if is_cut else None
+    return ModuleSplit(group, partial, Words.of(len(weight), group) if is_cut else None)
 
 
 def _body(module: Any) -> Any:
@@ -387,19 +383,16 @@ def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
     part = weight.detach()
     if not isinstance(placement, Replicate):
         dim, count = placement.dim, mesh.size()
-        pieces = part.chunk(getattr(placement, "split_factor", 1), dim)
-        cuts = [_local_cut(piece, dim, count, mesh.get_local_rank()) for piece in pieces]
+        cuts = []
+        for piece in part.chunk(getattr(placement, "split_factor", 1), dim):
+            most = -(-piece.shape[dim] // count)
+            first = min(mesh.get_local_rank() * most, piece.shape[dim])
+            cuts.append(piece.narrow(dim, first, min(most, piece.shape[dim] - first)))
         part = torch.cat(cuts, dim)
     whole = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
     )
     return nn.Parameter(whole, requires_grad=weight.requires_grad)
-
-
-def _local_cut(tensor: Tensor, dim: int, count: int, rank: int) -> Tensor:
-    most = -(-tensor.shape[dim] // count)
-    first = min(rank * most, tensor.shape[dim])
-    return tensor.narrow(dim, first, min(most, tensor.shape[dim] - first))
 
 
 def plan_of(module: Any) -> dict[str, str]:
@@ -437,16 +430,29 @@ def layers_of(module: Any) -> dict[str, Layer]:
     for path, layer in module.named_modules():
         base = getattr(layer, "base_layer", layer)
         names = {name: style_of(f"{path}.{name}") for name in base._parameters}
-        placements = {
-            name: _placement(style, path) for name, style in names.items() if style is not None
-        }
+        placements = {}
+        for name, style in names.items():
+            if style is not None and style not in PLACEMENTS:
+                raise NoSplit(
+                    f"the model's plan splits weights of {path} by an unknown style: {style}"
+                )
+            if style is not None:
+                placements[name] = PLACEMENTS[style]
         style = style_of(path)
-        if style is not None:
-            kind = _style(style, path, base, placements)
-            layers |= _with_adapter(path, layer, kind, placements)
-            columns += [path] if kind is ColumnLinear else []
-        elif placements:
-            layers[path] = Layer(Whole, placements)
+        if style is None:
+            if placements:
+                layers[path] = Layer(Whole, placements)
+            continue
+        kind = STYLES.get(style)
+        if kind is None:
+            raise NoSplit(f"the plan cuts {path} in an unknown way: {style}")
+        if issubclass(kind, ColumnLinear | RowLinear) and not isinstance(base, nn.Linear):
+            other = type(base).__name__
+            raise NoSplit(f"the plan cuts {path} as a linear layer, and it is a {other}")
+        if kind is Experts and (others := base._parameters.keys() - placements.keys()):
+            raise NoSplit(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
+        layers |= _with_adapter(path, layer, kind, placements)
+        columns += [path] if kind is ColumnLinear else []
 
     embeddings, head = _body(module).get_input_embeddings(), module.get_output_embeddings()
     ends: list[tuple[Any, type[Whole], type]] = [(embeddings, VocabularyRows, nn.Embedding)]
@@ -462,23 +468,6 @@ def layers_of(module: Any) -> dict[str, Layer]:
     for path in columns:
         layers |= _siblings_without_rule(module, path.rpartition(".")[0], layers)
     return layers
-
-
-def _style(name: str, path: str, layer: Any, placements: Mapping[str, Placement]) -> type[Whole]:
-    style = STYLES.get(name)
-    if style is None:
-        raise NoSplit(f"the plan cuts {path} in an unknown way: {name}")
-    if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
-        raise NoSplit(f"the plan cuts {path} as a linear layer, and it is a {type(layer).__name__}")
-    if style is Experts and (others := layer._parameters.keys() - placements.keys()):
-        raise NoSplit(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
-    return style
-
-
-def _placement(style: str, path: str) -> Placement:
-    if style not in PLACEMENTS:
-        raise NoSplit(f"the model's plan splits weights of {path} by an unknown style: {style}")
-    return PLACEMENTS[style]
 
 
 def _with_adapter(
@@ -516,13 +505,6 @@ def _reject_unused(module: Any, rules: Sequence[str], layers: Mapping[str, Layer
             raise NoSplit(f"the plan's rule {rule} matches no layer of {type(module).__name__}")
 
 
-def _path_and_parents(path: str) -> Iterator[str]:
-    """Yield a module's path and the paths of the modules around it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-
-
 def _matching(rule: str, paths: Sequence[str]) -> list[str]:
     pattern = re.compile(re.escape(rule).replace(r"\*", r"\d+"))
     return [path for path in paths if pattern.fullmatch(path)]
@@ -538,7 +520,9 @@ def _siblings_without_rule(
     others = {}
     for name, _ in module.get_submodule(parent).named_parameters():
         child, path = name.partition(".")[0], f"{parent}.{name}".rpartition(".")[0]
-        if any(above in layers and above != parent for above in _path_and_parents(path)):
+        parts = path.split(".")
+        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        if any(above in layers and above != parent for above in around):
             continue
         if path == parent and parent in layers and child in layers[parent].placements:
             continue

@@ -80,7 +80,10 @@ class RewardCall:
                 f"the reward function returns a {returned}, and it is called on one sample: "
                 "return a number, or score a batch by the parameters solution_strs, prompts, ..."
             )
-        fills = _parameter_sources(takes_batches, columns)
+        # parameter -> the entry of a sample that fills it
+        fills = {column: column for column in columns}
+        for name, entry in [*zip(SAMPLE_FIELDS, SAMPLE_FIELDS, strict=True), *SHORT_NAMES.items()]:
+            fills[f"{name}s" if takes_batches else name] = entry
         if not has_truth:
             fills = {name: entry for name, entry in fills.items() if entry != TRUTH}
         for parameter in parameters.values():
@@ -116,14 +119,6 @@ class RewardCall:
         for name, entry in self.fields.items():
             read[name] = [sample.get(entry) for sample in samples]
         return self.function(**(read | self.kwargs))
-
-
-def _parameter_sources(takes_batches: bool, columns: Sequence[str]) -> dict[str, str]:
-    """Return parameter -> the entry of a sample that fills it."""
-    fills = {column: column for column in columns}
-    for name, entry in [*((name, name) for name in SAMPLE_FIELDS), *SHORT_NAMES.items()]:
-        fills[f"{name}s" if takes_batches else name] = entry
-    return fills
 
 
 def _check_filled(

@@ -71,34 +71,32 @@ class RewardProcess:
 
     def start(self) -> None:
         """Start the process if there is none; raise a ConfigError if the function is rejected."""
-        if self._channel is None:
-            try:
-                self._start()
-            except BaseException:
-                self.stop()
-                raise
-
-    def _start(self) -> None:
+        if self._channel is not None:
+            return
         visible = visible_environment(self._function.sandbox.env)
-        self._supervisor, pipe = start_child("workers.rewards.process", inherited=visible)
         try:
-            pipe.send((self._function, sorted(os.environ.keys() - visible.keys())))
-        finally:
-            self._channel = DriverEnd(pipe)
-        end = time.monotonic() + self._start_deadline
-        try:
-            self._supervised = Supervised(*self._receive(end))
-            problem, side_by_side, together, reads = self._receive(end)
-            self._reads = None if reads is None else frozenset(map(str, reads))
-        except TimeoutError as err:
-            raise ConfigError(
-                f"The reward function {self._function} is not loaded within "
-                f"{self._start_deadline:g} s."
-            ) from err
-        except (TypeError, ValueError) as err:
-            raise ProcessEndedError(f"the reward process gave another answer: {err}") from err
-        if problem is not None:
-            raise ConfigError(str(problem))
+            self._supervisor, pipe = start_child("workers.rewards.process", inherited=visible)
+            try:
+                pipe.send((self._function, sorted(os.environ.keys() - visible.keys())))
+            finally:
+                self._channel = DriverEnd(pipe)
+            end = time.monotonic() + self._start_deadline
+            try:
+                self._supervised = Supervised(*self._receive(end))
+                problem, side_by_side, together, reads = self._receive(end)
+                self._reads = None if reads is None else frozenset(map(str, reads))
+            except TimeoutError as err:
+                raise ConfigError(
+                    f"The reward function {self._function} is not loaded within "
+                    f"{self._start_deadline:g} s."
+                ) from err
+            except (TypeError, ValueError) as err:
+                raise ProcessEndedError(f"the reward process gave another answer: {err}") from err
+            if problem is not None:
+                raise ConfigError(str(problem))
+        except BaseException:
+            self.stop()
+            raise
         self.answers_together = bool(together)
         self.takes_all = self.answers_together or bool(side_by_side)
 

@@ -150,10 +150,7 @@ class Calls:
         else:
             for number, sample in samples:
                 self._spec.sandbox.allow_cpu()
-                put(number, self.score(sample))
-
-    def score(self, sample: Sample) -> Outcome:
-        return self._outcome(lambda: self._call(sample))
+                put(number, self._outcome(lambda sample=sample: self._call(sample)))
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
         """Return every sample's outcome, for a function that takes them all at once."""
@@ -187,7 +184,14 @@ class Calls:
 
         async def score(number: int, sample: Sample) -> None:
             async with places:
-                put(number, await self._score_async(sample))
+                try:
+                    result = await self._within_deadline(self._call(sample))
+                    outcome = self._outcome(lambda: result)
+                except TimeoutError:
+                    outcome = None, {}, LATE
+                except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
+                    outcome = self._failed(err)
+                put(number, outcome)
 
         loop, is_done = asyncio.get_running_loop(), threading.Event()
         watching = loop, is_done, self._spec.deadline, put
@@ -195,15 +199,6 @@ class Calls:
         tasks = [loop.create_task(score(*pair), name=f"{pair[0]}") for pair in samples]
         await asyncio.gather(*tasks)
         is_done.set()
-
-    async def _score_async(self, sample: Sample) -> Outcome:
-        try:
-            result = await self._within_deadline(self._call(sample))
-        except TimeoutError:
-            return None, {}, LATE
-        except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
-            return self._failed(err)
-        return self._outcome(lambda: result)
 
     async def _within_deadline(self, awaitable: Awaitable[Any]) -> Any:
         async with asyncio.timeout(self._spec.deadline):

@@ -269,7 +269,16 @@ class WeightedScores:
             step_ends = torch.where(skipped[:, None], last, step_ends)
             extras[SKIPPED] = skipped.double().numpy()
             metrics["reward/num_skipped"] = float(skipped.sum())
-        _reject_infinite(total, self._uids)
+        # the sum may be infinite in float32, although each reward is finite
+        wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
+        if wrong:
+            named = ", ".join(str(self._uids[row]) for row in wrong[:NAMED])
+            raise RewardError(
+                f"the scores of {len(wrong)} of {len(total)} samples are NaN or infinite in "
+                f"float32 once rewards are weighed and added: {named}"
+                f"{', …' if len(wrong) > NAMED else ''}. Make the reward or its weight smaller; a "
+                "model that gives NaN is broken."
+            )
         columns = {
             "token_level_scores": format_like(self._mask_format, total),
             "step_ends": format_like(self._mask_format, step_ends),
@@ -336,18 +345,6 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
     raise RewardError(
         f"the reward {config.name!r} failed for {count} of {len(failed)} samples, and {rule}{text}"
     )
-
-
-def _reject_infinite(total: Tensor, uids: Any) -> None:
-    """Reject a sum that is not finite in float32, although each reward may be."""
-    wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
-    if wrong:
-        named = ", ".join(str(uids[row]) for row in wrong[:NAMED])
-        raise RewardError(
-            f"the scores of {len(wrong)} of {len(total)} samples are NaN or infinite in float32 "
-            f"once rewards are weighed and added: {named}{', …' if len(wrong) > NAMED else ''}. "
-            "Make the reward or its weight smaller; a model that gives NaN is broken."
-        )
 
 
 def normalized(raw: TermScores, mask: Tensor) -> TermScores:

@@ -151,7 +151,14 @@ class RolloutEngine(ABC):
 
         All samples that run together have the same sampling parameters.
         """
-        self._check_ready()
+        if self.version is None or self.asleep:
+            state = "has no verified weights (it is new, was asleep, or a sync failed)"
+            if self.asleep:
+                state = "is asleep"
+            raise RolloutError(
+                f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
+                "makes it ready."
+            )
         self._check_sampling(sampling)
         for sample in samples:
             _check_prompt(sample, self.limits.prompt_width, self.vocab_size)
@@ -192,7 +199,13 @@ class RolloutEngine(ABC):
         try:
             finished = self._advance(TakeBudget(max_tokens, seconds, until_one))
             for sample in finished.values():
-                _check_finite(sample, self.version)
+                broken = (~sample.log_probs.isfinite() & sample.is_drawn).nonzero()
+                if len(broken):
+                    raise RolloutError(
+                        f"rollout: the model's logits are not finite for {sample.name} at response "
+                        f"token {int(broken[0])} (weights of version {self.version}); look for NaN "
+                        "in the last update."
+                    )
         except BaseException:
             self.abort()
             raise
@@ -324,16 +337,6 @@ class RolloutEngine(ABC):
             return False
         return ends_with_stop_string(tokens, strings, decode)
 
-    def _check_ready(self) -> None:
-        if self.version is None or self.asleep:
-            state = "has no verified weights (it is new, was asleep, or a sync failed)"
-            if self.asleep:
-                state = "is asleep"
-            raise RolloutError(
-                f"rollout: this engine {state}; sync_weights(actor_group, rollout_group, version) "
-                "makes it ready."
-            )
-
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.max_tokens > self.limits.response_width:
             raise RolloutError(
@@ -355,16 +358,6 @@ class RolloutEngine(ABC):
                 f"sampling: logit_bias names token {outside[0]}, outside the vocabulary of "
                 f"{self.vocab_size}."
             )
-
-
-def _check_finite(sample: Sample, version: int | None) -> None:
-    broken = (~sample.log_probs.isfinite() & sample.is_drawn).nonzero()
-    if len(broken):
-        raise RolloutError(
-            f"rollout: the model's logits are not finite for {sample.name} at response "
-            f"token {int(broken[0])} (weights of version {version}); look for NaN in "
-            "the last update."
-        )
 
 
 def _check_prompt(sample: Sample, width: int, vocab_size: int) -> None:

@@ -73,16 +73,26 @@ def batch_of(
     starts = widths[0] - torch.tensor([len(prompt) for prompt in prompts])
     lengths, values = torch.tensor([len(row) for row in tokens]), torch.cat(tokens)
     ids = Ragged(values, lengths, sum(widths), starts, pad)
+    positions: list[Tensor] = []
+    oldest: list[int] = []
+    """The version of each sample's oldest sampled token, or the current version."""
+    for sample in samples:
+        # each segment begins at position 0
+        begins = [0, *(len(sample.prompt) + begin for begin in sample.segments)]
+        ends = [*begins[1:], len(sample.prompt) + len(sample.tokens)]
+        positions += [torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)]
+        drawn = sample.versions[sample.is_drawn]
+        oldest.append(int(drawn.min()) if len(drawn) else version)
     columns: dict[str, Column] = {
         "prompts": Ragged.from_rows(prompts, widths[0], at_end=True, fill=pad),
         "responses": responses,
         "input_ids": ids,
         "attention_mask": ids.with_values(torch.ones_like(values)),
-        "position_ids": ids.with_values(torch.cat([_positions(sample) for sample in samples])),
+        "position_ids": ids.with_values(torch.cat(positions)),
         "response_mask": responses.with_values(torch.cat([s.is_drawn for s in samples]).long()),
         "rollout_log_probs": responses.with_values(torch.cat([s.log_probs for s in samples])),
         "token_versions": responses.with_values(torch.cat([s.versions for s in samples])),
-        "policy_version": torch.tensor([_oldest_version(s, version) for s in samples]),
+        "policy_version": torch.tensor(oldest),
         "draw_hash": torch.tensor([draw_hash(sample) for sample in samples]),
     }
     if truncated:
@@ -93,13 +103,6 @@ def batch_of(
         chosen = [_choices(sample, no_choices) for sample in samples]
         columns[ROUTED] = ids.with_values(torch.cat([no_choices, *chosen]))
     return DataProto.from_dict(columns, {"finish_reason": [s.finish_reason for s in samples]})
-
-
-def _positions(sample: Sample) -> Tensor:
-    """Return positions of the prompt and the response; each segment begins at 0."""
-    begins = [0, *(len(sample.prompt) + begin for begin in sample.segments)]
-    ends = [*begins[1:], len(sample.prompt) + len(sample.tokens)]
-    return torch.cat([torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)])
 
 
 def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
@@ -117,12 +120,6 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
         )
     length = len(sample.prompt) + len(sample.tokens)
     return torch.cat([chosen, chosen.new_zeros(length - len(chosen), *chosen.shape[1:])])
-
-
-def _oldest_version(sample: Sample, current: int) -> int:
-    """Return the version of the oldest sampled token, or the current version."""
-    drawn = sample.versions[sample.is_drawn]
-    return int(drawn.min()) if len(drawn) else current
 
 
 COLUMN = "draw_hash"

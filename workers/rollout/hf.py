@@ -176,20 +176,15 @@ class _Decoding:
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores that allow greedy search only one token, an existing or a sampled one."""
         if self.position == len(self.tokens):
-            self._draw(scores)
-        token = torch.tensor([self.tokens[self.position]], device=scores.device)
+            place, keys = np.array([len(self.tokens)]), np.array([self.sample.key], dtype=np.uint64)
+            noise = torch.from_numpy(uniforms(keys, place)).to(scores.device)
+            token, log_prob = choose_tokens(scores, noise, self.sampling, torch.from_numpy(place))
+            self.tokens.append(int(token))
+            self.log_probs.append(log_prob[0].tolist())
+            self.versions.append(self.engine.version or 0)
+        next_token = torch.tensor([self.tokens[self.position]], device=scores.device)
         self.position += 1
-        return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0.0)
-
-    def _draw(self, scores: Tensor) -> None:
-        position = np.array([len(self.tokens)])
-        noise = torch.from_numpy(uniforms(np.array([self.sample.key], dtype=np.uint64), position))
-        token, log_prob = choose_tokens(
-            scores, noise.to(scores.device), self.sampling, torch.from_numpy(position)
-        )
-        self.tokens.append(int(token))
-        self.log_probs.append(log_prob[0].tolist())
-        self.versions.append(self.engine.version or 0)
+        return torch.full_like(scores, -torch.inf).index_fill_(1, next_token, 0.0)
 
     def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Return True to end transformers' loop, with the reason in `finish_reason`."""
@@ -227,7 +222,10 @@ def generation_with_cache(model: Any) -> str:
     """Return what is wrong with cached decoding on this model."""
     # row after row from the cache, as in a run; a pass without cache would clear left-over state
     cached = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
-    plain = [_logits_of_row(model, n, steps) for n, steps in zip(PROMPTS, cached, strict=True)]
+    plain = []  # one pass over a prompt and the greedy tokens after it
+    for length, steps in zip(PROMPTS, cached, strict=True):
+        row = torch.cat([_prompt_of(length), steps.argmax(dim=1)[None, :-1]], dim=1)
+        plain.append(model(row, use_cache=False).logits[0, length - 1 :].float())
     if max(map(relative_error, cached, plain)) <= LARGEST_ERROR:
         return ""
 
@@ -238,13 +236,6 @@ def generation_with_cache(model: Any) -> str:
 
 def _prompt_of(length: int) -> Tensor:
     return 3 + torch.arange(length)[None] * 7 % (VOCABULARY - 3)
-
-
-def _logits_of_row(model: Any, length: int, greedy: Tensor) -> Tensor:
-    """Return [steps, vocabulary] of one pass over a prompt and the greedy tokens after it."""
-    row = torch.cat([_prompt_of(length), greedy.argmax(dim=1)[None, :-1]], dim=1)
-    logits: Tensor = model(row, use_cache=False).logits[0, length - 1 :]
-    return logits.float()
 
 
 def _greedy_logits(model: Any, length: int, use_cache: bool) -> Tensor:

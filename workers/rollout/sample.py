@@ -20,18 +20,6 @@ LONG_OBSERVATION = 128
 """Maximum number of observed tokens per turn that are read one by one."""
 
 
-def _no_tokens() -> Tensor:
-    return torch.empty(0, dtype=torch.long)
-
-
-def _no_log_probs() -> Tensor:
-    return torch.empty(0)
-
-
-def _no_versions() -> Tensor:
-    return torch.empty(0, dtype=torch.int32)
-
-
 @dataclass(frozen=True, eq=False)
 class States:
     """Keys and values of samples whose turns ended in the same step."""
@@ -75,9 +63,9 @@ class Sample:
     prompt: Sequence[int]
     key: int = 0
     name: str = "sample"
-    tokens: Tensor = field(default_factory=_no_tokens)
-    log_probs: Tensor = field(default_factory=_no_log_probs)
-    versions: Tensor = field(default_factory=_no_versions)
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    log_probs: Tensor = field(default_factory=lambda: torch.empty(0))
+    versions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     finish_reason: str = ""
     truncated_log_probs: Tensor | None = None
     end_at: int | None = None

@@ -243,42 +243,32 @@ def sampling_params(
     for name, (is_valid, rule) in KINDS.items():
         if name in settings and not is_valid(settings[name]):
             raise _refusal(name, settings[name], rule)
-    stops = (*stop_token_ids, *_stop_ids_in(settings))
-    settings["stop_token_ids"] = tuple(dict.fromkeys(stops))
-    settings["stop_strings"] = _stop_strings_in(settings)
-    settings["logit_bias"] = _biases_in(settings)
-    return SamplingParams(**settings)
 
-
-def _refusal(name: str, value: Any, valid: str) -> ConfigError:
-    return ConfigError(f"rollout.sampling_kwargs.{name}={value} cannot work; it must be {valid}.")
-
-
-def _stop_ids_in(settings: dict[str, Any]) -> tuple[int, ...]:
     ids = settings.get("stop_token_ids", ())
     ids = ids if isinstance(ids, Iterable) and not isinstance(ids, str) else (ids,)
     if not all(_is_whole(token) and token >= 0 for token in ids):
         valid = "token ids, such as [32007]; for text there is stop_strings"
         raise _refusal("stop_token_ids", list(ids), valid)
-    return tuple(ids)
+    settings["stop_token_ids"] = tuple(dict.fromkeys((*stop_token_ids, *ids)))
 
-
-def _stop_strings_in(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Return the stop strings, from one text or several."""
     texts = settings.get("stop_strings", ())
     texts = (texts,) if isinstance(texts, str) else texts
     if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
         raise _refusal("stop_strings", texts, "a text or a list of texts, such as ['</s>']")
-    return tuple(texts)
+    settings["stop_strings"] = tuple(texts)
 
-
-def _biases_in(settings: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     bias = settings.get("logit_bias", {})
     try:
-        return tuple((int(token), float(value)) for token, value in dict(bias).items())
+        pairs = dict(bias).items()
+        settings["logit_bias"] = tuple((int(token), float(value)) for token, value in pairs)
     except (TypeError, ValueError):
         valid = "a number for each of some token ids, such as {32007: -5}"
         raise _refusal("logit_bias", bias, valid) from None
+    return SamplingParams(**settings)
+
+
+def _refusal(name: str, value: Any, valid: str) -> ConfigError:
+    return ConfigError(f"rollout.sampling_kwargs.{name}={value} cannot work; it must be {valid}.")
 
 
 def check_sampling(config: RolloutConfig, max_tokens: int) -> None:

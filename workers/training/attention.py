@@ -178,17 +178,14 @@ class VarlenKernel:
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-        states = (_padded(part.to(self.dtype), size) for part in (query, key, value))
+        states = [part.to(self.dtype) for part in (query, key, value)]
+        for number, part in enumerate(states):
+            if missing := size - part.shape[-1]:  # `pad` would always copy
+                states[number] = pad(part, (0, missing))
         left = -1 if window is None or window >= longest else window - 1
         rows = bounds, bounds, longest, longest
         output = self.attend(*states, *rows, scale=scale, left=left, cap=softcap or 0.0)
         return output[..., : value.shape[-1]].to(value.dtype)
-
-
-def _padded(states: Tensor, size: int) -> Tensor:
-    """Pad heads to this size; return them unchanged if they have it already (`pad` would copy)."""
-    missing = size - states.shape[-1]
-    return pad(states, (0, missing)) if missing else states
 
 
 def packed_attention(
@@ -313,8 +310,13 @@ def _attend(
     scoring: _Scores,
 ) -> Tensor:
     """Return [tokens, heads, size] for the rows of the rectangle."""
-    rectangles = (_to_rectangle(states, rectangle) for states in (query, key, value))
-    output = _attention(*rectangles, sinks, scoring)
+    shaped = []  # [rows, heads, width, size]
+    for states in (query, key, value):
+        if rectangle.gather is not None:
+            states = states.index_select(0, rectangle.gather)
+        rows = states.reshape(rectangle.num_rows, rectangle.width, *states.shape[1:])
+        shaped.append(rows.transpose(1, 2))
+    output = _attention(*shaped, sinks, scoring)
     flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
@@ -373,12 +375,6 @@ def eager_attention(
     else:
         probs = scores.softmax(dim=-1)
     return probs.to(value.dtype) @ value
-
-
-def _to_rectangle(states: Tensor, rectangle: Rectangle) -> Tensor:
-    """Reshape [tokens, heads, size] of the rectangle's rows to [rows, heads, width, size]."""
-    real = states if rectangle.gather is None else states.index_select(0, rectangle.gather)
-    return real.reshape(rectangle.num_rows, rectangle.width, *real.shape[1:]).transpose(1, 2)
 
 
 def _causal_mask(num_queries: int, width: int, local: LocalMask, device: torch.device) -> Tensor:

@@ -36,19 +36,7 @@ if TYPE_CHECKING:
 
 def build_model(model: Model, worker: Worker) -> None:
     """Build the model on the worker's device, step by step."""
-    _join(model, worker)
-    _make_empty(model)
-    for part in model.parts:
-        part.change(model)
-    _shard(model)
-    load_weights(model.module, model.model_config, model.head, model.device, model.whole_module)
-    _choose_row_passes(model)
-    for part in model.parts:
-        part.finish(model)
-
-
-def _join(model: Model, worker: Worker) -> None:
-    """Join the process group and lay out the parallel axes over its ranks."""
+    # the process group, and the parallel axes over its ranks
     worker.open_process_group()
     model.device = worker.device
     if model.device.type == "cpu":
@@ -60,9 +48,7 @@ def _join(model: Model, worker: Worker) -> None:
     model.layers = AllLayers()
     model.is_sharded = model.groups.loss is not None and model.sharding.strategy != "ddp"
 
-
-def _make_empty(model: Model) -> None:
-    """Create the module without memory for its parameters."""
+    # the module, without memory for its parameters
     if not model.settings.trains:
         model.model_config = frozen(model.model_config, model.device.type)
     model.precision = precision_of(model.model_config, model.device.type)
@@ -74,19 +60,18 @@ def _make_empty(model: Model) -> None:
         model.module.requires_grad_(False)  # weights that its class freezes stay frozen in training
     model.whole_module = model.module
     model.support = Support.of(model.module.config)
+    for part in model.parts:
+        part.change(model)
 
-
-def _shard(model: Model) -> None:
     model.cast = None if model.is_sharded else model.precision.cast  # FSDP casts the weights itself
     if model.is_sharded:
         mesh, strategy = model.groups.fsdp_mesh, model.sharding.strategy
         efsdp_mesh = model.groups.efsdp_mesh if model.dims.ep > 1 else None
         cast = model.precision.cast
         model.is_one_unit = shard(model.module, mesh, cast, strategy, efsdp_mesh)
+    load_weights(model.module, model.model_config, model.head, model.device, model.whole_module)
 
-
-def _choose_row_passes(model: Model) -> None:
-    """Choose how rows go through the model, and the attention kernel."""
+    # how rows go through the model, and the attention kernel
     config, size = model.model_config, head_size(model.module.config)
     model.kernel, why_not = find_kernel(
         config.attn_implementation, model.device, model.precision.compute, size
@@ -97,6 +82,8 @@ def _choose_row_passes(model: Model) -> None:
     if config.share_prefixes and model.dims.pp == 1 and not model.settings.router_aux_loss_coef:
         model.row_passes = with_shared_prefixes(model.row_passes, model.module, model.support)
     log_once(describe(model.module, model.packs, model.kernel, why_not))
+    for part in model.parts:
+        part.finish(model)
 
 
 def prepare_cpu_process() -> None:

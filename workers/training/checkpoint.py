@@ -72,7 +72,8 @@ class Checkpointed(BackgroundSaves):
         ranks = Ranks(self.engine.groups.world, message)
         part = folder if self.copies is not None else folder.with_name(folder.name + ".part")
         try:
-            self._write_part(ranks, part, step, contents)
+            wanted = self.config.checkpoint.save_contents if contents is None else contents
+            self._write_part(ranks, part, step, wanted)
             if part != folder:
                 ranks.run_on_first(lambda: replace_folder(part, folder))
         except CheckpointError:
@@ -80,17 +81,18 @@ class Checkpointed(BackgroundSaves):
                 shutil.rmtree(part, ignore_errors=True)
             raise
 
-    def _write_part(
-        self, ranks: Ranks, part: Path, step: int, contents: Sequence[str] | None = None
-    ) -> None:
+    def _write_part(self, ranks: Ranks, part: Path, step: int, contents: Sequence[str]) -> None:
         """Write all files; the manifest comes last and lists the others."""
-        engine = self.engine
-        contents = self.config.checkpoint.save_contents if contents is None else contents
-        writer = self.copies or AT_ONCE
+
+        def make_empty() -> None:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / "random").mkdir(parents=True)
+
+        engine, writer = self.engine, self.copies or AT_ONCE
         tensors = weights(engine) | averages(self.average) if "model" in contents else {}
         tensors |= optimizer_state(engine) if "optimizer" in contents else {}
         tensors = engine.without_copies(tensors)
-        ranks.run_on_first(lambda: _make_empty(part))
+        ranks.run_on_first(make_empty)
         if tensors:
             shards, num_holders = part / "shards", engine.dims.per_stage
             ranks.run_on_all(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
@@ -209,20 +211,16 @@ def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
     for name, parameter in engine.module.named_parameters():
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             full_name = f"optimizer.{key}.{name}"
-            _check_reshardable(engine, full_name, value, parameter)
+            is_tensor = isinstance(value, Tensor)
+            if not is_tensor or value.shape not in (torch.Size(), parameter.shape):
+                form = list(value.shape) if is_tensor else type(value).__name__
+                raise CheckpointError(
+                    f"{full_name} of {type(engine.optimizer).__name__} is {form}; only state that "
+                    "is a scalar tensor or has its weight's shape can be resharded. Leave "
+                    "optimizer out of checkpoint.save_contents."
+                )
             state[full_name] = value
     return state
-
-
-def _check_reshardable(engine: TrainEngine, name: str, value: Any, parameter: Tensor) -> None:
-    if isinstance(value, Tensor) and value.shape in (torch.Size(), parameter.shape):
-        return
-    form = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    raise CheckpointError(
-        f"{name} of {type(engine.optimizer).__name__} is {form}; only state that is a scalar "
-        "tensor or has its weight's shape can be resharded. Leave optimizer out of "
-        "checkpoint.save_contents."
-    )
 
 
 def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[str, Tensor]:
@@ -284,8 +282,3 @@ def reject_other_model(
     named = {kind: [n.removeprefix("model.") for n in names] for kind, names in problems.items()}
     if text := describe_problems(f"the checkpoint {folder} is of another model", **named):
         raise CheckpointError(f"{text} {way_out}")
-
-
-def _make_empty(part: Path) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    (part / "random").mkdir(parents=True)

@@ -229,7 +229,11 @@ class _FileCopy:
     """Contents of a file in memory that another process can map and that GPUs can copy into."""
 
     def __init__(self) -> None:
-        self.descriptor = _anonymous_file()
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("checkpoint")
+        else:  # an unnamed file on disk
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
         self.bytes: Tensor = torch.empty(0, dtype=torch.uint8)
         """The buffer grows when needed and is reused by the next checkpoint."""
         self.num_bytes = 0
@@ -263,14 +267,5 @@ class _FileCopy:
                 self._unpin = None
             os.ftruncate(self.descriptor, num_bytes)
             self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
-        if not pinned or self._unpin is not None:
-            return
-        self._unpin = lock_pages(self, self.bytes)
-
-
-def _anonymous_file() -> int:
-    """Open an unnamed file in memory; on systems without memfd, an unnamed file on disk."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("checkpoint")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+        if pinned and self._unpin is None:
+            self._unpin = lock_pages(self, self.bytes)

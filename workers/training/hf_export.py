@@ -77,33 +77,24 @@ def write_model_folder(
     source = model_folder(model_config.path)
     buffers = {name for name, _ in persistent_buffers(module)}
     folder.mkdir(parents=True, exist_ok=True)
-    config = _copy_files(source, folder)
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if isinstance(module, ScalarHeadModel):
-        config = _as_classifier(config) | dict(settings)
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        )
+
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config["model_type"])
+        config |= {"architectures": [name]} if name else {}
+        config |= settings
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     dtype = dtype_of(config.get("dtype") or config.get("torch_dtype") or model_config.dtype)
     typed = ((n, t if n in buffers else t.to(dtype)) for n, t in tensors)
     _write_weights(checkpoint_format(str(source)).stored(typed), folder, shard_bytes, writer)
-
-
-def _copy_files(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy everything except weights; return the model's configuration."""
-    for path in source.iterdir():
-        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config
-
-
-def _as_classifier(config: dict[str, Any]) -> dict[str, Any]:
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
-
-    config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config["model_type"])
-    return config | ({"architectures": [name]} if name else {})
 
 
 def _write_weights(

@@ -273,21 +273,16 @@ class _AccumulatingLinear(torch.autograd.Function):
         states, weight = ctx.saved_tensors
         flat, grad_flat = states.flatten(0, -2), grad.flatten(0, -2)
         if "weight" in ctx.sums:
-            _add_product(ctx.sums["weight"], grad_flat, flat)
+            total = ctx.sums["weight"]
+            if total.dtype == grad.dtype:
+                total.addmm_(grad_flat.t(), flat)
+            else:
+                rows = grad_flat.split(GRADIENT_ROWS, dim=1)
+                for some, grad_rows in zip(total.split(GRADIENT_ROWS), rows, strict=True):
+                    some += grad_rows.t() @ flat
         if "bias" in ctx.sums:
             ctx.sums["bias"] += grad_flat.sum(dim=0, dtype=ctx.sums["bias"].dtype)
         return grad @ weight, None, None, None
-
-
-def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:
-    """Add grad.t() @ states to `total`."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), states)
-        return
-    for some, grad_rows in zip(
-        total.split(GRADIENT_ROWS), grad.split(GRADIENT_ROWS, dim=1), strict=True
-    ):
-        some += grad_rows.t() @ states
 
 
 @contextmanager
@@ -321,14 +316,6 @@ def chunking_blocker(config: Any) -> str:
 
 def head_in_chunks(model: Any) -> str:
     """Return what is wrong with the chunked head on this model."""
-    error = _error_of_chunks(model)
-    if error <= LARGEST_ERROR:
-        return ""
-    return f"in a small model of its class they are off by {error:.0e}"
-
-
-def _error_of_chunks(model: Any) -> float:
-    """Return the largest relative error of values and gradients against whole logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ValueError("its head computes every position")
     positions = Ragged.from_rows([torch.arange(12)] * 2, 12)
@@ -357,4 +344,7 @@ def _error_of_chunks(model: Any) -> float:
     for expected, actual in zip(*numbers, strict=True):
         size = expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
         errors.append(float((actual - expected).norm() / size))
-    return max(errors)
+    error = max(errors)  # of values and gradients, against whole logits
+    if error <= LARGEST_ERROR:
+        return ""
+    return f"in a small model of its class they are off by {error:.0e}"

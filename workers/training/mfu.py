@@ -108,7 +108,8 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
     per_token = 0.0
     for name, weight in body.named_parameters():
         if weight.dim() > 1 and id(weight) not in is_looked_up:
-            per_token += _factor(weight, trains) * weight.numel() * _share(name, config)
+            share = expert_share(config) if ".experts." in name else 1.0
+            per_token += _factor(weight, trains) * weight.numel() * share
     per_read = _factor(head.weight, trains) * head.weight.numel()
     per_pair = (12 if trains else 4) * config.num_hidden_layers * attention_width(config)
 
@@ -119,11 +120,6 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
 def _factor(weight: nn.Parameter, trains: bool) -> int:
     """Operations per weight and token: forward, gradient of the input, of the weight."""
     return 2 + (2 + 2 * weight.requires_grad if trains else 0)
-
-
-def _share(name: str, config: Any) -> float:
-    """Fraction of a weight that a token uses: below 1 for experts."""
-    return expert_share(config) if ".experts." in name else 1.0
 
 
 def expert_share(config: Any) -> float:

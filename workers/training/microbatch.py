@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.ragged import Column, Ragged, join_ragged, rectangle_of
-from verl_like.errors import BatchError, ConfigError
+from verl_like.errors import BatchError, ConfigError, nearest_divisors
 from workers.columns import require
 from workers.config import LARGEST_PASS, tokens_per_pass
 
@@ -230,10 +230,7 @@ def count_mini_batches(total: int, mini_batch_size: int) -> int:
     if total > 0 and 0 < mini_batch_size and total % mini_batch_size == 0:
         return total // mini_batch_size
 
-    valid = [size for size in range(1, total + 1) if total % size == 0]
-    below = max((size for size in valid if size < mini_batch_size), default=None)
-    above = min((size for size in valid if size > mini_batch_size), default=None)
-    ways = " or ".join(str(size) for size in (below, above) if size is not None)
+    ways = nearest_divisors(mini_batch_size, total)
     raise ConfigError(
         f"a mini-batch of {mini_batch_size} samples does not divide the batch of {total} samples; "
         f"nearest that do: {ways or 'none, the batch is empty'}. ppo_mini_batch_size counts "
@@ -295,8 +292,21 @@ def cut(
     if single:
         return [[row] for row in order]
     num_long = 0 if border is None else sum(lengths[row] > border for row in order)
-    sides = (order[:num_long], order[num_long:])
-    return [piece for side in sides for piece in _fill(side, lengths, budget, rectangles)]
+    cuts: list[list[int]] = []
+    for side in (order[:num_long], order[num_long:]):
+        if budget.rows is not None:
+            most = budget.rows
+            cuts += [side[start : start + most] for start in range(0, len(side), most)]
+            continue
+        room = 0
+        for row in side:
+            size = lengths[cuts[-1][0]] if rectangles and room else lengths[row]
+            if size > room:
+                cuts.append([])
+                room, size = limit or 0, lengths[row]
+            cuts[-1].append(row)
+            room -= size
+    return cuts
 
 
 def spread(
@@ -312,27 +322,6 @@ def spread(
         rows = batches[largest]
         batches[largest : largest + 1] = [rows[::2], rows[1::2]]
     return batches
-
-
-def _fill(
-    order: Sequence[int], lengths: Sequence[int], budget: Budget, rectangles: bool
-) -> list[list[int]]:
-    """Fill micro-batches with the rows `order`, each up to the budget."""
-    if budget.rows is not None:
-        size = budget.rows
-        return [list(order[start : start + size]) for start in range(0, len(order), size)]
-
-    limit = budget.tokens or 0
-    cuts: list[list[int]] = []
-    room = 0
-    for row in order:
-        size = lengths[cuts[-1][0]] if rectangles and room else lengths[row]
-        if size > room:
-            cuts.append([])
-            room, size = limit, lengths[row]
-        cuts[-1].append(row)
-        room -= size
-    return cuts
 
 
 def micro_batches(

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,6 @@ from workers.training.schedules import lr_factor
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
-    from workers.parallel.groups import RankGroups
 
 
 logger = logging.getLogger(__name__)
@@ -167,37 +165,30 @@ def guarded_step(
     None means only this rank. Other ranks count the gradients of `copies`.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    clip: Callable[[], None]
     if groups is None or (groups.model is None and groups.dims.ep == 1):
         # all on one mesh, or plain tensors
         norm: Tensor = nn.utils.get_total_norm(gradients)
         if hasattr(norm, "full_tensor"):  # a DTensor, without importing it into the driver
             norm = norm.full_tensor()
-        clip = partial(nn.utils.clip_grads_with_norm_, parameters, grad_clip, norm)
+        nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     else:
+        # torch's norm does not support several meshes. A gradient that n ranks hold identically
+        # counts as an n-th on each. A weight belongs to one pipeline stage only.
         copied = {id(weight) for weight in copies}
         counted = [p.grad for p in parameters if p.grad is not None and id(p) not in copied]
-        norm = norm_by_shares(counted, groups)
-        clip = partial(scale_to, gradients, grad_clip, norm)
+        num_holders = groups.dims.world // groups.dims.pp
+        shares = [_num_shards(gradient) / num_holders for gradient in counted]
+        local = [local_shard(gradient) for gradient in counted]
+        norms = torch.stack(torch._foreach_norm(local, dtype=torch.float32))
+        total = (norms.square() * norms.new_tensor(shares)).sum()
+        norm = all_reduce(total, groups.world).sqrt()
+        local = [local_shard(gradient) for gradient in gradients]
+        torch._foreach_mul_(local, (grad_clip / (norm + 1e-6)).clamp(max=1.0))
 
     if torch.isfinite(norm):
-        clip()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(norm)
-
-
-def norm_by_shares(gradients: Sequence[Tensor], groups: RankGroups) -> Tensor:
-    """Return the norm of gradients on several meshes or on none, with one all-reduce.
-
-    torch's norm does not support such a mixture. If n ranks hold the same gradient, each counts 1/n
-    of it. A weight belongs to one pipeline stage only.
-    """
-    num_holders = groups.dims.world // groups.dims.pp
-    shares = [_num_shards(gradient) / num_holders for gradient in gradients]
-    norms = torch.stack(torch._foreach_norm(_local_parts(gradients), dtype=torch.float32))
-    total = (norms.square() * norms.new_tensor(shares)).sum()
-    return all_reduce(total, groups.world).sqrt()
 
 
 def _num_shards(tensor: Tensor) -> int:
@@ -210,15 +201,6 @@ def _num_shards(tensor: Tensor) -> int:
             if not isinstance(placement, Replicate):
                 count *= tensor.device_mesh.size(axis)
     return count
-
-
-def scale_to(gradients: Sequence[Tensor], longest: float, norm: Tensor) -> None:
-    """Scale gradients of norm `norm` down to `longest`, unless they are shorter."""
-    torch._foreach_mul_(_local_parts(gradients), (longest / (norm + 1e-6)).clamp(max=1.0))
-
-
-def _local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [local_shard(tensor) for tensor in tensors]
 
 
 MOST_IN_A_ROW = 5

@@ -40,24 +40,19 @@ def response_reads(columns: RowColumns) -> Ragged:
     places = torch.arange(len(mask.values)) + shifts.repeat_interleave(mask.lengths.flatten())
     inside = mask.values != 0
     first = (ids.lengths <= mask.lengths).flatten().nonzero().squeeze(1)
-    if len(first):
-        _check_first_tokens(mask, inside, first)
+    if len(first):  # rows without a prompt: nothing predicts their first token
+        lengths = mask.lengths.flatten()
+        begins = (lengths.cumsum(0) - lengths)[first]
+        if inside[begins[lengths[first] > 0]].any():
+            raise BatchError(
+                "a row's first token is inside its response_mask; its log-prob would be read at "
+                "the token before it, and there is none. A row needs a prompt of at least one "
+                "token."
+            )
     reads = torch.zeros(len(ids.values), dtype=torch.bool)
     reads[places[inside]] = True
     result: Ragged = ids.with_values(reads)
     return result
-
-
-def _check_first_tokens(mask: Ragged, inside: Tensor, rows: Tensor) -> None:
-    """Reject rows without a prompt whose first token is in the loss: nothing predicts it."""
-    lengths = mask.lengths.flatten()
-    begins = (lengths.cumsum(0) - lengths)[rows]
-    begins = begins[lengths[rows] > 0]
-    if inside[begins].any():
-        raise BatchError(
-            "a row's first token is inside its response_mask; its log-prob would be read at the "
-            "token before it, and there is none. A row needs a prompt of at least one token."
-        )
 
 
 def last_token_reads(columns: RowColumns) -> Ragged:

@@ -34,7 +34,6 @@ from workers.training.packing import Feed
 from workers.training.readings import TOKENS, Reading
 
 if TYPE_CHECKING:
-    from workers.training.loss import Loss
     from workers.training.model import Model
 
 
@@ -100,7 +99,11 @@ class Passes:
                 for name, column in outputs.items():
                     pieces.setdefault(name, []).append(detached(column[:num_real]))
             rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
-            inputs = {name: self._for_loss(columns[name]) for name in names}
+            inputs = {n: to_device(rectangle_of(columns[n]), self.model.device) for n in names}
+            for name, values in inputs.items():
+                # infinity becomes NaN, which formulas do not clamp: the step is skipped
+                if values.is_floating_point():
+                    inputs[name] = values.masked_fill(values.isinf(), torch.nan)
             total, shares = loss.compute(rectangles, inputs, batch)
             for name, share in shares.items():
                 if num_real:
@@ -144,13 +147,6 @@ class Passes:
                 strategy=model.sharding.strategy,
                 waits=waits,
             )
-
-    def _for_loss(self, column: Column) -> Tensor:
-        values = to_device(rectangle_of(column), self.model.device)
-        # infinity becomes NaN, which formulas do not clamp: the step is skipped
-        if values.is_floating_point():
-            values = values.masked_fill(values.isinf(), torch.nan)
-        return values
 
 
 MicroBatches = Sequence[tuple[RowColumns, int]]

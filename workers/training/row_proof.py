@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest_divisors
 from workers.models.folder import factor_border
 from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
@@ -187,12 +187,9 @@ def check_split(
     # state space models have no heads
     num_heads = getattr(support.config, "num_attention_heads", num_ranks)
     if num_ranks <= num_heads and num_heads % num_ranks:
-        valid = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
-        below = max(size for size in valid if size < num_ranks)
-        above = min(size for size in valid if size > num_ranks)
         raise ConfigError(
             f"{section}.sp={num_ranks} does not divide the {num_heads} attention heads of model "
-            f"type {support.model_type}; nearest that do: {below} or {above}."
+            f"type {support.model_type}; nearest that do: {nearest_divisors(num_ranks, num_heads)}."
         )
     reason = why_not_packed or support.why_not(rows_packed)
     if reason:

@@ -113,7 +113,10 @@ class TrainedStates:
         optimizer.state.update(state.moments)
         engine.has_gradients, engine.names_of_step = state.has_gradients, state.names_of_step
         engine.guard.total, engine.guard.in_a_row = state.skipped
-        self._set_rank(state.rank)
+        if state.rank != engine.model_config.lora_rank:
+            engine.model_config = replace(engine.model_config, lora_rank=state.rank)
+            for layer in adapted_layers(engine.module).values():
+                layer.r[NAME], layer.scaling[NAME] = state.rank, self.alpha / state.rank
         # a second reference would keep replaced tensors alive
         state.weights, state.gradients, state.moments = {}, {}, {}
         self.current = name
@@ -166,11 +169,3 @@ class TrainedStates:
             rows = local_rows(weight, value) if rank == self.rank else value
             weights[name] = rows.to(weight.device, weight.dtype, copy=True)
         return weights
-
-    def _set_rank(self, rank: int) -> None:
-        engine = self.engine
-        if rank == engine.model_config.lora_rank:
-            return
-        engine.model_config = replace(engine.model_config, lora_rank=rank)
-        for layer in adapted_layers(engine.module).values():
-            layer.r[NAME], layer.scaling[NAME] = rank, self.alpha / rank

@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,15 +169,12 @@ def _checked(
         return None, f"{name} does not run here: {' '.join(str(problem).split())[:200]}"
     if error >= LARGEST_ERROR:
         return None, f"{name} is off by {error:.2g} on a few rows"
-    caps = kernel.has_softcap and _caps(kernel, device, head_size)
-    return replace(kernel, has_softcap=caps), ""
-
-
-def _caps(kernel: VarlenKernel, device: torch.device, head_size: int) -> bool:
-    try:
-        return largest_error(kernel, device, head_size, softcap=0.5) < LARGEST_ERROR
-    except Exception:  # noqa: BLE001 - as above
-        return False
+    has_softcap = False
+    if kernel.has_softcap:
+        with suppress(Exception):
+            error = largest_error(kernel, device, head_size, softcap=0.5)
+            has_softcap = error < LARGEST_ERROR
+    return replace(kernel, has_softcap=has_softcap), ""
 
 
 def largest_error(

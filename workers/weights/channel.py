@@ -199,7 +199,7 @@ class Channel:
                 continue
             header = {"number": number, "tensors": bucket.facts}
             started = self._start_header(bucket.payload.numel(), header)
-            started.append(self._start_payload(bucket.payload))
+            started.append(self._start_broadcast(bucket.payload, self.connection.gpus))
             self.num_bytes += bucket.num_bytes
             _finish(before)
             before = started
@@ -218,11 +218,15 @@ class Channel:
                 self.corrupt.append("what is said to be the end")
             if size != END:
                 payload = self.room(number, size)
-                finish = self._start_payload(payload)
+                finish = self._start_broadcast(payload, self.connection.gpus)
             if before is not None:
                 yield from self._verified(*before)
             if payload is None or finish is None:
-                self._end(header or {"number": number}, number)
+                header = header or {"number": number}
+                sent = header.pop("number")
+                if sent != number:
+                    self.corrupt.append(f"{number} of {sent} buckets")
+                self.summary = header
                 return
             finish()
             number, before = number + 1, (number, payload, header)
@@ -262,13 +266,6 @@ class Channel:
                 self.corrupt.append(name)
         yield from bucket.tensors()
 
-    def _end(self, header: dict[str, Any], num_buckets: int) -> None:
-        """Read the last header: the number of buckets, and the summary of the sender."""
-        sent = header.pop("number")
-        if sent != num_buckets:
-            self.corrupt.append(f"{num_buckets} of {sent} buckets")
-        self.summary = header
-
     def _start_header(self, size: int, header: dict[str, Any]) -> list[Finish]:
         """Start sending the size and the signed header of the next bucket."""
         text = json.dumps(header).encode()
@@ -289,9 +286,6 @@ class Channel:
         content = torch.empty(num_bytes, dtype=torch.uint8)
         self._start_broadcast(content)()
         return content.numpy().tobytes()
-
-    def _start_payload(self, payload: Tensor) -> Finish:
-        return self._start_broadcast(payload, self.connection.gpus)
 
     def _start_broadcast(self, tensor: Tensor, group: Any = None) -> Finish:
         """Start broadcasting these bytes; the result waits until they have arrived."""

@@ -334,17 +334,13 @@ def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
     try:
         yield
     except dist.DistStoreError as error:
-        ranks = range(num_receivers + 1)
-        absent = ", ".join(_who(rank) for rank in ranks if not _has_joined(store, rank))
+        keys = [f"joined/{rank}" for rank in range(num_receivers + 1)]
+        joined = [store.check([key]) and store.get(key) != GIVEN_UP.encode() for key in keys]
+        absent = ", ".join(_who(rank) for rank, is_there in enumerate(joined) if not is_there)
         raise WeightSyncError(
             f"weight sync: {absent or _who(0)} did not connect within "
             f"{JOIN_TIMEOUT.total_seconds():.0f} s. Is it alive, or busy with another call?"
         ) from error
-
-
-def _has_joined(store: SignedStore, rank: int) -> bool:
-    key = f"joined/{rank}"
-    return store.check([key]) and store.get(key) != GIVEN_UP.encode()
 
 
 def _who(rank: int) -> str:

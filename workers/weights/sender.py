@@ -179,7 +179,8 @@ class WeightSender:
                 channel.send(snapshot.buckets, drops_first=drops)
             else:
                 limit = max((len(bucket.payload) for bucket in snapshot.buckets), default=1)
-                sent = previous.with_facts()
+                entries = previous.manifest()
+                sent = {name: (entries[name], tensor) for name, tensor in previous.tensors()}
                 send_changes(channel, snapshot.tensors(), limit, snapshot.merging, sent, drops)
 
         try:
@@ -316,11 +317,6 @@ class Snapshot:
         """Yield the tensors by name, without a copy."""
         for bucket in self.buckets:
             yield from bucket.tensors()
-
-    def with_facts(self) -> SentTensors:
-        """Return the tensors with their entries in the manifest."""
-        manifest = self.manifest()
-        return {name: (manifest[name], tensor) for name, tensor in self.tensors()}
 
     def manifest(self) -> Manifest:
         """Return the entry of every tensor, by name."""

@@ -24,8 +24,7 @@ from workers.agents.environment import EnvironmentSpec
 from workers.agents.gateway import AgentSession, RejectedRequest, endpoint
 from workers.agents.host import EnvironmentHost
 from workers.agents.loop import TurnLoop
-from workers.agents.requests import ids_to_read, overridden
-from workers.agents.trajectory import Trajectory, TrajectoryStart
+from workers.agents.trajectory import Trajectory, TrajectoryStart, ids_to_read, overridden
 from workers.config import EnvironmentConfig
 from workers.models.attention import warn_once
 from workers.rollout.base import SamplingParams

@@ -19,9 +19,8 @@ from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.environment import EnvironmentSpec
-from workers.agents.host import EnvironmentHost
+from workers.agents.host import RECORDED, EnvironmentHost, RecordedHost
 from workers.agents.loop import TurnLoop
-from workers.agents.recorded import RECORDED, RecordedHost
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams

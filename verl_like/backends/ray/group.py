@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_like.backends.ray.host import HostActor, local_packages
-from verl_like.backends.ray.pools import Bundle, RayResourcePool
+from verl_like.backends.ray.pools import RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup
@@ -115,7 +115,16 @@ class RayWorkerGroup(_RunningWorkers):
         )
         run = uuid.uuid4().hex[:8]
         names = [f"{name}-{rank}-{run}" for rank in range(len(facts))]
-        actors = _start_actors(packed, names, facts, bundles, options)
+        packages, actors = local_packages(), []
+        for actor_name, fact, bundle in zip(names, facts, bundles, strict=True):
+            place = {
+                "name": actor_name,
+                "num_cpus": bundle.cpus,
+                "num_gpus": bundle.gpus if fact.device_kind == "cuda" else 0.0,
+                "resources": bundle.resources,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
+            }
+            actors.append(HostActor.options(**{**place, **options}).remote(packed, fact, packages))
         transport = RayTransport(actors, facts, limits, names, master_port)
         classes = {role: recipe.cls for role, recipe in roles.items()}
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
@@ -153,28 +162,6 @@ class RayWorkerGroup(_RunningWorkers):
         transport = RayTransport(actors, facts, deadlines or Deadlines(), worker_names)
         classes = {role: recipe.cls for role, recipe in roles.items()}
         return _RunningWorkers(transport, classes, prefixed=ray_cls_with_init.prefixed)
-
-
-def _start_actors(
-    recipes: bytes,
-    names: Sequence[str],
-    facts: Sequence[ProcessFacts],
-    bundles: Sequence[Bundle],
-    options: Mapping[str, Any],
-) -> list[Any]:
-    """Start an actor on every place, without its roles."""
-    packages = local_packages()
-    actors = []
-    for name, fact, bundle in zip(names, facts, bundles, strict=True):
-        place = {
-            "name": name,
-            "num_cpus": bundle.cpus,
-            "num_gpus": bundle.gpus if fact.device_kind == "cuda" else 0.0,
-            "resources": bundle.resources,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
-        }
-        actors.append(HostActor.options(**{**place, **options}).remote(recipes, fact, packages))
-    return actors
 
 
 def _actor_options(

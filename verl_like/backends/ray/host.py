@@ -140,11 +140,8 @@ def prefer_local_packages(names: Iterable[str]) -> None:
     Ray puts the driver's folder first.
     """
     files = {file for name in names for file in (name, f"{name}.py")}
-    namesakes = [path for path in sys.path if path != ROOT and files & _entries(path)]
+    folders = [path for path in sys.path if path != ROOT and os.path.isdir(path)]
+    namesakes = [path for path in folders if files & set(os.listdir(path))]
     if namesakes:
         rest = [path for path in sys.path if path not in namesakes and path != ROOT]
         sys.path[:] = [*rest, ROOT, *namesakes]
-
-
-def _entries(folder: str) -> set[str]:
-    return set(os.listdir(folder)) if os.path.isdir(folder) else set()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from workers.models.quantize import Int8Weight, is_quantized
@@ -45,15 +45,12 @@ def is_llama_shaped(module: Any) -> bool:
     known = {"Embedding", "Linear", "ModuleList", "SiLUActivation", f"{prefix}RotaryEmbedding"}
     known |= {prefix + part for part in parts}
     for child in module.modules():
-        if type(child).__name__ not in known or _is_altered(child):
+        is_altered = child._forward_hooks or child._forward_pre_hooks or "forward" in vars(child)
+        if type(child).__name__ not in known or is_altered:
             return False
 
     rope_type = getattr(module.model.rotary_emb, "rope_type", None)
     return rope_type in FIXED_ROTARY and module.config.hidden_act == "silu"
-
-
-def _is_altered(child: nn.Module) -> bool:
-    return bool(child._forward_hooks or child._forward_pre_hooks or "forward" in vars(child))
 
 
 def agrees(module: Any) -> bool:
@@ -207,7 +204,9 @@ class DirectForward:
 
         The logits are [rows, vocabulary].
         """
-        step = self._step_over(len(ids))
+        step, first_keys = self.step, self.cache.slot_layers[0].keys
+        if step is None or step.rows != len(ids) or step.first_keys is not first_keys:
+            self.step = step = _Step(self, len(ids))
         rotation = self._rotation(self.angles[positions])
         targets = (positions + 1)[:, None].expand(-1, self.groups)
         index = (step.columns + targets).flatten()
@@ -228,13 +227,6 @@ class DirectForward:
             torch.bmm(probs, seen_values, out=step.grouped)
             hidden = layer.finish(hidden, step.attended)
         return self.head(self.norm(hidden))
-
-    def _step_over(self, rows: int) -> _Step:
-        """Return the views of the previous step, or new ones if its rows or memory differ."""
-        step, first_keys = self.step, self.cache.slot_layers[0].keys
-        if step is None or step.rows != rows or step.first_keys is not first_keys:
-            self.step = step = _Step(self, rows)
-        return step
 
     def _rotation(self, angles: Tensor) -> _Rotation:
         """Return the rotation for the angles of every token, [tokens, 2, head size]."""

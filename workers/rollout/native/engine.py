@@ -66,7 +66,9 @@ class NativeEngine(ModuleEngine):
 
         first_weight = next(module.parameters())
         if first_weight.device.type == "cpu":
-            _limit_kernel_caches()
+            from workers.cpu.onednn import limit_kernel_caches
+
+            limit_kernel_caches()
         width = slot_width(self.config, limits.prompt_width, limits.response_width)
         least = fewest_rows(first_weight, is_llama_shaped(module) and uses_onednn(module))
         num_slots = slots_that_fit(
@@ -134,12 +136,6 @@ class NativeEngine(ModuleEngine):
                     stacklevel=2,
                 )
         return self.direct_agrees
-
-
-def _limit_kernel_caches() -> None:
-    from workers.cpu import onednn
-
-    onednn.limit_kernel_caches()
 
 
 @contextmanager

@@ -167,17 +167,14 @@ class Scheduler:
                 group = self._next_group()
                 if group:
                     self._prefill(group)
-                elif self._has_drawn(budget.max_tokens):
+                elif budget.max_tokens is not None and (
+                    int(self.table.num_drawn[: self.num_active].max()) >= budget.max_tokens
+                ):
                     return
                 else:
                     self._decode()
                 if budget.is_over or (budget.until_one and self._finished):
                     return
-
-    def _has_drawn(self, max_tokens: int | None) -> bool:
-        if max_tokens is None:
-            return False
-        return int(self.table.num_drawn[: self.num_active].max()) >= max_tokens
 
     def _fit_cache(self) -> None:
         """Make slots for as many samples as run, wide enough for each."""

@@ -227,25 +227,19 @@ class VllmEngine(RolloutEngine):
         try:
             try:
                 if self.adapter is None:
-                    self._checksum = self._hand_over(tensors)
+                    handover = Handover(self.expected)
+                    handover.verify(self.vllm.load(handover.pieces(tensors)))
+                    self._checksum = handover.checksum()
                 else:
-                    self._checksum = self._load_adapter(self.adapter, tensors)
+                    assert isinstance(self.vllm, InProcessVllm), "a server gets merged weights"
+                    with self.adapter.written(tensors) as folder:
+                        self.vllm.load_adapter(str(folder))
+                    self._checksum = self.adapter.checksum
             finally:
                 if not self.num_running:
                     self.drop_prefixes()
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
-
-    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        handover = Handover(self.expected)
-        handover.verify(self.vllm.load(handover.pieces(tensors)))
-        return handover.checksum()
-
-    def _load_adapter(self, files: AdapterFiles, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        assert isinstance(self.vllm, InProcessVllm), "a server gets merged weights"
-        with files.written(tensors) as folder:
-            self.vllm.load_adapter(str(folder))
-        return files.checksum
 
     def _free(self) -> None:
         """Free weights and cache; the next sync brings the weights."""
