@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from trainer.config.devices import devices_of
-from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.config.schema import RunConfig
 from trainer.groups.nodes import describe_devices, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks
@@ -155,7 +156,9 @@ class Attempts:
             self._trainer = None
             gc.collect()  # the last attempt's objects refer to each other, and the loop keeps them
         if self._groups is None:
-            self._groups = self._restarts.when_there_is_room(self._start_groups, self._failed_at)
+            code = self._trainer_cls.worker_code(self.config)
+            start = partial(WorkerGroups, self.config, code)
+            self._groups = self._restarts.when_there_is_room(start, self._failed_at)
             self._groups.note_placement()
             show_plan(self._groups.placement, self.config, self._trainer_cls)
         record = Run(
@@ -171,10 +174,6 @@ class Attempts:
             Loop(self._trainer).run()
         finally:
             self._step, self._failed_at = record.step or self._step, time.monotonic()
-
-    def _start_groups(self) -> WorkerGroups:
-        code = self._trainer_cls.worker_code(self.config)
-        return WorkerGroups(self.config, code)
 
     def go_on_after(self, error: VerlLikeError) -> None:
         """Prepare another attempt with the groups that survive; raise if none is possible."""
@@ -230,18 +229,15 @@ def describe_plan(
     )
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
     if trainer_cls.leaves_model(config):
-        parts.append(_leftovers(trainer))
+        left = "NO MODEL is left at the end: trainer.save_final=false, trainer.save_freq=-1."
+        if trainer.save_final:
+            left = f"The model after the last step: {trainer.default_local_dir}/{MODEL}"
+        elif trainer.save_freq > 0:
+            left = "trainer.save_final=false: the trained model is in checkpoints alone."
+        parts.append(left)
     if not full:
         parts.append("`verl-like check --full` prints all of the plan.")
     return ("\n\n" if full else "\n").join(fit(part, width) for part in parts)
-
-
-def _leftovers(trainer: TrainerConfig) -> str:
-    if trainer.save_final:
-        return f"The model after the last step: {trainer.default_local_dir}/{MODEL}"
-    if trainer.save_freq > 0:
-        return "trainer.save_final=false: the trained model is in checkpoints alone."
-    return "NO MODEL is left at the end: trainer.save_final=false, trainer.save_freq=-1."
 
 
 def nominal_placement(config: RunConfig) -> Placement:
@@ -284,47 +280,32 @@ ALL_FOUND = "No problem was found that shows before processes start."
 
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     """Return lines about the run; raise for anything that cannot work."""
-    _check_machines(config)
+    if config.trainer.backend == "local" and config.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
+            "processes only on this machine. Set trainer.nnodes=1, or take trainer.backend=ray."
+        )
     lines = [describe_devices(config)]
     for role in config.role_workers:
         worker_class(config, role)
     start = ResumePoint(config).start
     if start is not None:
         lines.append(f"the run goes on from {start}")
-    _check_folder(config.trainer.default_local_dir)
-    lines += _missing_trackers(config)
-
-    with ExitStack() as at_end:
-        inputs = trainer_cls.prepare(config, at_end)
-        lines += trainer_cls.look_at(config, *inputs)
-    return [*lines, ALL_FOUND]
-
-
-def _check_machines(config: RunConfig) -> None:
-    """Reject several machines for a backend that starts processes only on this one."""
-    if config.trainer.backend == "local" and config.trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes={config.trainer.nnodes} with trainer.backend=local, which starts "
-            "processes only on this machine. Set trainer.nnodes=1, or take trainer.backend=ray."
-        )
-
-
-def _check_folder(name: str) -> None:
-    """Raise if the run folder cannot be written, without creating it."""
-    blocks = blocking_path(Path(name))
+    folder = config.trainer.default_local_dir  # it is not created here
+    blocks = blocking_path(Path(folder))
     if blocks is not None:
         raise ConfigError(
-            f"trainer.default_local_dir={name} cannot be written: {blocks} is no folder that this "
-            "user may write in. Give another one."
+            f"trainer.default_local_dir={folder} cannot be written: {blocks} is no folder that "
+            "this user may write in. Give another one."
         )
-
-
-def _missing_trackers(config: RunConfig) -> list[str]:
-    lines = []
     for name in config.trainer.logger:
         if name in BUILT_IN and name != "console" and find_spec(name) is None:
             lines.append(
                 f"trainer.logger names {name}, which is not installed: the run goes on without. "
                 f"pip install 'verl-like[{name}]'"
             )
-    return lines
+
+    with ExitStack() as at_end:
+        inputs = trainer_cls.prepare(config, at_end)
+        lines += trainer_cls.look_at(config, *inputs)
+    return [*lines, ALL_FOUND]

@@ -42,7 +42,13 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
     unused: dict[str, list[str]] = {}
     left = set(keys)
     while True:
-        config, notices = _settled(recipe, composed, keys)
+        config = with_simulated(composed, keys)
+        config, about_engine = _with_engine(config, keys)
+        named_roles = names_below("role_mapping", keys)
+        mapping = drop_preset_names(config.role_mapping, named_roles)
+        config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
+        config, placed = place_roles(recipe, config, keys)
+        notices = [*about_engine, *completed, *placed]
         new_unused = unused_among(config, [key for key in keys if key in left])
         if not new_unused:
             notices += [notice_of(names, reason) for reason, names in unused.items()]
@@ -52,16 +58,6 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
         unread = {name for names in new_unused.values() for name in names}
         left -= unread
         composed = _without(composed, unread)
-
-
-def _settled(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, list[str]]:
-    config = with_simulated(composed, keys)
-    config, about_engine = _with_engine(config, keys)
-    named_roles = names_below("role_mapping", keys)
-    mapping = drop_preset_names(config.role_mapping, named_roles)
-    config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
-    config, placed = place_roles(recipe, config, keys)
-    return config, [*about_engine, *completed, *placed]
 
 
 def _without(config: C, keys: Collection[str]) -> C:
@@ -134,14 +130,29 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
     without roles is left out.
     """
     inactive = recipe.inactive_roles(config)
-    notices = _notices_of_roles(inactive, keys)
+    notices = []
+    for role, why in inactive.items():
+        names = [key for key in (f"role_workers.{role}", f"role_mapping.{role}") if key in keys]
+        if names:
+            notices.append(notice_of(names, f"this run has no role {role!r}, because {why}"))
+
     weights, mapped_before = _weight_bytes(config), config.role_mapping
-    config = _with_roles_of_this_run(config, inactive, recipe.extra_roles(config))
+    mapping = {role: pool for role, pool in mapped_before.items() if role not in inactive}
+    workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
+    pools = expand_roles(mapping)
+    for role, (worker, neighbour) in recipe.extra_roles(config).items():
+        workers.setdefault(role, worker)
+        if neighbour in pools:
+            mapping.setdefault(role, pools[neighbour])
+    config = changed(config, {"role_mapping": mapping, "role_workers": workers})
     _check_roles(config, roles_of(recipe), inactive)
 
-    used = set(config.role_mapping.values())
-    if "trainer.n_gpus_per_node" not in keys:
-        slots = _slots_taken(config, used)
+    used, trainer = set(config.role_mapping.values()), config.trainer
+    is_this_machine = trainer.nnodes == 1 and devices_of(trainer).type == "cpu"
+    if is_this_machine and "trainer.n_gpus_per_node" not in keys:  # as many slots as pools need
+        sizes_of_pool = config.resource_pool_spec
+        slots = sum(max(sizes_of_pool[pool], default=0) or 1 for pool in used & {*sizes_of_pool})
+        slots = max(slots, trainer.n_gpus_per_node)
         config = changed(config, {"trainer.n_gpus_per_node": slots})
     shares = share_devices(config, weights)
     spec = config.resource_pool_spec | shares
@@ -161,15 +172,6 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
             "fewer, the first ones more."
         )
     return config, notices
-
-
-def _slots_taken(config: RunConfig, used: Collection[str]) -> int:
-    """Return the devices per node; on the CPUs of one machine, as many as the pools need."""
-    spec, trainer = config.resource_pool_spec, config.trainer
-    taken = sum(max(spec[pool], default=0) or 1 for pool in used if pool in spec)
-    if trainer.nnodes == 1 and devices_of(trainer).type == "cpu":
-        return max(taken, trainer.n_gpus_per_node)
-    return trainer.n_gpus_per_node
 
 
 def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:
@@ -279,30 +281,6 @@ def names_below(section: str, keys: Collection[str]) -> set[str]:
     """Return the names that the user set in a section such as `resource_pool_spec`."""
     prefix = f"{section}."
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
-
-
-def _notices_of_roles(inactive: Mapping[str, str], keys: Collection[str]) -> list[str]:
-    """Return a notice for each inactive role that the user mapped or gave a class."""
-    notices = []
-    for role, why in inactive.items():
-        names = [key for key in (f"role_workers.{role}", f"role_mapping.{role}") if key in keys]
-        if names:
-            notices.append(notice_of(names, f"this run has no role {role!r}, because {why}"))
-    return notices
-
-
-def _with_roles_of_this_run(
-    config: C, inactive: Mapping[str, str], extra: Mapping[str, tuple[str, str]]
-) -> C:
-    """Return the configuration without inactive roles and with extra ones, next to a neighbour."""
-    mapping = {role: pool for role, pool in config.role_mapping.items() if role not in inactive}
-    workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
-    pools = expand_roles(mapping)
-    for role, (worker, neighbour) in extra.items():
-        workers.setdefault(role, worker)
-        if neighbour in pools:
-            mapping.setdefault(role, pools[neighbour])
-    return changed(config, {"role_mapping": mapping, "role_workers": workers})
 
 
 def _unused_pool(config: RunConfig, pool: str, inactive: Mapping[str, str]) -> ConfigError:

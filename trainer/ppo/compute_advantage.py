@@ -113,8 +113,18 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
         if name == "index":
             require(batch, "uid")
             arguments[name] = batch.non_tensor_batch["uid"]
+        elif name == "named_rewards":
+            arguments[name] = named_rewards(batch, algorithm.gdpo_reward_keys)
+        elif name == "whiten":
+            arguments[name] = "advantages" not in algorithm.running_norm
+        elif name == "truncated" and algorithm.bootstrap_truncated:
+            require(batch, "finish_reason")  # rows that hit the length limit before an end token
+            reasons = batch.non_tensor_batch["finish_reason"]
+            arguments[name] = torch.tensor([reason == CUT_BY_LENGTH for reason in reasons])
+        elif name == "truncated":
+            arguments[name] = None
         elif name in SETTINGS:
-            arguments[name] = _setting(name, batch, getattr(algorithm, SETTINGS[name]))
+            arguments[name] = getattr(algorithm, SETTINGS[name])
         elif is_required(parameter):
             arguments |= read_columns(batch, name)
 
@@ -124,17 +134,6 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     return write_columns(batch, advantages=advantages, returns=returns)
 
 
-def _setting(name: str, batch: DataProto, value: Any) -> Any:
-    """Return the argument for a parameter of `SETTINGS`, from the value of its key."""
-    if name == "named_rewards":
-        return named_rewards(batch, value)
-    if name == "truncated":
-        return truncated_rows(batch) if value else None
-    if name == "whiten":
-        return "advantages" not in value
-    return value
-
-
 def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
     """Return [rows, names]: the score, or a reward function's number; nan if missing.
 
@@ -142,13 +141,6 @@ def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
     """
     columns = [read_named_reward(batch, name, GDPO_KEY).float() for name in names]
     return torch.stack(columns, dim=1)
-
-
-def truncated_rows(batch: DataProto) -> Tensor:
-    """Return a mask of the rows that hit the length limit before an end token."""
-    require(batch, "finish_reason")
-    reasons = batch.non_tensor_batch["finish_reason"]
-    return torch.tensor([reason == CUT_BY_LENGTH for reason in reasons])
 
 
 def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:

@@ -90,8 +90,8 @@ def look_at(config: PPOConfig, *inputs: Any) -> list[str]:
 
 def preflight(config: PPOConfig) -> None:
     """Reject missing or too short models, and unsupported engines and offloads."""
-    policy = config.actor_rollout_ref.model.path
-    for role, model in models_of(config).items():
+    policy, models = config.actor_rollout_ref, models_of(config)
+    for role, model in models.items():
         if model.head == "score":
             continue  # check_reward_models checks it
         check_model(config, model.key, model.model.path)
@@ -100,64 +100,41 @@ def preflight(config: PPOConfig) -> None:
             check_adapter(model.model, model.head)
             check_checkpoint_of(config, role, model)
         elif model.head == "token":
-            check_same_tokenizer(model.model.path, policy, role)
-    _check_passes(config)
-    if config.actor_rollout_ref.actor.router_aux_loss_coef > 0:
-        from workers.training.parts.load_balancing import check_routers  # with the engine: a second
+            check_same_tokenizer(model.model.path, policy.model.path, role)
 
-        check_routers(policy, config.axes(config.actor_rollout_ref.actor.parallel))
-    if replays_routing(config.actor_rollout_ref):
-        _check_router_replay(config)
+    # mini-batches have at least as many passes as ranks that share a model's layers
+    trained = {role: model for role, model in models.items() if model.trains}
+    has_stages = any(model.sharding.pp > 1 for model in trained.values())
+    for row in rows_of(config) if has_stages else ():
+        if row.part.endswith("mini-batch"):
+            section = {"actor": "actor_rollout_ref.actor", "critic": "critic"}[row.role]
+            rows = f"{section}.ppo_mini_batch_size", row.prompts * policy.rollout.n
+            at_once = f"{section}.ppo_micro_batch_size_per_gpu", row.micro_samples
+            check_passes(config, row.role, trained[row.role], rows, at_once)
+
+    if policy.actor.router_aux_loss_coef > 0:
+        from workers.training.parts import load_balancing  # with the engine: a second
+
+        load_balancing.check_routers(policy.model.path, config.axes(policy.actor.parallel))
+    if replays_routing(policy):
+        from workers.models import routing  # with transformers: a second
+
+        check_notes_routing(policy.rollout)
+        routing.check_routers(meta_model(policy.model, "token"))
     check_reward_models(config)
     check_rollout(config)
-    _check_offload(config)
-    _check_int8(config)
 
-
-def _check_int8(config: PPOConfig) -> None:
-    """Reject models that cannot have the int8 weights that a role asks for."""
-    models = [
-        (role_model.model, role_model.head)
-        for role_model in models_of(config).values()
-        if role_model.quantization
-    ]
-    policy = config.actor_rollout_ref
-    if policy.rollout.quantization == "int8":
-        models.append((policy.model, "token"))
-    for model, head in models:
-        check_quantizable(meta_model(model, head))
-
-
-def _check_router_replay(config: PPOConfig) -> None:
-    """Check that the engine records experts, and that the actor's model can replay them."""
-    from workers.models.routing import check_routers  # with transformers: a second
-
-    policy = config.actor_rollout_ref
-    check_notes_routing(policy.rollout)
-    check_routers(meta_model(policy.model, "token"))
-
-
-def _check_passes(config: PPOConfig) -> None:
-    """Check that mini-batches have at least as many passes as ranks that share a model's layers."""
-    samples = config.actor_rollout_ref.rollout.n
-    models = {r: model for r, model in models_of(config).items() if model.trains}
-    sections = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
-    if all(model.sharding.pp == 1 for model in models.values()):
-        return
-    for row in rows_of(config):
-        if row.part.endswith("mini-batch"):
-            section = sections[row.role]
-            rows = f"{section}.ppo_mini_batch_size", row.prompts * samples
-            at_once = f"{section}.ppo_micro_batch_size_per_gpu", row.micro_samples
-            check_passes(config, row.role, models[row.role], rows, at_once)
-
-
-def _check_offload(config: PPOConfig) -> None:
     sections: dict[str, tuple[str, Any]] = {}
     elsewhere = {}
-    for model in models_of(config).values():
+    for model in models.values():
         section = model.section.removesuffix(".model")
         if section and (model.trains or section not in sections):
             sections[section] = (model.strategy if model.trains else "", model.fsdp)
             elsewhere[section] = model.section
     check_offload(config.trainer, sections, elsewhere)
+
+    rounded = [(model.model, model.head) for model in models.values() if model.quantization]
+    if policy.rollout.quantization == "int8":
+        rounded.append((policy.model, "token"))
+    for described, head in rounded:
+        check_quantizable(meta_model(described, head))

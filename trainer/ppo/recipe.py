@@ -41,6 +41,15 @@ from workers.config.conditions import has_only_teacher, has_teacher
 C = TypeVar("C", bound=RunConfig)
 P = TypeVar("P", bound=PPOConfig)
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+CORRECTION = "algorithm.rollout_correction"
+BY_TOKENS = "actor_rollout_ref.actor.use_dynamic_bsz"
+ROWS_OF_A_PASS = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "rollout",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref",
+    "critic.ppo_micro_batch_size_per_gpu": "critic",
+}
+"""Key that counts the rows of a pass -> the role of the pass."""
 
 PLACEMENTS = {
     "colocate": {"global_pool": ["actor_rollout", "ref", "critic", "reward_model", "teacher"]},
@@ -61,7 +70,7 @@ PLACEMENTS = {
 the critic's pool."""
 
 REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
-NO_REWARD_MODEL = "reward.model.enable=false, and `reward.list` has no model"
+NO_REWARD_MODEL = "reward_model.enable=false, and `rewards` has no model"
 """The reason why a run has no role `reward_model`."""
 
 
@@ -84,7 +93,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 
 def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
-    """Return roles of further models in `reward.list` -> class, and the role that shares a pool."""
+    """Return roles of further models in `rewards` -> class, and the role whose pool they share."""
     further = [role for role in model_rewards(config) if role != "reward_model"]
     return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 
@@ -96,28 +105,53 @@ def complete(
 
     `inexact_weights` is the reason why samples of this recipe may come from other weights.
     """
-    config = divide_batch(config, keys)
-    config, about_passes = fixed_micro_batches(config, keys)
-    config, about_correction = correct_by_default(config, keys, inexact_weights)
-    return config, [*about_passes, *about_correction, *_about_process_rewards(config)]
+    notices = []
+    size = config.data.train_batch_size
+    if MINI_BATCH not in keys and size > 0:  # the largest up to the default that divides the batch
+        most = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, size)
+        largest = next(n for n in range(most, 0, -1) if size % n == 0)
+        config = changed(config, {MINI_BATCH: largest})
+
+    inactive = inactive_roles(config)
+    set_keys = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
+    if set_keys and BY_TOKENS not in keys:
+        config = changed(config, {BY_TOKENS: False})
+        notices.append(
+            f"notice: {set_keys[0]} counts samples, so all passes are cut by samples "
+            f"({BY_TOKENS}=false); without it they are cut by tokens, which is mostly faster"
+        )
+
+    # Truncated importance weights per token make the objective decoupled: PPO's ratio compares with
+    # the policy before the update, and the weight corrects for the policy that sampled the token.
+    reason = inexact_weights or needs_correction(config)
+    correction = config.algorithm.rollout_correction
+    is_set = any(key == "correction" or key.startswith(CORRECTION) for key in keys)
+    if reason and not is_set and correction == RolloutCorrectionConfig():
+        config = changed(config, {f"{CORRECTION}.rollout_is": "token"})
+        notices.append(
+            f"notice: {reason}, so {CORRECTION}.rollout_is=token (at most "
+            f"{correction.rollout_is_threshold}) is set, as by correction=decoupled_token_is; "
+            "correction=disabled turns it off"
+        )
+    if config.algorithm.adv_estimator == "grpo_process" and plays(config):
+        notices.append(
+            "notice: algorithm.adv_estimator=grpo_process is biased where the policy chooses its "
+            "number of steps, as in an environment; rloo_process is not"
+        )
+    return config, notices
 
 
-def _about_process_rewards(config: PPOConfig) -> list[str]:
-    if config.algorithm.adv_estimator != "grpo_process" or not plays(config):
-        return []
-    return [
-        "notice: algorithm.adv_estimator=grpo_process is biased where the policy chooses its "
-        "number of steps, as in an environment; rloo_process is not"
-    ]
-
-
-def divide_batch(config: P, keys: Collection[str]) -> P:
-    """Use the largest mini-batch up to the default that divides the batch."""
-    actor, size = config.actor_rollout_ref.actor, config.data.train_batch_size
-    if MINI_BATCH in keys or size <= 0:
-        return config
-    most = min(actor.ppo_mini_batch_size, size)
-    return changed(config, {MINI_BATCH: next(n for n in range(most, 0, -1) if size % n == 0)})
+def needs_correction(config: PPOConfig) -> str:
+    """Return why the rollout samples from another policy than the trainer's, or ""."""
+    rollout = config.actor_rollout_ref.rollout
+    key, quantization = "quantization", rollout.quantization
+    if not quantization and rollout.name == "vllm":
+        key, quantization = "engine_kwargs.quantization", rollout.engine_kwargs.get("quantization")
+    if quantization:
+        return f"actor_rollout_ref.rollout.{key}={quantization} rounds the rollout's weights"
+    if config.actor_rollout_ref.model.fp8_linear:
+        return "actor_rollout_ref.model.fp8_linear=true rounds the trainer's products"
+    return ""
 
 
 def check(config: PPOConfig) -> None:
@@ -150,60 +184,3 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C])
 def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any] = PPO) -> Any:
     """Return a run's configuration for `key=value` strings, as on the command line, or a dict."""
     return compose.load_config(overrides, recipe)
-
-
-BY_TOKENS = "actor_rollout_ref.actor.use_dynamic_bsz"
-ROWS_OF_A_PASS = {
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "rollout",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref",
-    "critic.ppo_micro_batch_size_per_gpu": "critic",
-}
-"""Key that counts the rows of a pass -> the role of the pass."""
-
-
-def fixed_micro_batches(config: P, keys: Collection[str]) -> tuple[P, list[str]]:
-    """Use fixed micro-batches if the user set a number of rows but not `use_dynamic_bsz`."""
-    inactive = inactive_roles(config)
-    set_keys = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
-    if not set_keys or BY_TOKENS in keys:
-        return config, []
-    return changed(config, {BY_TOKENS: False}), [
-        f"notice: {set_keys[0]} counts samples, so all passes are cut by samples "
-        f"({BY_TOKENS}=false); without it they are cut by tokens, which is mostly faster"
-    ]
-
-
-CORRECTION = "algorithm.rollout_correction"
-
-
-def needs_correction(config: PPOConfig) -> str:
-    """Return why the rollout samples from another policy than the trainer's, or ""."""
-    rollout = config.actor_rollout_ref.rollout
-    key, quantization = "quantization", rollout.quantization
-    if not quantization and rollout.name == "vllm":
-        key, quantization = "engine_kwargs.quantization", rollout.engine_kwargs.get("quantization")
-    if quantization:
-        return f"actor_rollout_ref.rollout.{key}={quantization} rounds the rollout's weights"
-    if config.actor_rollout_ref.model.fp8_linear:
-        return "actor_rollout_ref.model.fp8_linear=true rounds the trainer's products"
-    return ""
-
-
-def correct_by_default(config: P, keys: Collection[str], reason: str = "") -> tuple[P, list[str]]:
-    """Enable truncated importance weights per token, unless the user has set a correction.
-
-    This is the decoupled objective: PPO's ratio compares with the policy before the update, and the
-    weight corrects for the policy that sampled the token. A recipe may pass its own `reason`.
-    """
-    reason = reason or needs_correction(config)
-    correction = config.algorithm.rollout_correction
-    is_set = any(key == "correction" or key.startswith(CORRECTION) for key in keys)
-    if not reason or is_set or correction != RolloutCorrectionConfig():
-        return config, []
-
-    return changed(config, {f"{CORRECTION}.rollout_is": "token"}), [
-        f"notice: {reason}, so {CORRECTION}.rollout_is=token (at most "
-        f"{correction.rollout_is_threshold}) is set, as by correction=decoupled_token_is; "
-        "correction=disabled turns it off"
-    ]

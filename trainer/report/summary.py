@@ -42,15 +42,46 @@ def summary(data: RunData) -> list[str]:
 
 def advice_at_end(data: RunData) -> list[str]:
     """Return the metrics beyond their limits at the run's end, each with advice."""
-    lines = [
-        _answers_cut(data),
-        _entropy_gone(data),
-        _nothing_learned(data),
-        _reward_stands(data),
-        _updates_too_large(data),
-        _calls_fail(data),
-    ]
-    return [f"look at: {line}" for line in lines if line]
+    advice = []
+    first, share = (end(data, "response_length/clip_ratio") for end in (_first, _last))
+    if share > max(CUT_ANSWERS, first / 2):  # a policy that learns to stop early has no problem
+        advice.append(
+            f"{share:.0%} of the answers end at data.max_response_length: a larger one, or a "
+            "reward that asks for shorter answers"
+        )
+    first, last = _first(data, "actor/entropy"), _last(data, "actor/entropy")
+    if first > 0 and last < ENTROPY_LEFT * first:
+        advice.append(
+            f"the entropy fell from {first:.3g} to {last:.3g}: the policy says one thing; a lower "
+            "learning rate, a KL to the reference, or actor.entropy_coeff keep it apart"
+        )
+    steps, norms = data.series("actor/grad_norm")
+    if steps and not any(norms):
+        advice.append(
+            "the gradient norm was 0 in every step, so nothing was learned: do the samples of a "
+            "prompt all have one reward?"
+        )
+    steps, lowest = data.series("critic/score/min")
+    _, highest = data.series("critic/score/max")
+    if len(steps) >= FEWEST_STEPS and lowest == highest and len(set(lowest)) == 1:
+        advice.append(
+            f"every sample of every step had the reward {lowest[0]:.4g}: is the reward function "
+            "right for these answers? rollouts/ has them"
+        )
+    clipped, moved = _last(data, "actor/pg_clipfrac"), _last(data, "actor/ppo_kl")
+    if clipped > CLIPPED:
+        advice.append(
+            f"{clipped:.0%} of the tokens are clipped in an update: a lower actor.optim.lr"
+        )
+    elif abs(moved) > KL_JUMP:
+        advice.append(f"an update moves the policy by a KL of {moved:.3g}: a lower actor.optim.lr")
+    calls, errors = (_last(data, f"agents/num_{x}/mean") for x in ("calls", "call_errors"))
+    if errors > FAILED_CALLS * calls:
+        advice.append(
+            f"{errors / calls:.0%} of the tool calls are answered by an error: rollouts/ has them "
+            "in their turns"
+        )
+    return [f"look at: {line}" for line in advice]
 
 
 def _time(data: RunData) -> str:
@@ -107,66 +138,6 @@ def _best_validations(data: RunData) -> Iterator[str]:
         step = max(step for step, value in zip(steps, values, strict=True) if value == best)
         last = "" if step == steps[-1] else f", {values[-1]:.4g} at the last"
         yield f"best {name}: {best:.4g} after step {step:.0f}{last}"
-
-
-def _answers_cut(data: RunData) -> str:
-    first, share = (end(data, "response_length/clip_ratio") for end in (_first, _last))
-    if not share > max(CUT_ANSWERS, first / 2):  # a policy that learns to stop early has no problem
-        return ""
-    return (
-        f"{share:.0%} of the answers end at data.max_response_length: a larger one, or a reward "
-        "that asks for shorter answers"
-    )
-
-
-def _entropy_gone(data: RunData) -> str:
-    first, last = _first(data, "actor/entropy"), _last(data, "actor/entropy")
-    if not (first > 0 and last < ENTROPY_LEFT * first):
-        return ""
-    return (
-        f"the entropy fell from {first:.3g} to {last:.3g}: the policy says one thing; a lower "
-        "learning rate, a KL to the reference, or actor.entropy_coeff keep it apart"
-    )
-
-
-def _nothing_learned(data: RunData) -> str:
-    steps, norms = data.series("actor/grad_norm")
-    if not steps or any(norms):
-        return ""
-    return (
-        "the gradient norm was 0 in every step, so nothing was learned: do the samples of a prompt "
-        "all have one reward?"
-    )
-
-
-def _reward_stands(data: RunData) -> str:
-    steps, lowest = data.series("critic/score/min")
-    _, highest = data.series("critic/score/max")
-    if len(steps) < FEWEST_STEPS or lowest != highest or len(set(lowest)) > 1:
-        return ""
-    return (
-        f"every sample of every step had the reward {lowest[0]:.4g}: is the reward function right "
-        "for these answers? rollouts/ has them"
-    )
-
-
-def _updates_too_large(data: RunData) -> str:
-    clipped, moved = _last(data, "actor/pg_clipfrac"), _last(data, "actor/ppo_kl")
-    if clipped > CLIPPED:
-        return f"{clipped:.0%} of the tokens are clipped in an update: a lower actor.optim.lr"
-    if abs(moved) > KL_JUMP:
-        return f"an update moves the policy by a KL of {moved:.3g}: a lower actor.optim.lr"
-    return ""
-
-
-def _calls_fail(data: RunData) -> str:
-    calls, errors = (_last(data, f"agents/num_{x}/mean") for x in ("calls", "call_errors"))
-    if not errors > FAILED_CALLS * calls:
-        return ""
-    return (
-        f"{errors / calls:.0%} of the tool calls are answered by an error: rollouts/ has them in "
-        "their turns"
-    )
 
 
 def _first(data: RunData, name: str) -> float:
