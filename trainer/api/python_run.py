@@ -102,7 +102,8 @@ class PythonRun:
         if any(key.partition(".")[0] in PLACES for key in settings):
             self._defaults["trainer.backend"] = "ray"
         config = self.config()
-        if self._defaults["trainer.backend"] == "ray" and not _has_pools_apart(config):
+        turns = config.resource_pool_spec.keys() - config.child_pools  # pools of this process
+        if self._defaults["trainer.backend"] == "ray" and len(turns) <= 1:
             self._defaults["trainer.backend"] = "local"
             self.config()
 
@@ -199,11 +200,6 @@ class PythonRun:
         if mode == "resume_path" and start is not None:
             return int(read_marker(Path(start))["step"])
         return max(committed(self.folder), default=0) if mode == "auto" else 0
-
-
-def _has_pools_apart(config: RunConfig) -> bool:
-    """Return whether the run has several pools, which would take turns in this process."""
-    return len(config.resource_pool_spec.keys() - config.child_pools) > 1
 
 
 def require_counts(**counts: int | None) -> dict[str, int]:

@@ -173,7 +173,26 @@ class LostGenerators:
         if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
             self._restarts[now] += 1
             logger.warning("%s: it is restarted. %s", subject, error)
-            return self._comes_back(generator, error)
+            pool = self._pools[generator_role(generator)]
+            restart = partial(self._groups.restart, pool)
+            name, since = f"generator {generator}", time.monotonic()
+            try:
+                wait_for_room(restart, self._config, name, since, self._look_again)
+                for role, its_pool in self._pools.items():
+                    if its_pool == pool:
+                        self._groups[role].init_model(**self._init_arguments(role))
+            except WorkerDiedError as again:
+                return self(generator, again, num_lost=0)
+            except ToldToStop:  # a run that is stopping leaves the step to the others
+                if self._ranks_without(generator):
+                    raise
+                return False
+            except NoRoomError:
+                raise
+            except PlacementError as problem:
+                error.add_note(str(problem))
+                raise error from None
+            return True
 
         without = self._ranks_without(generator)
         if policy == "continue" and not without:
@@ -191,32 +210,6 @@ class LostGenerators:
             self._groups[generator_role(generator)].ping()
         except WorkerDiedError:
             return False
-        return True
-
-    def _comes_back(self, generator: int, error: WorkerDiedError) -> bool:
-        """Restart the generator, if allowed.
-
-        A run that is stopping leaves the step to the others.
-        """
-        pool = self._pools[generator_role(generator)]
-        restart = partial(self._groups.restart, pool)
-        subject, since = f"generator {generator}", time.monotonic()
-        try:
-            wait_for_room(restart, self._config, subject, since, self._look_again)
-            for role, its_pool in self._pools.items():
-                if its_pool == pool:
-                    self._groups[role].init_model(**self._init_arguments(role))
-        except WorkerDiedError as again:
-            return self(generator, again, num_lost=0)
-        except ToldToStop:
-            if self._ranks_without(generator):
-                raise
-            return False
-        except NoRoomError:
-            raise
-        except PlacementError as problem:
-            error.add_note(str(problem))
-            raise error from None
         return True
 
     def _look_again(self) -> None:

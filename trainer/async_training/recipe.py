@@ -113,18 +113,13 @@ def check_async(config: AsyncConfig) -> None:
 
     check_run(config)
     if config.trainer.cls != ASYNC_TRAINER:
-        _check_trainer(config.trainer.cls)
-
-
-def _check_trainer(path: str) -> None:
-    """Reject a user's trainer that would not use the generators."""
-    base = load_object(ASYNC_TRAINER, "trainer.cls")
-    cls = load_object(path, "trainer.cls")
-    if isinstance(cls, type) and not issubclass(cls, base):
-        raise ConfigError(
-            f"trainer.cls={path} is no subclass of {ASYNC_TRAINER}, without which this run "
-            "has no generators. `verl-like ppo` runs any trainer of PPO."
-        )
+        base = load_object(ASYNC_TRAINER, "trainer.cls")
+        cls = load_object(config.trainer.cls, "trainer.cls")
+        if isinstance(cls, type) and not issubclass(cls, base):
+            raise ConfigError(
+                f"trainer.cls={config.trainer.cls} is no subclass of {ASYNC_TRAINER}, without "
+                "which this run has no generators. `verl-like ppo` runs any trainer of PPO."
+            )
 
 
 ASYNC = Recipe(

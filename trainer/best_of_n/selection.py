@@ -98,7 +98,14 @@ def samples_by_prompt(
     columns = batch.non_tensor_batch
     read = read_columns(batch, "token_level_scores", "sample_index")
     scores, indices = read["token_level_scores"].sum(dim=-1).tolist(), read["sample_index"].tolist()
-    _reject_nan_scores(scores, columns["uid"])
+    named_scores = zip(columns["uid"], scores, strict=True)
+    bad = [f"{uid}" for uid, score in named_scores if not math.isfinite(score)]
+    if bad:
+        raise BatchError(
+            f"the scores of {len(bad)} of {len(scores)} samples are nan or infinite, such as those "
+            f"of uid {', '.join(bad[:3])}: the best is unknown. Look at the reward model: its "
+            "logits may have overflowed."
+        )
     texts = decode_responses(batch, tokenizer)
     extras = {name: columns[name].tolist() for name in columns if name.startswith(EXTRA)}
     skipped = extras.pop(SKIPPED, [0.0] * len(batch))
@@ -125,17 +132,6 @@ def samples_by_prompt(
         if not isinstance(prompt, str):  # parquet gives arrays of messages
             prompt = [dict(message) for message in prompt]
         yield {"uid": uid, "data_source": source}, prompt, samples
-
-
-def _reject_nan_scores(scores: list[float], uids: Any) -> None:
-    """Raise for scores that are nan, because they have no order."""
-    bad = [f"{uid}" for uid, score in zip(uids, scores, strict=True) if not math.isfinite(score)]
-    if bad:
-        raise BatchError(
-            f"the scores of {len(bad)} of {len(scores)} samples are nan or infinite, such as those "
-            f"of uid {', '.join(bad[:3])}: the best is unknown. Look at the reward model: its "
-            "logits may have overflowed."
-        )
 
 
 def _plain(value: Any) -> Any:

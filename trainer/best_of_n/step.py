@@ -46,7 +46,13 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     @classmethod
     def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
         """Return tokenizer, rewards and prompts, if the file of selected rows can be written."""
-        _check_folder_of(config.selection.file)
+        folder = Path(config.selection.file).parent  # it is created at the end
+        blocks = blocking_path(folder)
+        if blocks is not None:
+            raise ConfigError(
+                f"selection.file={config.selection.file}: no file can be written in {folder}: "
+                f"{blocks} is no folder that this user may write in. Give another one."
+            )
         return super().prepare(config, at_end)
 
     @classmethod
@@ -155,13 +161,3 @@ def _file_of(config: BestOfNConfig) -> Path:
     """Return the file of the selected rows."""
     folder = Path(config.trainer.default_local_dir)
     return Path(config.selection.file or folder / "selected.jsonl")
-
-
-def _check_folder_of(file: str) -> None:
-    """Reject a file that cannot be written at the end; its folder is created then."""
-    blocks = blocking_path(Path(file).parent)
-    if blocks is not None:
-        raise ConfigError(
-            f"selection.file={file}: no file can be written in {Path(file).parent}: {blocks} is no "
-            "folder that this user may write in. Give another one."
-        )

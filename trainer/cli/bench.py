@@ -113,8 +113,46 @@ def main(arguments: Sequence[str]) -> None:
 def overlap(arguments: Sequence[str]) -> None:
     """Print the predictions as tables or as JSON."""
     options = _parser().parse_args(arguments)
-    phases, notes = _phases(options)
-    setups = _setups(options)
+    # phases of the run folder, overridden by the command line
+    seconds_of = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
+    if options.run_dir:
+        phases, notes = measured_phases(options.run_dir)
+    elif missing := {"gen", "update"} - seconds_of.keys():
+        raise ConfigError(
+            f"--{' and --'.join(sorted(missing))} missing: give a run folder, or the seconds of a "
+            "batch by --gen, --score, --update and --sync."
+        )
+    else:
+        phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
+    phases = replace(phases, **{PHASES[name]: seconds for name, seconds in seconds_of.items()})
+    if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
+        zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
+        where = f"{options.run_dir} has none of" if options.run_dir else "none is given of"
+        raise ConfigError(
+            f"generation and update take time, and {where} {' and '.join(zero)}: give seconds "
+            f"above 0 by --{' and --'.join(zero)}."
+        )
+    # every number of generators with every number of trainers
+    setups = [
+        _resized(
+            Setup(
+                pieces=options.pieces,
+                limit=options.limit,
+                weights_at_once=options.at_once,
+                fixed_share=options.fixed_share,
+            ),
+            generators,
+            trainers,
+        )
+        for trainers in options.trainers
+        for generators in options.generators
+    ]
+    num_pieces = max(setup.num_pieces for setup in setups)
+    if 0 < options.limit < num_pieces:
+        raise ConfigError(
+            f"--limit={options.limit} pieces is below a batch of {num_pieces}: the trainer would "
+            f"wait forever. --limit={num_pieces}, or 0 for none."
+        )
     for setup in setups:
         if lopsided := Topology.of(setup.num_generators, setup.num_trainers).lopsided:
             notes.append(f"of {setup.num_generators}m{setup.num_trainers}t {lopsided}")
@@ -188,60 +226,12 @@ def _table(rows: Sequence[PredictedRun], width: int | None) -> list[str]:
     return draw_table(cells, width, num_titles=3, flush_right=True)
 
 
-def _phases(options: argparse.Namespace) -> tuple[Phases, list[str]]:
-    """Return the phases of the run folder, overridden by the command line, and notes."""
-    seconds_of = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
-    if options.run_dir:
-        phases, notes = measured_phases(options.run_dir)
-    elif missing := {"gen", "update"} - seconds_of.keys():
-        raise ConfigError(
-            f"--{' and --'.join(sorted(missing))} missing: give a run folder, or the seconds of a "
-            "batch by --gen, --score, --update and --sync."
-        )
-    else:
-        phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
-    phases = replace(phases, **{PHASES[name]: seconds for name, seconds in seconds_of.items()})
-    if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
-        zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
-        where = f"{options.run_dir} has none of" if options.run_dir else "none is given of"
-        raise ConfigError(
-            f"generation and update take time, and {where} {' and '.join(zero)}: give seconds "
-            f"above 0 by --{' and --'.join(zero)}."
-        )
-    return phases, notes
-
-
 def _resized(setup: Setup, generators: int, trainers: int) -> Setup:
     """Return the setup with these numbers of generators and trainers, and the default routes."""
     ranks = generators_by_rank(Topology.of(generators, trainers))
     return replace(
         setup, num_generators=generators, num_trainers=trainers, generators_by_rank=ranks
     )
-
-
-def _setups(options: argparse.Namespace) -> list[Setup]:
-    """Return every number of generators with every number of trainers."""
-    setups = [
-        _resized(
-            Setup(
-                pieces=options.pieces,
-                limit=options.limit,
-                weights_at_once=options.at_once,
-                fixed_share=options.fixed_share,
-            ),
-            generators,
-            trainers,
-        )
-        for trainers in options.trainers
-        for generators in options.generators
-    ]
-    num_pieces = max(setup.num_pieces for setup in setups)
-    if 0 < options.limit < num_pieces:
-        raise ConfigError(
-            f"--limit={options.limit} pieces is below a batch of {num_pieces}: the trainer would "
-            f"wait forever. --limit={num_pieces}, or 0 for none."
-        )
-    return setups
 
 
 def _parser() -> argparse.ArgumentParser:

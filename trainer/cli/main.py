@@ -70,12 +70,23 @@ OTHER_WORDS = {"train": ["ppo"], "explain": ["check", "--full"], "rm": ["reward-
 
 def main() -> None:
     """Dispatch `sys.argv` to a subcommand."""
-    find_modules_here()
+    # modules of the current folder are importable, with the lowest priority
+    here = os.getcwd()
+    if "" not in sys.path and here not in sys.path:
+        ours = str(Path(__file__).resolve().parents[2])
+        if ours not in sys.path:  # an editable install has a finder, which comes last, instead
+            sys.path.append(ours)
+        sys.path.append(here)
     command, *arguments = sys.argv[1:] or ["--help"]
     if meant := resolve_command(command):
         print(f"notice: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
         command, arguments = meant[0], [*meant[1:], *arguments]
-    if only_prints(command, arguments):
+    # commands with processes detect a child's death by an error on its pipe, so that they must not
+    # end silently on such an error
+    serves = ("serve", "serve-reward")
+    works = command in ("check", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
+    works = works or [command, *arguments[:1]] == ["bench", "job"]
+    if not works or {*ASKS_FOR_HELP, "--cfg"} & set(arguments):
         exit_on_broken_pipe()
     if command == "help":
         command, arguments = "--help", arguments
@@ -97,7 +108,10 @@ def main() -> None:
 
         sys.exit(f"verl-like: no command {command!r}.{nearest(command, COMMANDS)}\n{__doc__}")
     elif ASKS_FOR_HELP & set(arguments):
-        print(fit(help_of(command), terminal_width()))
+        module = COMMANDS[command].rpartition(".")[0]
+        file = Path(__file__).resolve().parents[2] / f"{module.replace('.', '/')}.py"
+        text = ast.get_docstring(ast.parse(file.read_bytes())) or ""  # without an import
+        print(fit(text, terminal_width()))
     else:
         _run(command, arguments)
 
@@ -112,13 +126,6 @@ def resolve_command(name: str) -> list[str]:
     if name in PREFERENCE_LOSSES:
         return ["dpo", f"loss={name}"]
     return OTHER_WORDS.get(name, [])
-
-
-def help_of(command: str) -> str:
-    """Return the docstring of the command's module, read without importing the module."""
-    module = COMMANDS[command].rpartition(".")[0]
-    file = Path(__file__).resolve().parents[2] / f"{module.replace('.', '/')}.py"
-    return ast.get_docstring(ast.parse(file.read_bytes())) or ""
 
 
 def _run(command: str, arguments: list[str]) -> None:
@@ -138,28 +145,6 @@ def _run(command: str, arguments: list[str]) -> None:
             target(arguments)
     except VerlLikeError as err:
         sys.exit(f"error: {printable(str(err))}")
-
-
-def find_modules_here() -> None:
-    """Make modules of the current folder importable, with the lowest priority."""
-    here = os.getcwd()
-    if "" not in sys.path and here not in sys.path:
-        ours = str(Path(__file__).resolve().parents[2])
-        if ours not in sys.path:  # an editable install has a finder, which comes last, instead
-            sys.path.append(ours)
-        sys.path.append(here)
-
-
-def only_prints(command: str, arguments: list[str]) -> bool:
-    """Return True if a command writes to no processes of its own.
-
-    Other commands detect a child's death by an error on its pipe, so they must not end silently on
-    such an error.
-    """
-    serves = ("serve", "serve-reward")
-    works = command in ("check", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
-    works = works or [command, *arguments[:1]] == ["bench", "job"]
-    return not works or bool({*ASKS_FOR_HELP, "--cfg"} & set(arguments))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,14 @@ Wrong = tuple[str, str]
 
 def interfaces() -> dict[str, str]:
     """Return network interface -> its address, IPv4 before IPv6; "" if it has none."""
-    wide = _ipv6_addresses()
+    # addresses of global scope by interface, as Linux lists them
+    lines = IPV6.read_text(encoding="utf-8").splitlines() if IPV6.is_file() else []
+    rows = [line.split() for line in lines]
+    wide = {
+        name: socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+        for address, _, _, scope, _, name in rows
+        if scope == "00"
+    }
     return {name: _ipv4_address(name) or wide.get(name, "") for _, name in socket.if_nameindex()}
 
 
@@ -36,17 +43,6 @@ def _ipv4_address(name: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
-
-
-def _ipv6_addresses() -> dict[str, str]:
-    """Return addresses of global scope by interface, as Linux lists them."""
-    lines = IPV6.read_text(encoding="utf-8").splitlines() if IPV6.is_file() else []
-    rows = [line.split() for line in lines]
-    return {
-        name: socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-        for address, _, _, scope, _, name in rows
-        if scope == "00"
-    }
 
 
 def adapters(folder: Path = INFINIBAND) -> dict[str, str]:

@@ -183,12 +183,9 @@ def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
         patterns = [name for panel in panels_of(run.data.metrics) for name in panel.names]
         for pattern in [*patterns, "timing_s/step"]:
             names |= dict.fromkeys(name for name in known if fnmatchcase(name, pattern))
-    return [name for name in names if name not in KL_NAMES or _is_ever_set(runs, name)]
-
-
-def _is_ever_set(runs: Sequence[ComparedRun], metric: str) -> bool:
-    """Return whether the metric is ever nonzero; the KL of a policy to itself is not."""
-    return any(value for run in runs for value in run.data.series(metric)[1])
+    # the KL of a policy to itself is never set
+    values = {name: [v for run in runs for v in run.data.series(name)[1]] for name in names}
+    return [name for name in names if name not in KL_NAMES or any(values[name])]
 
 
 def ends_of(runs: Sequence[ComparedRun], metric: str) -> list[float]:

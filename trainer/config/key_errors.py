@@ -31,7 +31,14 @@ def wrong_file(err: HydraException, files: Sequence[str]) -> str:
 def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
     """Describe a value of the wrong type, and the values that the key takes."""
     if isinstance(err, ConfigKeyError) and err.full_key:
-        return _no_key(err, recipe)
+        name = err.full_key or ""
+        for section in config_keys(recipe.schema):
+            item_schema = section.item_schema
+            if err.object_type is not None and item_schema == err.object_type:
+                known = [key.name for key in config_keys(item_schema)]
+                hint = nearest(name.rpartition(".")[2], known)
+                return f"An item of {section.name} has no key {name!r}.{hint}"
+        return no_such_key(name, recipe)
     setting = setting.lstrip("+")
     key, why = keys_by_name(recipe.schema).get(setting.partition("=")[0]), _first_line(err)
     item_schema = None if key is None else key.item_schema
@@ -45,17 +52,6 @@ def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) 
 def _first_line(err: BaseException) -> str:
     """Return OmegaConf's message; its other lines use OmegaConf's internal names."""
     return str(err).partition("\n")[0]
-
-
-def _no_key(err: ConfigKeyError, recipe: Recipe[Any]) -> str:
-    name = err.full_key or ""
-    for section in config_keys(recipe.schema):
-        item_schema = section.item_schema
-        if err.object_type is not None and item_schema == err.object_type:
-            known = [key.name for key in config_keys(item_schema)]
-            hint = nearest(name.rpartition(".")[2], known)
-            return f"An item of {section.name} has no key {name!r}.{hint}"
-    return no_such_key(name, recipe)
 
 
 def takes(key: Key) -> str:

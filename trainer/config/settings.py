@@ -122,7 +122,10 @@ def as_text(value: Any, key: str) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
-        return _quoted(str(value))
+        text = str(value)
+        if PLAIN_TEXT.fullmatch(text) and text.lower() not in WORDS:
+            return text
+        return QuotedString(text, Quote.single).with_quotes()
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {as_text(v, key)}' for name, v in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -131,10 +134,3 @@ def as_text(value: Any, key: str) -> str:
         f"{key}={value!r}: a {type(value).__name__} is no value of a key; those are numbers, "
         "texts, true, false, null, lists and dicts of them."
     )
-
-
-def _quoted(text: str) -> str:
-    """Quote a text if the parser would read it differently."""
-    if PLAIN_TEXT.fullmatch(text) and text.lower() not in WORDS:
-        return text
-    return QuotedString(text, Quote.single).with_quotes()

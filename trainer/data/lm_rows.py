@@ -274,7 +274,13 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
 
     if isinstance(template, str) and GENERATION_MARKER.search(template):
         try:
-            return _encode_marked(messages, tokenizer)
+            encoded = tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            return LMRow(
+                np.array(encoded["input_ids"], dtype=np.int64),
+                np.array(encoded["assistant_masks"], dtype=np.bool_),
+            )
         except (TemplateError, *OF_A_TEMPLATE) as error:
             raise ValueError(f"the chat template rejects it: {error}") from error
     text = written(messages, tokenizer)
@@ -286,16 +292,6 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
     for first, end in spans:
         in_loss |= (starts >= first) & (starts < end)
     return LMRow(np.array(encoded["input_ids"], dtype=np.int64), in_loss)
-
-
-def _encode_marked(messages: list[Row], tokenizer: Any) -> LMRow:
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return LMRow(
-        np.array(encoded["input_ids"], dtype=np.int64),
-        np.array(encoded["assistant_masks"], dtype=np.bool_),
-    )
 
 
 def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tuple[int, int]]:

@@ -207,7 +207,24 @@ def read_labelled(
             "must be some of either."
         )
     logger.info("%s; %d of those left are good", story, num_good)
-    return _with_mismatched(labelled, max_length, seed)
+
+    # Each row gets the response of another row in an order from the seed, in which the rows of a
+    # prompt are neighbours. The other row is further away than the size of the largest such group,
+    # so its prompt differs, unless more than half of the rows have the same prompt.
+    order = np.random.default_rng([seed, len(labelled)]).permutation(len(labelled)).tolist()
+    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labelled]
+    groups: dict[bytes, list[int]] = {}
+    for number in order:
+        groups.setdefault(prompts[number], []).append(number)
+    together = [number for group in groups.values() for number in group]
+    shift = max(map(len, groups.values())) if len(groups) > 1 else 1
+    others = dict(zip(together, np.roll(together, -shift).tolist(), strict=True))
+    result = []
+    for number, (response, label) in enumerate(labelled):
+        other, _ = labelled[others[number]]
+        mismatched = _spliced(response, other, max_length)
+        result.append(LabelledRow(response, mismatched, label))
+    return result
 
 
 def _encode_labelled_row(row: Row, tokenizer: Any) -> EncodedRow:
@@ -228,40 +245,11 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
             f"is {filled_columns(row)}"
         )
     response = encode_reply(row["prompt"], row[columns[0]], tokenizer, row.get("finish_reason"))
-    return [(response, _label(row))]
-
-
-def _label(row: Row) -> bool:
     label = row["label"]
     text = str(label).lower()
     if text not in LABELS:
         raise ValueError(f"'label' is {label!r}, neither true nor false")
-    return LABELS[text]
-
-
-def _with_mismatched(
-    labelled: Sequence[tuple[LMRow, bool]], max_length: int, seed: int
-) -> list[LabelledRow]:
-    """Return the rows, each with the response of another row in an order from the seed.
-
-    In this order the rows of a prompt are neighbours. The other row is further away than the size
-    of the largest such group, so its prompt differs, unless more than half of the rows have the
-    same prompt.
-    """
-    order = np.random.default_rng([seed, len(labelled)]).permutation(len(labelled)).tolist()
-    prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labelled]
-    groups: dict[bytes, list[int]] = {}
-    for number in order:
-        groups.setdefault(prompts[number], []).append(number)
-    together = [number for group in groups.values() for number in group]
-    shift = max(map(len, groups.values())) if len(groups) > 1 else 1
-    others = dict(zip(together, np.roll(together, -shift).tolist(), strict=True))
-    rows = []
-    for number, (response, label) in enumerate(labelled):
-        other, _ = labelled[others[number]]
-        mismatched = _spliced(response, other, max_length)
-        rows.append(LabelledRow(response, mismatched, label))
-    return rows
+    return [(response, LABELS[text])]
 
 
 def _spliced(row: LMRow, other: LMRow, max_length: int) -> LMRow:

@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -77,7 +77,9 @@ def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | No
     tokens = facts_of_tokenizer(tokenizer)
     if tokens is None:
         return None
-    depends_on = {"format": FORMAT, "files": facts_of_files(paths), "tokenizer": tokens, **settings}
+    stats = [(str(path.resolve()), path.stat()) for path in paths]
+    changed = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    depends_on = {"format": FORMAT, "files": changed, "tokenizer": tokens, **settings}
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
 
 
@@ -160,12 +162,6 @@ def cache_folder(kind: str) -> Path:
     """Return `$XDG_CACHE_HOME/verl_like/<kind>`, by default in ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "verl_like" / kind
-
-
-def facts_of_files(paths: Iterable[Path]) -> list[list[Any]]:
-    """Return each file's path, size and time of the last change."""
-    stats = [(path.resolve(), path.stat()) for path in paths]
-    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
 def facts_of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:

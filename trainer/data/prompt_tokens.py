@@ -27,24 +27,20 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
     text = readable(prompt)
     is_plain = isinstance(text, str)
     if not is_plain:
-        text = chat_text(text, tokenizer)
+        check_messages("prompt", text)
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat "
+                "template; add chat_template.jinja to the model folder, or give prompts as plain "
+                "strings"
+            )
+        text = written(text, tokenizer, add_generation_prompt=True)
     check_length(text)
     # the template writes the special tokens of a chat itself
     ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
     if ids.size == 0:
         raise ValueError(f"it has no tokens: {text!r:.80}")
     return ids
-
-
-def chat_text(messages: Any, tokenizer: Any) -> str:
-    """Return the chat as the tokenizer's template writes it, up to the assistant's response."""
-    check_messages("prompt", messages)
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"it is a chat, and the tokenizer of {tokenizer.name_or_path} has no chat template; "
-            "add chat_template.jinja to the model folder, or give prompts as plain strings"
-        )
-    return written(messages, tokenizer, add_generation_prompt=True)
 
 
 def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:

@@ -66,9 +66,20 @@ class PoolStarter:
         options: dict[str, Any] = {"seed": trainer.seed, "deadlines": self.limits}
         options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
         if trainer.backend == "ray":
-            from verl_like.backends.ray import RayWorkerGroup
+            from verl_like.backends.ray import RayResourcePool, RayWorkerGroup
 
-            return RayWorkerGroup(self._ray_pool(plan), recipe, **options)
+            if plan.name not in self._ray_pools:  # a restart reuses places that are not released
+                self._ray_pools[plan.name] = RayResourcePool(
+                    plan.process_on_nodes,
+                    use_gpu=plan.device_kind == "cuda",
+                    name_prefix=plan.name,
+                    cpus_per_process=plan.cpus_per_process,
+                    nodes=plan.nodes,
+                    deadlines=self.limits,
+                    gpus_per_process=plan.gpus_per_process,
+                    resources=plan.resources,
+                )
+            return RayWorkerGroup(self._ray_pools[plan.name], recipe, **options)
 
         from verl_like.backends.local import LocalWorkerGroup
 
@@ -76,14 +87,6 @@ class PoolStarter:
         options["neighbours"] = self._neighbours
         options["own_processes"] = plan.name in self.config.child_pools
         return LocalWorkerGroup(ResourcePool(plan.process_on_nodes), recipe, **options)
-
-    def check_restart(self, plan: PoolPlan) -> None:
-        """Raise for a pool that has no process to restart."""
-        if not self.has_own_processes(plan):
-            raise PlacementError(
-                f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
-                "trainer.backend=ray every pool has processes that can be restarted."
-            )
 
     def leave(self, pool: str) -> None:
         """Release a pool's places on the cluster; its next start uses the places of its plan."""
@@ -94,23 +97,6 @@ class PoolStarter:
         """Release the places on the cluster, after the groups on them have ended."""
         for pool in self._ray_pools.values():
             pool.release()
-
-    def _ray_pool(self, plan: PoolPlan) -> RayResourcePool:
-        """Return the places of a pool; a restart reuses them unless they were released."""
-        from verl_like.backends.ray import RayResourcePool
-
-        if plan.name not in self._ray_pools:
-            self._ray_pools[plan.name] = RayResourcePool(
-                plan.process_on_nodes,
-                use_gpu=plan.device_kind == "cuda",
-                name_prefix=plan.name,
-                cpus_per_process=plan.cpus_per_process,
-                nodes=plan.nodes,
-                deadlines=self.limits,
-                gpus_per_process=plan.gpus_per_process,
-                resources=plan.resources,
-            )
-        return self._ray_pools[plan.name]
 
 
 def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
@@ -183,10 +169,6 @@ class WorkerGroups:
         self._classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
         require_shared_folder(config, self.placement)
         self._starter = PoolStarter(config, self.placement)
-        self._start_all()
-
-    def _start_all(self) -> None:
-        """Start every pool; on an error, leave no process behind."""
         one_by_one: list[Callable[[], None]] = []
         at_once: list[Callable[[], None]] = []
         for plan in self.placement.pools.values():
@@ -224,7 +206,12 @@ class WorkerGroups:
                 f"there is no pool '{pool}' to restart.{hint} Pools: "
                 f"{', '.join(self.placement.pools)}."
             )
-        self._starter.check_restart(self.placement.pools[pool])
+        plan = self.placement.pools[pool]
+        if not self._starter.has_own_processes(plan):
+            raise PlacementError(
+                f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
+                "trainer.backend=ray every pool has processes that can be restarted."
+            )
         has_moved, before = self._leave_lost_nodes(pool), self._fused[pool]
         before.shutdown()
         if has_moved:

@@ -7,7 +7,6 @@ that, they had none (`--actor_learning_rate`). Both are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from trainer.migrate.flags import (
@@ -40,20 +39,27 @@ def translate(command: Command) -> Translation | None:
     if name in OTHERS:
         raise ConfigError(f"{program} is not translated: {', '.join(names[: -len(OTHERS)])} are.")
     if name in ON_ROWS:
-        return _on_rows(name, launcher, words)
+        table, done = Table("openrlhf_rows", "all", name), Translation(ON_ROWS[name])
+        processes = num_processes(launcher) or GPUS_OF_A_NODE
+        done.default("the launcher's processes", processes, {"trainer.n_gpus_per_node": processes})
+        return GivenFlags(table, as_flags(words), f"{name} has no flag", done).finish()
     flags = GivenFlags(Table("openrlhf"), as_flags(words), "train_ppo_ray has no flag")
     _rewards(flags)
-    _correction(flags)
+    # importance weights: older flags have one threshold, newer ones two
+    is_newer = "." in flags.spelled("enable_vllm_is_correction")
+    threshold = flags.value("vllm_is_truncated_threshold") or ("5.0" if is_newer else "2")
+    low, high = flags.values("algo.advantage.is_correction_threshold") or ("0.5", threshold)
+    kind = flags.value("algo.advantage.is_correction_type")
+    bounds = f"{low}_{high}"
+    settings = {"rollout_is": "token", "rollout_is_threshold": bounds if kind == "icepop" else high}
+    if kind not in ("tis", "icepop"):
+        settings |= {"rollout_rs": "geometric", "rollout_rs_threshold": bounds}
+    section = "algorithm.rollout_correction"
+    flags.becomes(
+        "enable_vllm_is_correction", {f"{section}.{name}": v for name, v in settings.items()}
+    )
     _placement(flags)
     return flags.finish()
-
-
-def _on_rows(name: str, launcher: Sequence[str], words: Sequence[str]) -> Translation:
-    """Translate SFT, a reward model or DPO, whose optimizer steps count rows, as here."""
-    table, done = Table("openrlhf_rows", "all", name), Translation(ON_ROWS[name])
-    processes = num_processes(launcher) or GPUS_OF_A_NODE
-    done.default("the launcher's processes", processes, {"trainer.n_gpus_per_node": processes})
-    return GivenFlags(table, as_flags(words), f"{name} has no flag", done).finish()
 
 
 def _rewards(flags: GivenFlags) -> None:
@@ -90,22 +96,6 @@ def _reward_list(places: str, column: str) -> str:
         for number, place in enumerate(places.split(","))
     ]
     return f"[{', '.join(items)}]"
-
-
-def _correction(flags: GivenFlags) -> None:
-    """Translate importance weights: older flags have one threshold, newer ones two."""
-    is_newer = "." in flags.spelled("enable_vllm_is_correction")
-    threshold = flags.value("vllm_is_truncated_threshold") or ("5.0" if is_newer else "2")
-    low, high = flags.values("algo.advantage.is_correction_threshold") or ("0.5", threshold)
-    kind = flags.value("algo.advantage.is_correction_type")
-    bounds = f"{low}_{high}"
-    settings = {"rollout_is": "token", "rollout_is_threshold": bounds if kind == "icepop" else high}
-    if kind not in ("tis", "icepop"):
-        settings |= {"rollout_rs": "geometric", "rollout_rs_threshold": bounds}
-    section = "algorithm.rollout_correction"
-    flags.becomes(
-        "enable_vllm_is_correction", {f"{section}.{name}": v for name, v in settings.items()}
-    )
 
 
 def _placement(flags: GivenFlags) -> None:

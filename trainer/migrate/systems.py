@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.async_training.recipe import ASYNC
 from trainer.config.compose import load_config
-from trainer.config.keys import Key, config_keys
+from trainer.config.keys import config_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import unused_reason
@@ -123,7 +123,21 @@ def migrate(
             continue
         try:
             if done := SYSTEMS[system].translate(command):
-                _tell_of_script(done, command, recording)
+                done.variables = [*done.variables, *recording.variables]
+                done.source = command.words
+                for name, value in sorted(command.environment.items()):
+                    shown = "..." if SECRET.search(name) else shlex.quote(value)
+                    done.environment.append(f"{name}={shown}")
+                if recording.ending != ENDED_WELL:
+                    done.notices.append(
+                        f"the script {recording.ending}: it may train more than this"
+                    )
+                done.notices += [
+                    f"the script runs {other.words[0]} ... as a command of its own: no backslash "
+                    "before it"
+                    for other in recording.commands
+                    if _is_a_rest(other) and other is not command
+                ]
                 translations.setdefault(_finished(done).command(), done)
         except ConfigError as err:
             rejections.append(f"{shlex.join(command.words)[:80]} ...: {err}")
@@ -132,40 +146,22 @@ def migrate(
     if rejections:
         raise ConfigError("\n\n".join(dict.fromkeys(rejections)) + unset)
     if not translations:
-        raise ConfigError(_nothing_trains(SYSTEMS[system].trains, recording) + unset)
+        ran = [shlex.join(command.words)[:100] for command in recording.commands]
+        words = (
+            f"no command runs {SYSTEMS[system].trains}: it runs {'; '.join(ran[-5:]) or 'nothing'}."
+        )
+        if recording.ending != ENDED_WELL:
+            words += f" The script {recording.ending}."
+        if output := [line for line in recording.printed.splitlines() if line.strip()]:
+            words += " It said: " + " / ".join(output[-5:])
+        way_out = "Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
+        raise ConfigError(f"{words} {way_out}{unset}")
     return list(translations.values())
-
-
-def _tell_of_script(done: Translation, command: Command, recording: Recording) -> None:
-    """Add the variables and notices of the script to a command's translation."""
-    done.variables = [*done.variables, *recording.variables]
-    done.source = command.words
-    for name, value in sorted(command.environment.items()):
-        shown = "..." if SECRET.search(name) else shlex.quote(value)
-        done.environment.append(f"{name}={shown}")
-    if recording.ending != ENDED_WELL:
-        done.notices.append(f"the script {recording.ending}: it may train more than this")
-    done.notices += [
-        f"the script runs {other.words[0]} ... as a command of its own: no backslash before it"
-        for other in recording.commands
-        if _is_a_rest(other) and other is not command
-    ]
 
 
 def _is_a_rest(command: Command) -> bool:
     """Return whether a command has settings but no program, as after a missing backslash."""
     return command.words[0].startswith("--") or verl.is_setting(command.words[0])
-
-
-def _nothing_trains(programs: str, recording: Recording) -> str:
-    """Say why a script has no translation: its commands, how it ended, its output."""
-    ran = [shlex.join(command.words)[:100] for command in recording.commands]
-    words = f"no command runs {programs}: it runs {'; '.join(ran[-5:]) or 'nothing'}."
-    if recording.ending != ENDED_WELL:
-        words += f" The script {recording.ending}."
-    if output := [line for line in recording.printed.splitlines() if line.strip()]:
-        words += " It said: " + " / ".join(output[-5:])
-    return f"{words} Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
 
 
 def _finished(done: Translation) -> Translation:
@@ -193,7 +189,8 @@ def _finished(done: Translation) -> Translation:
 def composed(done: Translation) -> RunConfig:
     """Return the configuration; variables in texts get a stand-in, other variables are left out."""
     recipe = RECIPES[done.program]
-    texts = {key.name for key in config_keys(recipe.schema) if _is_text(key)}
+    keys = [key for key in config_keys(recipe.schema) if key.kind in (str, Any)]
+    texts = {key.name for key in keys if not (key.rules.choices or key.rules.registry)}
     names = "|".join(map(re.escape, done.variables)) or "(?!)"
     is_variable = re.compile(rf"\$({names})(?!\w)|\$\(\(")
     settings = [
@@ -203,8 +200,3 @@ def composed(done: Translation) -> RunConfig:
     ]
     config: RunConfig = load_config([], recipe, defaults=settings)
     return config
-
-
-def _is_text(key: Key) -> bool:
-    """Return whether any text is a valid value of the key."""
-    return key.kind in (str, Any) and not (key.rules.choices or key.rules.registry)

@@ -158,11 +158,15 @@ class PPOJob(Job):
         tp_now, share_now = rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization
         is_vllm = rollout.name == "vllm"
         sync = sync_seconds(self.costs["actor"], gpus, is_shared=False)
+        config = hf_config_of(self.models["actor"].model).get_text_config()
+        heads: int = config.num_attention_heads
+        groups: int = getattr(config, "num_key_value_heads", None) or heads
         for tp, share in product(
             {tp_now, *ENGINE_SIZES} if is_vllm and tp_key not in self.keys else {tp_now},
             {share_now, *UTILIZATIONS} if is_vllm and share_key not in self.keys else {share_now},
         ):
-            if gpus.count % tp or tp > gpus.per_node or not self._heads_divide(tp):
+            heads_divide = heads % tp == 0 and max(groups, tp) % min(groups, tp) == 0
+            if gpus.count % tp or tp > gpus.per_node or not heads_divide:
                 continue
             tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)
             seconds, memory = self.decoding(role, replace(policy, rollout=tried), rows, gpus)
@@ -184,9 +188,3 @@ class PPOJob(Job):
         tp, at_once = rollout.tensor_model_parallel_size, rollout.max_num_seqs
         cost = self.costs["actor"]
         return decode_seconds(cost, rows, gpus, tp, memory.kv_cache, at_once), memory
-
-    def _heads_divide(self, size: int) -> bool:
-        config = hf_config_of(self.models["actor"].model).get_text_config()
-        heads: int = config.num_attention_heads
-        groups: int = getattr(config, "num_key_value_heads", None) or heads
-        return heads % size == 0 and max(groups, size) % min(groups, size) == 0

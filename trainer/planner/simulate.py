@@ -26,7 +26,7 @@ from pathlib import Path
 from trainer.async_training.config import AsyncConfig, open_at_once
 from trainer.async_training.topology import ANY_RANK, Topology
 from trainer.report.accounts import seconds_by_role
-from trainer.report.read import RunData, read_run
+from trainer.report.read import read_run
 from verl_like.errors import ConfigError
 
 STEPS = 200
@@ -214,7 +214,12 @@ def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
     phases = Phases(*map(list, zip(*map(_phases_of, timed), strict=True)))
     steps = f"{timed[0]['step']:.0f} to {timed[-1]['step']:.0f}"
     notes = [f"measured in steps {steps} of {folder}"]
-    if _shared_pools(data):
+    # pools that both generated and trained
+    generated, trained = (
+        {call.pool for call in data.calls if call.method in methods}
+        for methods in (("generate_sequences", "take"), ("update_actor",))
+    )
+    if generated & trained:
         notes.append(
             "its generators and trainers share devices: what follows is for generators that have "
             "as many again for themselves; with half of them each, both take about twice as long"
@@ -237,15 +242,6 @@ def _phases_of(line: Mapping[str, float]) -> tuple[float, float, float, float]:
     else:
         rest -= sync
     return generate, score, max(rest, 0.0), sync
-
-
-def _shared_pools(data: RunData) -> set[str]:
-    """Return the pools that both generated and trained."""
-    generated, trained = (
-        {call.pool for call in data.calls if call.method in methods}
-        for methods in (("generate_sequences", "take"), ("update_actor",))
-    )
-    return generated & trained
 
 
 def setup_of(config: AsyncConfig) -> Setup:

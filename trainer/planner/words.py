@@ -34,10 +34,18 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         *(_other_layouts(job, best) if is_single else _other_partitions(job, placements, best))
     ]
     roles, devices = job.memory(first)
+    trained = next(role for role, model in job.models.items() if model.trains)
+    samples = job.rows(trained).samples
+    steps = job.config.trainer.total_training_steps
+    if steps is None:
+        length = "set trainer.total_training_steps to see the hours of the run"
+    else:
+        length = f"the run of {steps:,} steps takes {steps * first.step / 3600:,.1f} hours"
+    speed = f"Placement 1: {samples / first.step:,.1f} samples per second; {length}."
     parts = [
         f"{job.num_gpus:,} x {job.device.name}, {job.per_node} per node: {job.describe_rows}\n"
         f"{ASSUMED}",
-        "\n".join([*draw_table(_table(job, best), max_columns), _speed(job, first)]),
+        "\n".join([*draw_table(_table(job, best), max_columns), speed]),
         _listed("Keys of placement 1:", job.overrides(first)),
         memory_table(roles, devices, max_columns),
         _listed(
@@ -104,18 +112,6 @@ def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
         cells = f"{placement.step:.1f}", *stages, f"{most:.0f}", placement.limit(job.stages), words
         lines.append((str(number), *cells))
     return lines
-
-
-def _speed(job: Job, placement: PlannedPlacement) -> str:
-    """Describe the samples per second of a placement, and the hours of the whole run."""
-    trained = next(role for role, model in job.models.items() if model.trains)
-    samples = job.rows(trained).samples
-    steps = job.config.trainer.total_training_steps
-    if steps is None:
-        length = "set trainer.total_training_steps to see the hours of the run"
-    else:
-        length = f"the run of {steps:,} steps takes {steps * placement.step / 3600:,.1f} hours"
-    return f"Placement 1: {samples / placement.step:,.1f} samples per second; {length}."
 
 
 def _other_partitions(

@@ -63,7 +63,20 @@ def role_memories(
         elif role in models:
             largest = largest_pass(config, role, rows)
             memories.append(model_memory(config, role, models[role], device_type, largest))
-    return _beside_engine(config, memories, device_type)
+
+    # an engine and the roles on its pool use memory at the same time
+    by_role = {memory.role: memory for memory in memories}
+    engine, actor = by_role.get("rollout"), by_role.get("actor")
+    if engine is None:
+        return memories
+    rests = engine_rests(config, device_type)
+    if engine.weights and actor is not None and actor.pool == engine.pool:
+        engine = replace(engine, sync=sync_bytes(models_of(config)["actor"], actor, device_type))
+    by_role["rollout"] = replace(engine, sleeps=rests)
+    for role in model_rewards(config) if rests else ():  # it may draw more samples after them
+        if role in by_role and by_role[role].pool == engine.pool:
+            by_role[role] = replace(by_role[role], beside_engine=True)
+    return list(by_role.values())
 
 
 def engine_rests(config: PPOConfig, device_type: str) -> bool:
@@ -81,24 +94,6 @@ def may_rest(config: PPOConfig, device_type: str) -> bool:
     is_here = not config.actor_rollout_ref.rollout.server_urls
     in_turns = not getattr(config, "generates_while_training", False)
     return is_here and in_turns and device_type == "cuda"
-
-
-def _beside_engine(
-    config: PPOConfig, memories: Sequence[RoleMemory], device_type: str
-) -> list[RoleMemory]:
-    """Add the memory that an engine and the roles on its pool use at the same time."""
-    by_role = {memory.role: memory for memory in memories}
-    engine, actor = by_role.get("rollout"), by_role.get("actor")
-    if engine is None:
-        return list(memories)
-    rests = engine_rests(config, device_type)
-    if engine.weights and actor is not None and actor.pool == engine.pool:
-        engine = replace(engine, sync=sync_bytes(models_of(config)["actor"], actor, device_type))
-    by_role["rollout"] = replace(engine, sleeps=rests)
-    for role in model_rewards(config) if rests else ():  # it may draw more samples after them
-        if role in by_role and by_role[role].pool == engine.pool:
-            by_role[role] = replace(by_role[role], beside_engine=True)
-    return list(by_role.values())
 
 
 def largest_pass(

@@ -70,7 +70,7 @@ PLACEMENTS = {
 the critic's pool."""
 
 REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
-NO_REWARD_MODEL = "reward_model.enable=false, and `rewards` has no model"
+NO_REWARD_MODEL = "reward.model.enable=false, and `reward.list` has no model"
 """The reason why a run has no role `reward_model`."""
 
 
@@ -93,7 +93,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 
 def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
-    """Return roles of further models in `rewards` -> class, and the role whose pool they share."""
+    """Return roles of further models in `reward.list` -> class, and the role that shares a pool."""
     further = [role for role in model_rewards(config) if role != "reward_model"]
     return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 

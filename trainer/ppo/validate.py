@@ -114,7 +114,8 @@ def process_validation_metrics(
     for (source, _), rows in rows_of_prompt.items():
         votes = None
         if "pred" in infos_dict:
-            votes = _vote_numbers([infos_dict["pred"][row] for row in rows])
+            cast, numbers = [infos_dict["pred"][row] for row in rows], dict[Any, int]()
+            votes = np.asarray([numbers.setdefault(vote, len(numbers)) for vote in cast])
         for variable, column in infos_dict.items():
             if isinstance(column[rows[0]], str):
                 continue
@@ -149,11 +150,6 @@ def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> 
         for name, outcome in results.items():
             metrics[f"{name}@{n}/mean"], metrics[f"{name}@{n}/std"] = _mean_and_std(outcome)
     return metrics
-
-
-def _vote_numbers(votes: Sequence[Any]) -> np.ndarray:
-    numbers: dict[Any, int] = {}
-    return np.asarray([numbers.setdefault(vote, len(numbers)) for vote in votes])
 
 
 @lru_cache(maxsize=16)

@@ -67,11 +67,7 @@ def check_preference_config(config: PreferenceConfig) -> None:
         )
     if not loss_reads(config, "desirable"):
         rows.check_pairs_fit(config)
-    _check_parameters(config)
-
-
-def _check_parameters(config: PreferenceConfig) -> None:
-    """Reject a user's loss with a parameter that nothing fills."""
+    # a user's loss has no parameter that nothing fills
     from workers.losses.preference.registry import COLUMNS, parameters_of
 
     there = [*COLUMNS, *(name for name in vars(config) if _is_number(vars(config)[name]))]

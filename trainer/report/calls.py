@@ -40,35 +40,31 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
         return [], []
     try:
         trace = parse_json(path.read_bytes())
-        return _calls_in(trace["traceEvents"]), list(trace["otherData"]["stages"])
+        events = trace["traceEvents"]
+        pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        lanes = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
+
+        calls = []
+        for e in events:
+            if e["ph"] != "X":  # names of pools and lanes
+                continue
+            lane, facts = lanes[e["pid"], e["tid"]], e.get("args", {})
+            call = TracedCall(
+                pool=pools[e["pid"]],
+                lane=lane["name"],
+                role=lane["role"] if "role" in lane else e["cat"],  # as in older runs
+                method=e["name"],
+                start=e["ts"] / 1e6,
+                end=(e["ts"] + e["dur"]) / 1e6,
+                step=int(facts.get("step", 0)),
+                stage=str(facts.get("stage", "")),
+                about=_of_environments(facts),
+            )
+            calls.append(call)
+        return sorted(calls, key=lambda call: call.start), list(trace["otherData"]["stages"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         notes.append(f"{path.name} is half written, or not a run's, and left out.")
     return [], []
-
-
-def _calls_in(events: Sequence[Mapping[str, Any]]) -> list[TracedCall]:
-    pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    lanes = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
-
-    calls = []
-    for e in events:
-        if e["ph"] != "X":  # names of pools and lanes
-            continue
-        lane, facts = lanes[e["pid"], e["tid"]], e.get("args", {})
-        call = TracedCall(
-            pool=pools[e["pid"]],
-            lane=lane["name"],
-            role=lane["role"] if "role" in lane else e["cat"],  # as in older runs
-            method=e["name"],
-            start=e["ts"] / 1e6,
-            end=(e["ts"] + e["dur"]) / 1e6,
-            step=int(facts.get("step", 0)),
-            stage=str(facts.get("stage", "")),
-            about=_of_environments(facts),
-        )
-        calls.append(call)
-
-    return sorted(calls, key=lambda call: call.start)
 
 
 def _of_environments(facts: Mapping[str, Any]) -> str:

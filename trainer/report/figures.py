@@ -113,7 +113,12 @@ def curves(metrics: Metrics, panel: Panel) -> str:
 
     # two names of more characters are wider than the figure
     columns = 1 if max(map(len, names)) > 24 else 2
-    figure, axes = _panel_axes(-(-min(len(names), len(COLOURS)) // columns))
+    # axes of one size for every panel, with room above for the lines of a legend
+    lines = -(-min(len(names), len(COLOURS)) // columns)
+    height = 2.3 + 0.17 * lines
+    edges = {"bottom": 0.42 / height, "top": 1 - (0.1 + 0.17 * lines) / height}
+    figure = new_figure(4.4, height, {"left": 0.16, "right": 0.98, **edges})
+    axes = figure.add_subplot()
     if panel.band and f"{panel.band}/min" in known:
         low, high = (_thin(*series(metrics, f"{panel.band}/{end}")) for end in ("min", "max"))
         axes.fill_between(low[0], low[1], high[1], color=COLOURS[0], alpha=0.12, linewidth=0)
@@ -141,14 +146,6 @@ def curves(metrics: Metrics, panel: Panel) -> str:
     # next to the exponent of the numbers, which is at the axes' corner
     axes.legend(**{**ABOVE, "bbox_to_anchor": (0.1, 1)}, ncols=columns)
     return as_svg(figure, f"{panel.title} by step: {', '.join(names)}")
-
-
-def _panel_axes(lines: int) -> tuple[Figure, Any]:
-    """Return axes of one size for every panel, with room above for a legend of this many lines."""
-    height = 2.3 + 0.17 * lines
-    edges = {"bottom": 0.42 / height, "top": 1 - (0.1 + 0.17 * lines) / height}
-    figure = new_figure(4.4, height, {"left": 0.16, "right": 0.98, **edges})
-    return figure, figure.add_subplot()
 
 
 class Bar(NamedTuple):
@@ -205,7 +202,10 @@ def bars(
     if x_end is not None:
         axes.set_xlim(0, x_end)
     axes.set_xlabel(x_label)
-    colour_legend(axes, legend)
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour, label=name) for name, colour in legend.items()]
+    axes.legend(handles=patches, **ABOVE, ncols=4)
     return as_svg(figure, description, titles)
 
 
@@ -303,14 +303,6 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
         OUTCOME_COLOURS,
         f"Success by turns: {words}",
     )
-
-
-def colour_legend(axes: Any, colour_of: Mapping[str, str]) -> None:
-    """Add a legend of names and colours above the axes."""
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=colour, label=name) for name, colour in colour_of.items()]
-    axes.legend(handles=patches, **ABOVE, ncols=4)
 
 
 def new_figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:

@@ -80,7 +80,11 @@ class FaultInjection:
         self._begun.append(step)
         self._num_begun += 1
         if draw := self._draw("delay", self._settings.delay_call, step):
-            self._delay(groups, step, draw)
+            # while rank 0 of a role sleeps, its next calls and those that need them are late
+            role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
+            with suppress(WorkerDiedError):  # a lost worker needs no delay
+                groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
+            self.note("delay_call", step, role=role, rank=0, seconds=seconds)
         if self._draw("drop_bucket", getattr(self._settings, "drop_weight_bucket", 0.0), step):
             groups["actor"].drop_next_bucket()
             self.note("drop_weight_bucket", step, role="actor")
@@ -91,7 +95,9 @@ class FaultInjection:
         """Write the account of the steps and samples; raise if a step is lost or doubled."""
         if self._first is None:
             return
-        done = [step for step in _steps_of(self._folder) if step > self._first]
+        lines, _ = json_objects(self._folder / "metrics.jsonl")
+        steps = [int(line["step"]) for line in lines]
+        done = [step for step in steps if step > self._first]
         unfinished = [step for step in self._begun[-1:] if step not in done]
         became = dict(zip(OUTCOMES, (len(done), self._made_again, len(unfinished)), strict=True))
         in_order = done == list(range(self._first + 1, self._first + 1 + len(done)))
@@ -115,13 +121,6 @@ class FaultInjection:
             return None
         self._struck.add((kind, step))
         return draw
-
-    def _delay(self, groups: WorkerGroups, step: int, draw: Random) -> None:
-        """Let rank 0 of a role sleep, which delays its next calls and those that need them."""
-        role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
-        with suppress(WorkerDiedError):  # a lost worker needs no delay
-            groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
-        self.note("delay_call", step, role=role, rank=0, seconds=seconds)
 
     def _kill(self, groups: WorkerGroups, step: int, draw: Random) -> None:
         """Kill a worker process, not the driver's, of a randomly chosen pool."""
@@ -150,9 +149,3 @@ def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
             ranks = range(transport.world_size) if transport.can_kill else ()
             by_pool[transport.process_key] = [(role, rank) for rank in ranks]
     return [processes for processes in by_pool.values() if processes]
-
-
-def _steps_of(folder: Path) -> list[int]:
-    """Return the steps in `metrics.jsonl`, in its order."""
-    lines, _ = json_objects(folder / "metrics.jsonl")
-    return [int(line["step"]) for line in lines]

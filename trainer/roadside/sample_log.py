@@ -313,19 +313,17 @@ class SampleWatch:
         self._has_updated = True
         tokens = tokens_by_sample(batch)
         with self.log.lock:
-            self._come_to_update(trainer, len(batch), tokens)
-
-    def _come_to_update(self, trainer: Any, num_rows: int, tokens: dict[SampleKey, int]) -> None:
-        known = self.log.tokens(self._samples)
-        if has_user_code(trainer):
-            self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
-        elif tokens != known or len(tokens) != num_rows:
-            raise LedgerError(
-                f"tokens of step {trainer.global_step} do not add up: {self._drawn} of "
-                f"{len(known)} samples were drawn, {sum(tokens.values())} of {num_rows} came to "
-                f"the update, and only {dict(self._left_out)} were left out."
-            )
-        self._leave(EMPTY, tokens)
+            num_rows = len(batch)
+            known = self.log.tokens(self._samples)
+            if has_user_code(trainer):
+                self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
+            elif tokens != known or len(tokens) != num_rows:
+                raise LedgerError(
+                    f"tokens of step {trainer.global_step} do not add up: {self._drawn} of "
+                    f"{len(known)} samples were drawn, {sum(tokens.values())} of {num_rows} came "
+                    f"to the update, and only {dict(self._left_out)} were left out."
+                )
+            self._leave(EMPTY, tokens)
 
     def on_filter(self, trainer: Any, reason: str, batch: DataProto) -> None:
         """Record the samples that a filter has left out."""
@@ -340,22 +338,20 @@ class SampleWatch:
         self._has_updated = True
         facts = None if self._generators_log is None else trainer.origins.facts(batch)
         with self.log.lock:
-            self._train(trainer, tokens_by_sample(batch), facts)
-
-    def _train(self, trainer: Any, tokens: dict[SampleKey, int], facts: Any) -> None:
-        if has_user_code(trainer):
-            known = self.log.tokens(self._samples)
-            tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
-            self._leave(USER_CODE, tokens)
-        if missing := [sample for sample in self._samples if sample not in tokens]:
-            raise LedgerError(
-                f"the update of step {trainer.global_step} was called without "
-                f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has left these out."
-            )
-        ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
-        self.log.train(ours, facts)
-        self._trained += sum(ours.values())
-        self._samples = {}
+            tokens = tokens_by_sample(batch)
+            if has_user_code(trainer):
+                known = self.log.tokens(self._samples)
+                tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
+                self._leave(USER_CODE, tokens)
+            if missing := [sample for sample in self._samples if sample not in tokens]:
+                raise LedgerError(
+                    f"the update of step {trainer.global_step} was called without "
+                    f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has left these out."
+                )
+            ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
+            self.log.train(ours, facts)
+            self._trained += sum(ours.values())
+            self._samples = {}
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Close every sample of the step, and add its tokens to the metrics."""

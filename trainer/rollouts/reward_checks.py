@@ -11,7 +11,24 @@ from workers.rewards.remote import check_url
 def check_rewards(config: Any) -> None:
     """Check that the configured rewards can score."""
     if config.reward.list:
-        _check_reward_list(config)
+        names = [reward.name for reward in config.reward.list]
+        for number, reward in enumerate(config.reward.list):
+            where = f"reward.list[{number}]"
+            if not reward.name.isidentifier() or names.index(reward.name) != number:
+                raise ConfigError(
+                    f"{where}.name={reward.name!r}: every reward has a name of its own, of "
+                    "letters, digits and _; metrics, columns and roles are called by it."
+                )
+            if reward.kind == "model" and not reward.path:
+                raise ConfigError(f"{where} is a model: give path, the folder of a classifier.")
+            if reward.kind == "remote":
+                check_url(reward.url, reward.name)
+
+        if not any(reward.weight for reward in config.reward.list):
+            raise ConfigError(
+                f"the weights of {', '.join(names)} are all 0: nothing would be learned. Give "
+                "one of `reward.list` another weight."
+            )
     elif config.reward.model.enable and not config.reward.model.path:
         raise ConfigError(
             "reward.model.enable=true needs reward.model.path: the folder of a sequence classifier."
@@ -22,26 +39,4 @@ def check_rewards(config: Any) -> None:
         raise ConfigError(
             f"reward.overlong_penalty.len={buffer.len} tokens: it lies between 1 and "
             f"data.max_response_length={limit}; DAPO takes a fifth of that."
-        )
-
-
-def _check_reward_list(config: Any) -> None:
-    """Check that rewards have different names, valid settings, and a nonzero total weight."""
-    names = [reward.name for reward in config.reward.list]
-    for number, reward in enumerate(config.reward.list):
-        where = f"reward.list[{number}]"
-        if not reward.name.isidentifier() or names.index(reward.name) != number:
-            raise ConfigError(
-                f"{where}.name={reward.name!r}: every reward has a name of its own, of letters, "
-                "digits and _; metrics, columns and roles are called by it."
-            )
-        if reward.kind == "model" and not reward.path:
-            raise ConfigError(f"{where} is a model: give path, the folder of a classifier.")
-        if reward.kind == "remote":
-            check_url(reward.url, reward.name)
-
-    if not any(reward.weight for reward in config.reward.list):
-        raise ConfigError(
-            f"the weights of {', '.join(names)} are all 0: nothing would be learned. Give one of "
-            "`reward.list` another weight."
         )

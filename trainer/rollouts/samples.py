@@ -88,11 +88,20 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     """Return the name of each field -> its value for every row."""
     read = read_columns(batch, "token_level_scores", "sample_index")
     columns = batch.non_tensor_batch
+    # the samples of one uid share a prompt, unless an environment gives each another beginning
+    rows, masks = token_rows(batch, "prompts", "attention_mask")
+    uids = columns["uid"]
+    if EPISODE in columns:
+        uids = np.arange(len(batch))
+    row_of = {uid: row for row, uid in enumerate(uids)}
+    prompts = [rows[n][masks[n][: len(rows[n])] != 0].tolist() for n in row_of.values()]
+    texts = dict(zip(row_of, decode_rows(tokenizer, prompts), strict=True))
+
     fields = {
         "uid": columns["uid"].tolist(),
         "sample": read["sample_index"].tolist(),
         "data_source": columns["data_source"].tolist(),
-        "input": _prompt_texts(batch, tokenizer),
+        "input": [texts[uid] for uid in uids],
         "output": decode_responses(batch, tokenizer),
         "gts": [rule["ground_truth"] for rule in columns["reward_model"]],
         "score": read["token_level_scores"].sum(-1).tolist(),
@@ -102,32 +111,9 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         fields["weight_version"] = read_columns(batch, "policy_version")["policy_version"].tolist()
     for name, column in columns.items():
         if name.startswith(EXTRA):
-            values = [None if _is_nan(value) else value for value in column.tolist()]
+            values = [None if isinstance(v, float) and v != v else v for v in column.tolist()]
             fields[name.removeprefix(EXTRA)] = values
     return fields
-
-
-def _prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
-    """Return every row's prompt; the samples of one uid share a prompt, which is decoded once.
-
-    An environment may give each sample another beginning.
-    """
-    rows, masks = token_rows(batch, "prompts", "attention_mask")
-    uids = batch.non_tensor_batch["uid"]
-    if EPISODE in batch.non_tensor_batch:
-        uids = np.arange(len(batch))
-    row_of = {uid: row for row, uid in enumerate(uids)}
-
-    prompts = []
-    for row in row_of.values():
-        prompts.append(rows[row][masks[row][: len(rows[row])] != 0].tolist())
-    decoded = decode_rows(tokenizer, prompts)
-    texts = dict(zip(row_of, decoded, strict=True))
-    return [texts[uid] for uid in uids]
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and value != value
 
 
 def _plain(value: Any) -> Any:
@@ -146,7 +132,16 @@ def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
     by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
     chosen: list[int] = []
     room = limit
-    for row in _extremes_first(by_score):
+    # the last and the first index, then the middles of the widest gaps
+    order, gaps = [by_score[-1]], [(0, len(by_score) - 1)]
+    if len(by_score) > 1:
+        order.append(by_score[0])
+    for low, high in gaps:  # the list grows while it is read
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            order.append(by_score[middle])
+            gaps += [(low, middle), (middle, high)]
+    for row in order:
         if not chosen or len(lines[row]) <= room:
             chosen.append(row)
             room -= len(lines[row])
@@ -158,19 +153,6 @@ def thin_old_samples(folder: Path, last: int) -> None:
     for path in folder.glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) <= last:
             thin_samples(path)
-
-
-def _extremes_first(ordered: Sequence[int]) -> list[int]:
-    """Return the last and the first index, then the middles of the widest gaps."""
-    order, gaps = [ordered[-1]], [(0, len(ordered) - 1)]
-    if len(ordered) > 1:
-        order.append(ordered[0])
-    for low, high in gaps:  # the list grows while it is read
-        middle = (low + high) // 2
-        if middle not in (low, high):
-            order.append(ordered[middle])
-            gaps += [(low, middle), (middle, high)]
-    return order
 
 
 def _score(line: bytes) -> float:

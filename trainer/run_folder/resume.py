@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
@@ -70,8 +70,23 @@ class ResumePoint:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """Digests of the files that this run computes from."""
-        return digests_of_inputs(self.schema, self.config)
+        """Digest of each file that affects the run's numbers, by `key: file`.
+
+        Names of models and data sets on a hub have no digest.
+        """
+        digests = {}
+        for key, value in self.config.items():
+            if may_change_on_resume(self.schema, key):
+                continue
+            for where, name in _file_names(key, value):
+                path = _path_of(name)
+                if path is None:
+                    continue
+                digests[f"{where}: {name}"] = digest(path)
+                for file in imported_files(path) if path.suffix == ".py" else []:
+                    imported = os.path.relpath(file, path.resolve().parent)
+                    digests[f"{where}: {imported}, which {name} imports,"] = digest(file)
+        return digests
 
     @property
     def resumes_in_place(self) -> bool:
@@ -142,7 +157,16 @@ class ResumePoint:
         load_random_state(start / "random.json")
         try:
             state = read_json_object(start / "trainer.json")
-            _check_state(state, self.start_step)
+            # a run can have written the state after that step: counts and numbers are finite
+            if state.get("global_step", self.start_step) != self.start_step:
+                raise ValueError(
+                    f"global_step is {state['global_step']!r:.40}, not {self.start_step}"
+                )
+            for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise ValueError(f"{name} is {number}")
+                if name.startswith("num_") and not (type(number) is int and 0 <= number < MOST):
+                    raise ValueError(f"{name} is {number!r:.40}, not a count")
         except ValueError as error:
             raise DamagedCheckpointError(f"{start / 'trainer.json'} is damaged: {error}") from error
         print(f"resumed from {start}", flush=True)
@@ -164,7 +188,11 @@ class ResumePoint:
                 (self.folder / name).unlink(missing_ok=True)  # the run starts a new one there
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
-            lines = [line for line in json_objects(metrics)[0] if _is_of(line, last)]
+            lines = []
+            for line in json_objects(metrics)[0]:
+                step = line.get("step")
+                if isinstance(step, int) and 0 <= step <= last:
+                    lines.append(line)
             write_whole(metrics, json_lines(lines))
         for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
@@ -279,20 +307,6 @@ class ResumePoint:
         return f"Name another one: beside it are {named(steps)}."
 
 
-def _check_state(state: dict[str, Any], step: int) -> None:
-    """Raise ValueError unless a run can have written the state after that step.
-
-    Counts and numbers must be valid and finite.
-    """
-    if state.get("global_step", step) != step:
-        raise ValueError(f"global_step is {state['global_step']!r:.40}, not {step}")
-    for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ValueError(f"{name} is {number}")
-        if name.startswith("num_") and not (type(number) is int and 0 <= number < MOST):
-            raise ValueError(f"{name} is {number!r:.40}, not a count")
-
-
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
     """Yield each number in a value, with its key."""
     if isinstance(value, int | float):
@@ -305,12 +319,6 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
             yield from _numbers(inner, name)
 
 
-def _is_of(line: dict[str, Any], last: int) -> bool:
-    """Return whether a line of metrics belongs to a step up to `last`."""
-    step = line.get("step")
-    return isinstance(step, int) and 0 <= step <= last
-
-
 NAMES_OF_FILES = re.compile(r"(^|.*_)(path|file|files)$")
 """Last words of keys whose values may be files, folders or modules."""
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -319,26 +327,6 @@ WHOLE_BYTES = 64 << 20
 blocks."""
 NUM_BLOCKS = 16
 BLOCK_BYTES = 1 << 20
-
-
-def digests_of_inputs(schema: type, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `key: file` -> digest of its contents, for all files that affect a run's numbers.
-
-    `config` maps dotted keys to values. Names of models and data sets on a hub have no digest.
-    """
-    digests = {}
-    for key, value in config.items():
-        if may_change_on_resume(schema, key):
-            continue
-        for where, name in _file_names(key, value):
-            path = _path_of(name)
-            if path is None:
-                continue
-            digests[f"{where}: {name}"] = digest(path)
-            for file in imported_files(path) if path.suffix == ".py" else []:
-                imported = os.path.relpath(file, path.resolve().parent)
-                digests[f"{where}: {imported}, which {name} imports,"] = digest(file)
-    return digests
 
 
 def _file_names(key: str, value: Any) -> Iterator[tuple[str, str]]:

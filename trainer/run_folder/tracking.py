@@ -103,7 +103,20 @@ class Console:
         numbers, scores = numbers_of(metrics, self._headline), scores_of(metrics)
         text = "  ".join(numbers)
         if self._stream.isatty():
-            self._move_bar(step, text, scores)
+            from tqdm import tqdm
+
+            if self._bar is None:
+                self._bar = tqdm(
+                    total=self._total,
+                    initial=max(step - 1, 0),  # a run may begin with a validation, as step 0
+                    file=self._stream,
+                    dynamic_ncols=True,
+                    bar_format=BAR_FORMAT,
+                )
+            for line in scores:
+                self._bar.write(f"step {step}  {line}", file=self._stream)
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
             return
         if self._first_step is None:
             self._first_step, left = step, ""
@@ -119,22 +132,6 @@ class Console:
     def _print(self) -> None:
         print(*self._waiting, sep="\n", file=self._stream, flush=True)
         self._printed, self._waiting = time.monotonic(), []
-
-    def _move_bar(self, step: int, text: str, scores: list[str]) -> None:
-        from tqdm import tqdm
-
-        if self._bar is None:
-            self._bar = tqdm(
-                total=self._total,
-                initial=max(step - 1, 0),  # a run may begin with a validation, as step 0
-                file=self._stream,
-                dynamic_ncols=True,
-                bar_format=BAR_FORMAT,
-            )
-        for line in scores:
-            self._bar.write(f"step {step}  {line}", file=self._stream)
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
         if self._bar is not None:
