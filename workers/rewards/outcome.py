@@ -86,4 +86,4 @@ def read_answer(answer: Any, requested: Collection[int]) -> tuple[int, Outcome]:
             return number, (score, {}, None)
         return number, read_outcome({**extras, "score": score})
     except (TypeError, ValueError) as err:
-        raise ValueError(f"gave an answer of another form ({err})") from err
+        raise ValueError(f"returned an invalid reply ({err})") from err

@@ -100,7 +100,7 @@ class RemoteScorer:
                     raise RewardServerError(f"{self._config.url}, asked {tries}: {err}") from err
             except (KeyError, TypeError, ValueError) as err:
                 raise RewardServerError(
-                    f"{self._config.url} gave an answer of another form: {err}"
+                    f"{self._config.url} returned an invalid reply: {err}"
                 ) from err
 
             pause = wait * self._random.uniform(0.5, 1.5)

@@ -73,7 +73,7 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
     if urls and (len(urls) != world_size or len(set(urls)) != world_size):
         raise ConfigError(
             f"rollout.server_urls names {len(set(urls))} servers for the rollout's {world_size} "
-            "processes: each asks one of its own."
+            "processes; each process needs a separate server."
         )
     ranks = ranks_per_engine(config)
     if world_size % ranks:

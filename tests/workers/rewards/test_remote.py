@@ -138,7 +138,7 @@ def test_a_server_speaks_openrlhfs_form_as_well(served: RewardServer, ask: Any) 
     scorer = ask(served.url, protocol="openrlhf")
     (outcome,) = scorer.score([sample("abcdefg")])
     assert outcome[0] is None  # this function needs an extra_info with a bonus
-    assert "another form" in outcome[2]
+    assert "invalid reply" in outcome[2]
 
 
 def test_openrlhfs_form_carries_query_prompts_labels_and_extra_logs(ask: Any, serve: Any) -> None:
@@ -202,8 +202,8 @@ def test_retries_end(ask: Any, serve: Any) -> None:
         (401, {}, "status 401"),
         (302, {}, "status 302"),
         (200, {"outcomes": []}, "1 samples were sent, 0 outcomes came back"),
-        (200, {"scores": [1]}, "an answer of another form: 'outcomes'"),
-        (200, b"<html>", "an answer of another form"),
+        (200, {"scores": [1]}, "an invalid reply: 'outcomes'"),
+        (200, b"<html>", "an invalid reply"),
         (200, {"outcomes": [{"score": "high"}]}, "returned {'score': 'high'}"),
         (200, {"outcomes": [{"score": None}]}, "returned {'score': None}"),
     ],

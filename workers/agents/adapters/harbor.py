@@ -22,7 +22,7 @@ from workers.agents.environment import Adapter
 
 
 class Harbor(Adapter):
-    """A shell in the world of a task."""
+    """An environment that runs shell commands for a Harbor task."""
 
     tasks: Mapping[str, Path]
     program: str
