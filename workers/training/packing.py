@@ -150,7 +150,7 @@ def packed_feed(
     rows = [length for length in lengths.tolist() if length]
     if ranks is None:
         layout = RowLayout(rows, device)
-        shared = share_prefixes(tokens, rows, device) if shares and ROUTED not in tokens else None
+        shared = share_prefixes(tokens, rows, device) if shares else None
         if shared is not None:
             layout = shared.layout
             tokens = {name: values[shared.computed] for name, values in tokens.items()}

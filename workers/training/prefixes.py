@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.ragged import Ragged
+from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.offload import to_device
 from workers.training.attention import Copies, RowLayout
 
@@ -41,7 +42,7 @@ def prefix_order(
 
     That is a number of tokens. If it is small, the order is None and the number is 0.
     """
-    rows = [row[:length] for row, length in zip(ids.rows(), lengths, strict=True)]
+    rows = [row[:length, None] for row, length in zip(ids.rows(), lengths, strict=True)]
     texts = [row.numpy().astype(">u4").tobytes() for row in rows]
     order, marks = sorted(range(len(rows)), key=texts.__getitem__), reads.rows()
     shared = sum(shared_lengths([rows[row] for row in order], [marks[row] for row in order]))
@@ -49,11 +50,14 @@ def prefix_order(
 
 
 def shared_lengths(rows: Sequence[Tensor], reads: Sequence[Tensor]) -> list[int]:
-    """Return how many tokens each row shares with the row before it, up to its first read."""
+    """Return how many tokens each row shares with the row before it, up to its first read.
+
+    Rows are [tokens, numbers], and equal tokens have equal numbers.
+    """
     lengths = [0]
     for before, row, read in zip(rows, rows[1:], reads[1:], strict=False):
         size = min(len(before), len(row))
-        unequal = (before[:size] != row[:size]).numpy() | read[:size].numpy()
+        unequal = ((before[:size] != row[:size]).any(dim=1) | read[:size]).numpy()
         lengths.append(int(unequal.argmax()) if unequal.any() else size)
     return lengths
 
@@ -63,12 +67,16 @@ def share_prefixes(
 ) -> SharedPrefixes | None:
     """Return how a pass over these neighbouring rows shares prefixes; None if it does not pay.
 
-    `tokens` are the columns input_ids, position_ids and reads of all rows, end to end.
+    `tokens` are the columns input_ids, position_ids and reads of all rows, end to end. If rows name
+    the experts of their tokens, equal tokens have equal experts.
     """
     places = torch.cat([torch.arange(length) for length in lengths])
     if len(lengths) < 2 or not torch.equal(tokens["position_ids"], places):
         return None
-    rows, reads = (tokens[name].split(list(lengths)) for name in ("input_ids", "reads"))
+    compared = tokens["input_ids"][:, None]
+    if ROUTED in tokens:
+        compared = torch.cat([compared, tokens[ROUTED].flatten(1)], dim=1)
+    rows, reads = (column.split(list(lengths)) for column in (compared, tokens["reads"]))
     shared = shared_lengths(rows, reads)
     if sum(shared) <= SMALLEST_SHARE * sum(lengths):
         return None

@@ -10,6 +10,7 @@ from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradi
 from tests.workers.samples import PROMPT, RESPONSE, VOCAB, make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
+from workers.models.routing import COLUMN as ROUTED
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops
@@ -97,7 +98,7 @@ def test_a_pass_computes_every_prefix_once() -> None:
 
 
 def test_tokens_that_are_read_are_not_shared() -> None:
-    rows = [torch.tensor([1, 2, 3, 4])] * 2
+    rows = [torch.tensor([1, 2, 3, 4])[:, None]] * 2
     reads = torch.tensor([False, False, True, True])
     assert shared_lengths(rows, [reads, reads]) == [0, 2]
 
@@ -111,6 +112,23 @@ def test_rows_with_positions_of_their_own_are_separate(positions: list[int]) -> 
     }
     assert share_prefixes(tokens, [4, 4], CPU) is None
     assert share_prefixes(tokens | {"position_ids": torch.arange(4).repeat(2)}, [4, 4], CPU)
+
+
+def test_tokens_with_other_experts_are_not_shared() -> None:
+    experts = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])
+    tokens = {
+        "input_ids": torch.tensor([1, 2, 3, 4] * 2),
+        "position_ids": torch.arange(4).repeat(2),
+        "reads": torch.tensor([False, False, False, True] * 2),
+        ROUTED: torch.stack([experts, experts]).view(8, 1, 2),
+    }
+    prefixes = share_prefixes(tokens, [4, 4], CPU)
+    assert prefixes is not None
+    assert int(prefixes.computed.sum()) == 5
+    tokens[ROUTED][5] = 1
+    prefixes = share_prefixes(tokens, [4, 4], CPU)
+    assert prefixes is not None
+    assert int(prefixes.computed.sum()) == 7
 
 
 def test_few_equal_tokens_are_not_shared() -> None:
