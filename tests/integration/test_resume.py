@@ -276,7 +276,7 @@ def listed_in_the_docs() -> tuple[set[str], set[str]]:
     found: dict[int, set[str]] = {4: set(), 6: set()}
     for line in listing.splitlines():
         names, meaning = line.strip().rsplit("  ", 1)
-        if not meaning.startswith(("with LoRA", "if asked for")):
+        if not meaning.startswith(("with LoRA", "with `hf_model`")):
             indent = len(line) - len(line.lstrip())
             found[indent] |= {name.partition("/")[0] for name in names.replace(",", " ").split()}
     return found[4], found[6]

@@ -39,11 +39,12 @@ def dying(worker: Any) -> Iterator[None]:
         order.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    own, payloads = Channel._start_payload, []
+    start_broadcast, payloads = Channel._start_broadcast, []
 
-    def start_one(channel: Channel, payload: Tensor) -> Any:
-        payloads.append(payload)
-        return own(channel, payload) if len(payloads) == 1 else die()
+    def start_one_payload(channel: Channel, tensor: Tensor, *group: Any) -> Any:
+        if group:  # headers use the default group
+            payloads.append(tensor)
+        return start_broadcast(channel, tensor, *group) if len(payloads) < 2 else die()
 
     if place == "call":
         die()
@@ -51,7 +52,7 @@ def dying(worker: Any) -> Iterator[None]:
         if place == "groups":
             patch.setattr(connection, "form_groups", die)
         if place == "bucket":
-            patch.setattr(Channel, "_start_payload", start_one)
+            patch.setattr(Channel, "_start_broadcast", start_one_payload)
         if place == "vote":
             patch.setattr(Channel, "all_agree", die)
         yield

@@ -103,7 +103,7 @@ def test_what_a_verb_does_not_know_is_refused_with_what_it_knows(one_layer_dir: 
     actor, reference = started(ActorWorker, config, 1), started(ReferenceWorker, config)
     with pytest.raises(ConfigError, match="no loss 'polcy'; valid: policy, ptx, lm"):
         actor.forward_backward(make_batch(4), "polcy")
-    with pytest.raises(ConfigError, match="optim_step: no gradients"):
+    with pytest.raises(ConfigError, match="optim_step: there are no gradients"):
         actor.optim_step()
     with pytest.raises(BatchError, match="no output 'values'; it has log_probs"):
         actor.forward(make_batch(4), ("values",))
