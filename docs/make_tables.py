@@ -241,13 +241,12 @@ def _values(key: Key, default: Any, doc: str) -> str:
 
 
 def column_table() -> str:
-    """The batch's columns, by who writes them."""
-    written: dict[str, list[str]] = {}
+    """Return one line per column: name, shape and type, writer."""
+    rows = []
     for column in COLUMNS.values():
         about = (f"`{column.shape}`", str(column.dtype))
-        whose = " ".join((f"`{column.name}`", *(about if about != USUAL_COLUMN else ())))
-        written.setdefault(_cell(column.written_by), []).append(whose)
-    rows = [[writer, ", ".join(columns)] for writer, columns in written.items()]
+        name = " ".join((f"`{column.name}`", *(about if about != USUAL_COLUMN else ())))
+        rows.append([name, column.written_by])
     return _list(rows)
 
 

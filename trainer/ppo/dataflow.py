@@ -33,16 +33,17 @@ REUSE_NOTICE = (
 )
 
 STEP_1_NOTICE = (
-    "notice: step 1 alone computes them, to say how far the int8 reference is off before the actor "
-    "has moved"
+    "notice: only step 1 computes them, to measure the error of the int8 reference before the "
+    "actor changes"
 )
 
 BYPASS_NOTICE = (
     "notice: old log-probs are the rollout's (bypass_mode): the actor does not compute them"
 )
 
-AT_ONCE, ON_ONE_POOL = "at the same time", "in turns, on one pool"
-INLINE = "in turns (one process)"
+AT_ONCE = "at the same time"
+ON_ONE_POOL = "one after another, because they share a pool"
+INLINE = "one after another, in the driver's process"
 """Pools in the driver's own thread (`RunConfig.is_inline`) run before all later calls."""
 
 STAGES = frozenset("step sample draw generate balance score estimate update sync call".split())
@@ -227,9 +228,9 @@ def describe(
     """
     nodes = step_nodes(config)
     after = edges(nodes)
-    rows = [("stage", "call", "pool", "after")]
+    rows = [("stage", "call", "pool", "waits for")]
     for node in nodes:
-        rows.append((node.stage, node.name, node.pool, ", ".join(after[node.name]) or "-"))
+        rows.append((node.stage, node.name, node.pool, ", ".join(after[node.name]) or "nothing"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
     for title, shown in _pairs_in_words(nodes, after).items():

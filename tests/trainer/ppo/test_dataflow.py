@@ -43,18 +43,18 @@ def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
         "at the same time:",
         f"  score: rewards ‖ {readings} ‖ critic.compute_values",
         "  update: critic.update_critic ‖ actor.update_actor",
-        "in turns, on one pool:",
+        "one after another, because they share a pool:",
         f"  score: {readings}",
     ]
     colocated = describe(load("placement=colocate", "algorithm.use_kl_in_reward=true"))
     assert colocated.splitlines()[-4:] == [
         f"  score: rewards ‖ {readings}, then critic.compute_values",
-        "in turns, on one pool:",
+        "one after another, because they share a pool:",
         f"  score: {readings}, then critic.compute_values",
         "  update: critic.update_critic, then actor.update_actor",
     ]
     apart = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
-    assert "in turns, on one pool: nothing" in apart
+    assert "one after another, because they share a pool: nothing" in apart
 
 
 def test_pools_of_the_drivers_own_process_take_turns() -> None:
@@ -63,9 +63,9 @@ def test_pools_of_the_drivers_own_process_take_turns() -> None:
     assert describe(load(*settings)).splitlines()[-7:] == [
         "at the same time:",
         f"  score: rewards ‖ {readings}, then critic.compute_values",
-        "in turns, on one pool:",
+        "one after another, because they share a pool:",
         f"  score: {readings}",
-        "in turns (one process):",
+        "one after another, in the driver's process:",
         f"  score: {readings}, then critic.compute_values",
         "  update: critic.update_critic, then actor.update_actor",
     ]
@@ -73,7 +73,7 @@ def test_pools_of_the_drivers_own_process_take_turns() -> None:
     assert "update: critic.update_critic ‖ actor.update_actor" in in_processes
     one_of_two = describe(load(*settings, "resource_pool_spec.critic_pool=[2]", DEVICES))
     assert "  update: critic.update_critic ‖ actor.update_actor" in one_of_two, "it is called first"
-    assert f"in turns (one process):\n  score: {readings}, then critic" in one_of_two
+    assert f"in the driver's process:\n  score: {readings}, then critic" in one_of_two
 
 
 def test_what_a_run_does_not_do_is_not_drawn() -> None:
