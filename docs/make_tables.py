@@ -241,12 +241,15 @@ def _values(key: Key, default: Any, doc: str) -> str:
 
 
 def column_table() -> str:
-    """Return one line per column: name, shape and type, writer."""
-    rows = []
+    """Return lines of columns that have a shape, a type and a writer in common."""
+    names: dict[tuple[str, str, str], list[str]] = {}
     for column in COLUMNS.values():
-        about = (f"`{column.shape}`", str(column.dtype))
-        name = " ".join((f"`{column.name}`", *(about if about != USUAL_COLUMN else ())))
-        rows.append([name, column.written_by])
+        key = (f"`{column.shape}`", str(column.dtype), column.written_by)
+        names.setdefault(key, []).append(column.name)
+    rows = []
+    for (*about, writer), columns in names.items():
+        shown = [] if tuple(about) == USUAL_COLUMN else about
+        rows.append([" ".join([_code(columns), *shown]), writer])
     return _list(rows)
 
 
