@@ -114,7 +114,7 @@ COLUMNS: dict[str, Column] = {
         ),
         _of_role("rm_scores", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
-        Column("step_ends", "[rows, R]", "bool", "the reward (if it scores steps)"),
+        Column("step_ends", "[rows, R]", "bool", "the reward"),
         Column("token_level_rewards", "[rows, R]", "float32", "the driver's KL penalty"),
         Column("advantages", "[rows, R]", "float32", "the driver's compute_advantage"),
         Column("returns", "[rows, R]", "float32", "the driver's compute_advantage"),
