@@ -40,7 +40,7 @@ def registry_of(kind: str) -> Registry[Any]:
 
     A configuration's schema names a kind, and therefore does not import the entries.
     """
-    assert kind in _by_kind, f"no imported module makes a registry of {kind!r}; import it first"
+    assert kind in _by_kind, f"no imported module defines a registry of {kind!r}; import it first"
     return _by_kind[kind]
 
 
@@ -137,7 +137,7 @@ def _imported(path: str, subject: str) -> Any:
     module_name, _, name = path.rpartition(".")
     if not module_name or name == "py":
         raise ConfigError(
-            f"{subject} is no path of an object, such as my_module.MyClass or file.py:MyClass."
+            f"{subject} is not the path of an object, such as my_module.MyClass or file.py:MyClass."
         )
     module = _module(module_name, subject, "Is its folder on PYTHONPATH on every node?")
     if not hasattr(module, name):

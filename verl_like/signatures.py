@@ -48,8 +48,8 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
     except TypeError as error:
         kind = "by name with" if call.by_name and not call.by_position else "with"
         raise ConfigError(
-            f"{subject} takes {in_words(signature)}, and is called {kind} {call}: {error}. Change "
-            "its parameters, or give the others a default."
+            f"{subject} takes {in_words(signature)}, but is called {kind} {call}: {error}. "
+            "Change its parameters, or give the others a default."
         ) from error
 
 

@@ -66,7 +66,7 @@ def test_a_run_folder_that_a_node_does_not_see_is_refused_by_the_nodes_name(
     assert len(cluster.nodes_without_path(tmp_path / "not there", nodes)) == 1
     monkeypatch.setattr(cluster, "nodes_without_path", lambda path, nodes: ["10.0.0.7 (abc)"])
     with pytest.raises(
-        PlacementError, match=r"default_local_dir=.* is not seen on 10\.0\.0\.7 \(abc\)"
+        PlacementError, match=r"default_local_dir=.* is not visible on 10\.0\.0\.7 \(abc\)"
     ):
         cluster.require_shared_folder(tmp_path, nodes)
     assert list(tmp_path.iterdir()) == []

@@ -96,7 +96,7 @@ def test_a_path_without_a_module_is_refused_with_its_setting():
 
 @pytest.mark.parametrize("path", ["no_dot", ".relative", "", "mine.py"])
 def test_what_is_no_path_is_refused_with_one_that_is(path):
-    refused = f"role_workers.critic={path} is no path of an object, such as my_module.MyClass"
+    refused = f"role_workers.critic={path} is not the path of an object, such as my_module.MyClass"
     with pytest.raises(ConfigError, match=re.escape(refused)):
         load_object(path, "role_workers.critic")
 

@@ -72,16 +72,17 @@ class LocalWorkerGroup(WorkerGroup):
         if resource_pool.world_size == 1 and not own_processes:
             if env:
                 raise ConfigError(
-                    "worker_env: a local pool of one process is this very process; set os.environ "
-                    "instead."
+                    "worker_env: a local pool of one process runs in the driver's process; set "
+                    "os.environ instead."
                 )
             siblings = {} if neighbours is None else neighbours
             transport = InlineTransport(recipes, facts[0], limits, siblings)
         else:
             if device_name != "cpu":
                 raise WorkerError(
-                    f"backend=local has child processes on CPUs only, and {facts[0].name} would be "
-                    f"{len(facts)} of them on GPUs. Use backend=ray, or trainer.device=cpu."
+                    "backend=local starts child processes only on CPUs, but "
+                    f"{facts[0].name} needs {len(facts)} of them on GPUs. Use "
+                    "backend=ray, or trainer.device=cpu."
                 )
             transport = ChildTransport(recipes, facts, limits, env, master_port)
         classes = {r: recipe.cls for r, recipe in ray_cls_with_init.roles(name_prefix).items()}

@@ -278,7 +278,7 @@ def _let_in(
             sent += chunk
     if not secrets.compare_digest(sent, key):
         connected.close()
-        logger.warning("a connection without the key was turned away")
+        logger.warning("a connection without the key was rejected")
         return
     with contextlib.suppress(OSError):  # another connection has shut it down before
         listening.shutdown(socket.SHUT_RDWR)

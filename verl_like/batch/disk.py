@@ -98,7 +98,7 @@ def save(
         specs.append(spec)
 
     if odd := [key for key in meta if type(key) is not str]:
-        raise BatchError(f"meta_info[{odd[0]!r}]: JSON has no keys but strings. pop() it first.")
+        raise BatchError(f"meta_info[{odd[0]!r}]: JSON keys must be strings. pop() it first.")
     document = {
         "rows": rows,
         "tensors": list(columns),

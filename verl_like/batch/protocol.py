@@ -415,7 +415,7 @@ class DataProto:
         renamed = {renamed_to.get(name, name): column for name, column in tensors.items()}
         if len(renamed) != len(tensors):
             raise BatchError(
-                f"rename {old} to {new} would give two columns one name; the batch has "
+                f"rename {old} to {new} would give two columns the same name; the batch has "
                 f"{list(tensors)}."
             )
         self._dense, self._ragged = self._parts(renamed, len(self))
@@ -448,7 +448,7 @@ class DataProto:
         """
         parts = list(data)
         if not parts:
-            raise BatchError("concat of no batches: there is nothing to take the columns from.")
+            raise BatchError("concat needs at least one batch, but the list of batches is empty.")
         for place, part in enumerate(parts):
             if not isinstance(part, DataProto):
                 raise BatchError(
@@ -527,8 +527,8 @@ class DataProto:
         rows = columns.row_index(indices, len(self))
         if not np.array_equal(np.sort(rows), np.arange(len(self))):
             raise BatchError(
-                f"reorder needs each of the {len(self)} rows once; select_idxs() makes any other "
-                "pick."
+                f"reorder needs each of the {len(self)} rows once; select_idxs() selects "
+                "any other rows."
             )
         return self._take_columns(self.select_idxs(rows))
 

@@ -47,7 +47,8 @@ class Ragged:
             starts = torch.zeros_like(lengths)
         if int(lengths.sum()) != len(values):
             raise BatchError(
-                f"A ragged column of {len(values)} values has rows of {int(lengths.sum())} in all."
+                f"A ragged column of {len(values)} values has rows whose lengths sum to "
+                f"{int(lengths.sum())}."
             )
         if lengths.shape != starts.shape or ((starts < 0) | (starts + lengths > width)).any():
             raise BatchError(

@@ -206,8 +206,9 @@ def restore_dynamic_batch(
     order = list(chain.from_iterable(batch_idx_list))
     if sorted(order) != list(range(data.shape[0])):
         raise BatchError(
-            f"restore_dynamic_batch got {data.shape[0]} rows, and lists of {len(order)} rows: it "
-            "needs the results of all micro-batches, and every row once."
+            f"restore_dynamic_batch got {data.shape[0]} rows, but index lists of "
+            f"{len(order)} rows: it needs the results of all micro-batches, with every "
+            "row once."
         )
     places = get_reverse_idx(order)
     if data.is_nested:
@@ -239,9 +240,9 @@ def _partition(
         count = -(-_maximum(wanted, group) // multiple) * multiple
         if count > len(tokens):
             raise BatchError(
-                f"{count} micro-batches are wanted of {len(tokens)} rows (or groups), and none may "
-                "be empty: lower min_num_micro_batch or num_batches_divided_by, or raise "
-                "max_token_len."
+                f"{count} micro-batches cannot be made of {len(tokens)} rows (or groups), since "
+                "none may be empty: lower min_num_micro_batch or num_batches_divided_by, or "
+                "raise max_token_len."
             )
         parts = get_seqlen_balanced_partitions(tokens, count)
         fits = all(sum(tokens[place] for place in part) <= limit for part in parts)

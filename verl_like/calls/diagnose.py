@@ -228,8 +228,8 @@ def stack_by_signal(pid: int, file: Path) -> str | None:
                 with open(file, encoding="utf-8", errors="replace") as written:
                     written.seek(before)
                     return (
-                        "(asked by signal: the interpreter is held by native code)\n"
-                        f"{_newest_last(written.read())}"
+                        "(read by signal: native code blocks the "
+                        f"interpreter)\n{_newest_last(written.read())}"
                     )
     return None
 
@@ -283,8 +283,8 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
     locks = {rank: place for rank in ranks if (place := _lock_of(stacks[rank]))}
     if locks:
         return (
-            f"{_by_place(locks)} waits for a lock, an event or a queue of its own process; see "
-            "its stack for who should end that."
+            f"{_by_place(locks)} waits for a lock, an event or a queue of its own "
+            "process; its stack shows which thread should release it."
         )
     return ""
 

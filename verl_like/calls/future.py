@@ -100,7 +100,9 @@ class WorkerFuture:
         """Wait for the result and return its batch, without its metrics."""
         batch = Result.of(self.get(timeout)).batch
         if batch is None:
-            raise DispatchError(f"{self.name} returned only metrics, and was passed on as a batch.")
+            raise DispatchError(
+                f"{self.name} returned only metrics, but its future was passed on as a batch."
+            )
         return batch
 
     def done(self) -> bool:

@@ -52,8 +52,8 @@ class ClassWithInitArgs:
         """
         if default in self.prefixed:
             raise PlacementError(
-                f"name_prefix '{default}' is the name of a role in {self.cls.__name__}, too; take "
-                "another."
+                f"name_prefix '{default}' is also the name of a role in "
+                f"{self.cls.__name__}; choose another."
             )
         return {**self._colocated, default: self}
 
@@ -178,8 +178,8 @@ class BoundMethod:
             )
             if call.concurrent and parts:
                 raise DispatchError(
-                    f"{self.name} runs outside the queue of calls and takes small values only, "
-                    f"nothing of {SHARED_BYTES} bytes or more."
+                    f"{self.name} runs outside the queue of calls and accepts only "
+                    f"values below {SHARED_BYTES} bytes."
                 )
             pending.append(transport.submit(rank, call, parts))
 

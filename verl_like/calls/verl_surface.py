@@ -169,9 +169,10 @@ class VerlWorker:
         places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
         if len(places) != 1:
             raise DispatchError(
-                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one place, and the "
-                f"other worker's meshes give {len(places)}: {dispatch_dp_rank}, {collect_dp_rank}. "
-                "Call _register_dispatch_collect_info with the one that is meant."
+                f"mesh '{mesh_name}' of {self.role} rank {self.rank} needs one pair of ranks, "
+                f"but the other worker's meshes give {len(places)}: {dispatch_dp_rank}, "
+                f"{collect_dp_rank}. Call _register_dispatch_collect_info with the intended "
+                "ranks."
             )
         self._register_dispatch_collect_info(mesh_name, *places.pop())
 

@@ -274,7 +274,10 @@ def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
         if name in lacking:
             return f"lower {key}.resources.{name}, or start Ray on the nodes with that resource"
     if "CPUs" in lacking:
-        return f"set cpus_per_process below {need.cpus:g}, or {key}.cpus where it has its own"
+        return (
+            f"set cpus_per_process below {need.cpus:g}, or {key}.cpus where the pool sets "
+            "its own number"
+        )
     if lacking and set(lacking) == {"GPUs"}:
         return f"set trainer.device or {key}.device=cpu"
     return ""

@@ -120,9 +120,11 @@ def reject_nested_run() -> None:
     """Raise if a run is started in a sandbox: such a file would start itself without end."""
     if MARK in os.environ:
         raise ConfigError(
-            "a run is started while a reward function is loaded: the function's file starts runs "
-            "when it is imported, each of which would import it again. Put what starts the run "
-            "under `if __name__ == '__main__':`, or the function into a file of its own."
+            "the file of the reward function starts a run when it is imported, and that "
+            ""
+            "run would import the file again. Put the code that starts the run under "
+            ""
+            "`if __name__ == '__main__':`, or move the function into a separate file."
         )
 
 
@@ -134,7 +136,7 @@ def isolate_network() -> None:
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
-        raise ConfigError("network=false needs namespaces of Linux: take network=true.")
+        raise ConfigError("network=false needs Linux namespaces: set network=true.")
     if libc.unshare(_CLONE_NEWNET) != 0:  # not permitted: use a user namespace
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())

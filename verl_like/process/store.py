@@ -75,8 +75,8 @@ class SignedStore(Store):
         signature, content = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self.sign(b"value", key.encode(), content)):
             raise WorkerError(
-                f"what the store holds as {key!r} was not written by a process of this run: its "
-                "signature is wrong. Who else can reach the store's port?"
+                f"the value of {key!r} in the store was not written by a process of this "
+                "run: its signature is wrong. Check who else can reach the store's port."
             )
         return content
 

@@ -79,7 +79,7 @@ def test_groups_stay_together() -> None:
         (8, {}, r"max_token_len=8 is below the 9 tokens of the longest row"),
         (11, {"force_group_size": 2}, r"below the 14 tokens of the longest row \(or group of 2\)"),
         (50, {"force_group_size": 3}, "10 rows do not divide into groups of force_group_size=3"),
-        (50, {"min_num_micro_batch": 11}, "11 micro-batches are wanted of 10 rows"),
+        (50, {"min_num_micro_batch": 11}, "11 micro-batches cannot be made of 10 rows"),
     ],
 )
 def test_what_cannot_be_is_refused(limit: int, options: dict[str, int], words: str) -> None:
@@ -124,5 +124,5 @@ def test_nested_results_come_back_too() -> None:
 
 
 def test_results_that_miss_rows_are_refused() -> None:
-    with pytest.raises(BatchError, match="got 2 rows, and lists of 3 rows"):
+    with pytest.raises(BatchError, match="got 2 rows, but index lists of 3 rows"):
         restore_dynamic_batch(torch.zeros(2), [[0, 2], [1]])

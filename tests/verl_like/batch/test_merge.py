@@ -89,7 +89,7 @@ def test_concat_makes_metrics_a_dict_of_lists_with_an_entry_per_dict_that_has_th
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([], "concat of no batches"),
+        ([], "concat needs at least one batch"),
         ([make(2), make(2).select(["ids"])], r"part 1 lacks tensor columns \['score'\]"),
         ([make(2), make(2).select(None, ["uid"])], r"part 1 lacks non-tensor columns \['weight'\]"),
         ([make(2).select(["ids"]), make(2)], r"\['score'\] in addition"),

@@ -77,7 +77,7 @@ def test_a_missing_column_offers_the_nearest_names(call, said):
     [
         (["ids"], ["a", "b"], "as many"),
         (["ids", "ids"], ["a", "b"], "as many"),
-        ("ids", "score", "one name"),
+        ("ids", "score", "the same name"),
         (None, None, "both sides"),
     ],
 )

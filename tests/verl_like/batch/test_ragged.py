@@ -51,7 +51,10 @@ def test_picked_rows_are_those_of_the_rectangle_and_no_others_are_cut(monkeypatc
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: Ragged(torch.zeros(3), torch.tensor([1, 1]), 3), "3 values has rows of 2"),
+        (
+            lambda: Ragged(torch.zeros(3), torch.tensor([1, 1]), 3),
+            "3 values has rows whose lengths sum to 2",
+        ),
         (lambda: Ragged(torch.zeros(2), torch.tensor([2]), 3, torch.tensor([2])), "width of 3"),
         (lambda: Ragged(torch.zeros(2), torch.tensor([2]), 1), "width of 1"),
     ],

@@ -169,7 +169,7 @@ def test_union_works_when_a_side_has_no_tensors():
 
 
 def test_concat_of_nothing_and_ragged_metrics_have_a_meaning():
-    with pytest.raises(BatchError, match="no batches"):
+    with pytest.raises(BatchError, match="at least one batch"):
         DataProto.concat([])
     joined = DataProto.concat(
         [make(1, metrics={"x": 1}), make(1, metrics={"y": 2}), make(1, metrics={"x": 3})]

@@ -46,11 +46,13 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         assert idle.transport.can_kill
         idle.transport.kill(0)
         wait_until(lambda: idle.transport.lost([0]))
-        with pytest.raises(WorkerDiedError, match="idle during rewards: .*(SIGKILL|it broke off)"):
+        with pytest.raises(
+            WorkerDiedError, match="idle during rewards: .*(SIGKILL|it ended without)"
+        ):
             idle.transport.check_idle("rewards")
         again = busy.sleeps(60)
         with pytest.raises(
-            WorkerDiedError, match="idle during faulty.sleeps: .*(SIGKILL|it broke off)"
+            WorkerDiedError, match="idle during faulty.sleeps: .*(SIGKILL|it ended without)"
         ):
             again.get()
         assert time.monotonic() - began < 20

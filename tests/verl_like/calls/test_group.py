@@ -149,7 +149,9 @@ def test_metrics_come_beside_a_batch_and_a_passed_on_future_is_the_batch(groups,
     assert future.get()[1]["ranks"] == ranks
 
     assert modes.metrics_alone(batch(4))["ranks"] == ranks
-    with pytest.raises(DispatchError, match="returned only metrics, and was passed on as a batch"):
+    with pytest.raises(
+        DispatchError, match="returned only metrics, but its future was passed on as a batch"
+    ):
         modes.same(modes.metrics_alone.remote(batch(4)))
     with pytest.raises(DispatchError, match="returned metric 'lengths' as Tensor of shape"):
         modes.metrics_of_a_tensor(batch(4))
@@ -252,7 +254,8 @@ def test_a_method_past_the_queue_runs_beside_the_call_that_is_running(groups, ba
         f"list {['passed on'] * num_workers}"
     }
     with pytest.raises(
-        DispatchError, match="faulty.stop runs outside the queue of calls and takes small values"
+        DispatchError,
+        match="faulty.stop runs outside the queue of calls and accepts only values below",
     ):
         groups["faulty"].stop(batch(100_000))
     with pytest.raises(DispatchError, match="concurrent=True. splits no batch"):

@@ -174,7 +174,9 @@ def test_meshes_that_cannot_be_taken_over_are_refused() -> None:
     with pytest.raises(DispatchError, match=r"has registered mesh 'mine' already"):
         worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
     other._register_dispatch_collect_info("two", 1, True)
-    with pytest.raises(DispatchError, match="needs one place, and the other worker's .* give 2"):
+    with pytest.raises(
+        DispatchError, match="needs one pair of ranks, but the other worker's .* give 2"
+    ):
         worker.set_dispatch_collect("both", **other.get_dispatch_collect())
     with pytest.raises(DispatchError, match=r"has not registered mesh 'mein'. Did you mean 'mine'"):
         worker._query_dispatch_info("mein")
@@ -190,7 +192,7 @@ def test_ranks_that_return_different_kinds_are_refused() -> None:
 def test_roles_that_cannot_be_attributes_are_refused() -> None:
     with pytest.raises(PlacementError, match="role 'rank' would be shadowed"):
         create_colocated_worker_raw_cls({"rank": ClassWithInitArgs(Worker)})
-    with pytest.raises(PlacementError, match="name_prefix 'adder' is the name of a role"):
+    with pytest.raises(PlacementError, match="name_prefix 'adder' is also the name of a role"):
         ClassWithInitArgs(Hybrid).roles("adder")
 
 

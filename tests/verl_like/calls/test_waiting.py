@@ -101,7 +101,7 @@ def test_native_code_that_holds_the_interpreter_is_asked_by_signal(
     monkeypatch.setattr(future, "STACKS_S", 0.5)
     hanging = groups["faulty"].holds_the_interpreter(3)
     time.sleep(0.3)
-    with pytest.raises(WaitTimeoutError, match="(?s)asked by signal.*in holds_the_interpreter"):
+    with pytest.raises(WaitTimeoutError, match="(?s)read by signal.*in holds_the_interpreter"):
         hanging.get(timeout=0.2)
     hanging.get()
 

@@ -61,5 +61,7 @@ def test_a_machine_without_namespaces_keeps_nobody_from_the_network(
 def test_no_run_starts_in_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "1")
     config = SimpleNamespace(trainer=SimpleNamespace(dry_run=False))
-    with pytest.raises(ConfigError, match="a run is started while a reward function is loaded"):
+    with pytest.raises(
+        ConfigError, match="the file of the reward function starts a run when it is imported"
+    ):
         start(config)

@@ -310,7 +310,7 @@ def within(seconds: float, work: Callable[[], None], subject: str) -> bool:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        logger.warning("%s did not end within %.0f s, and is left alone", subject, seconds)
+        logger.warning("%s did not end within %.0f s, and is left running", subject, seconds)
     return not thread.is_alive()
 
 
@@ -376,9 +376,9 @@ def private_folder(place: str | None = None) -> Path:
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not is_private or status.st_uid != os.getuid():
         raise WorkerError(
-            f"{folder} is not private to this user (mode 700), so others could reach what "
-            "this run keeps there: sockets, logs, data. Remove it, or set TMPDIR to a folder of "
-            "your own."
+            f"{folder} is not private to this user (mode 700), so others could reach what this "
+            "run keeps there: sockets, logs, data. Remove it, or set TMPDIR to a folder that "
+            "only you can read."
         )
     return folder
 
@@ -399,10 +399,10 @@ def require_shared_folder(folder: Path, nodes: Iterable[Node]) -> None:
         probe.unlink()
     if blind:
         raise PlacementError(
-            f"trainer.default_local_dir={folder}: a file written there by the driver is not seen "
-            f"on {', '.join(blind)}. Logs and checkpoints of the workers there would be lost; "
-            "give a folder on a file system that all nodes share, or keep the pools on nodes "
-            "that see it."
+            f"trainer.default_local_dir={folder}: a file that the driver writes there is not "
+            f"visible on {', '.join(blind)}. Logs and checkpoints of the workers there would be "
+            "lost; give a folder on a file system that all nodes share, or keep the pools on "
+            "nodes that see it."
         )
 
 

@@ -82,8 +82,8 @@ class RayWorkerGroup(_RunningWorkers):
             )
         if detached and not resource_pool.detached:
             raise PlacementError(
-                "detached workers need places that outlive this driver, too: "
-                "RayResourcePool(..., detached=True)."
+                "detached workers need a pool that outlives this driver: RayResourcePool(..., "
+                "detached=True)."
             )
 
         roles = ray_cls_with_init.roles(name_prefix)
@@ -98,9 +98,9 @@ class RayWorkerGroup(_RunningWorkers):
         pool_device = "cuda" if resource_pool.use_gpu else "cpu"
         if device_name not in (None, "cpu", pool_device):
             raise PlacementError(
-                f"device_name={device_name!r}: the places of pool {resource_pool.name} have "
-                f"{pool_device}; leave device_name out, or take a pool with use_gpu=True on "
-                "nodes with GPUs."
+                f"device_name={device_name!r}: pool {resource_pool.name} has the device "
+                f"{pool_device}; leave device_name out, or use a pool with use_gpu=True on nodes "
+                "with GPUs."
             )
         name = "+".join(roles)
         facts = resource_pool.facts(
@@ -146,18 +146,18 @@ class RayWorkerGroup(_RunningWorkers):
             actors = [ray.get_actor(name) for name in worker_names]
         except ValueError as error:
             raise PlacementError(
-                f"no worker of that name runs in Ray's namespace "
-                f"'{ray.get_runtime_context().namespace}': {error}. The driver that started it and "
-                "this one need one namespace: ray.init(namespace=...)."
+                "no worker of that name runs in Ray's namespace "
+                f"'{ray.get_runtime_context().namespace}': {error}. This driver and the driver "
+                "that started the worker need the same namespace: ray.init(namespace=...)."
             ) from None
         facts: list[ProcessFacts] = ray.get([actor.facts.remote() for actor in actors])
         started_roles = facts[0].name.split("+")
         roles = ray_cls_with_init.roles(name_prefix or started_roles[-1])
         if list(roles) != started_roles:
             raise PlacementError(
-                f"{worker_names[0]} has the roles {', '.join(started_roles)}, and "
-                f"ray_cls_with_init {', '.join(roles)}: give the classes, and the name_prefix if "
-                "any, that the workers were started with."
+                f"{worker_names[0]} has the roles {', '.join(started_roles)}, but "
+                f"ray_cls_with_init has {', '.join(roles)}: pass the classes (and the "
+                "name_prefix, if any) that the workers were started with."
             )
         transport = RayTransport(actors, facts, deadlines or Deadlines(), worker_names)
         classes = {role: recipe.cls for role, recipe in roles.items()}
@@ -176,8 +176,9 @@ def _actor_options(
         for name, value in checked_worker_env(role_env.pop("env_vars", None)).items():
             if variables.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{role} wants {name}={value} in its environment, and {variables[name]} is "
-                    "wanted there, too; roles that share a process share its environment."
+                    f"{role} sets {name}={value} in its environment, but another role "
+                    f"sets {variables[name]}; roles that share a process share its "
+                    "environment."
                 )
         runtime_env.update(role_env)
         options.update(role_options)

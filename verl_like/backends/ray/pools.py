@@ -158,8 +158,9 @@ class RayResourcePool(ResourcePool):
             if waiting and clock.is_over():
                 raise WaitTimeoutError(
                     f"{clock.summary}: the cluster did not give {wanted} within "
-                    f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: {free_resources()}. "
-                    "Lower cpus_per_process or the pool's size, or stop what holds them."
+                    f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: "
+                    f"{free_resources()}. Lower cpus_per_process or the pool's size, or stop the "
+                    "programs that use them."
                 )
             if waiting:
                 clock.warn_if_old(lambda: f"{wanted}; free now: {free_resources()}")

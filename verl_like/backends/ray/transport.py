@@ -193,7 +193,10 @@ class RayTransport(ProcessTransport):
 
     def _why_dead(self, rank: int) -> str:
         pid = self.started[rank].pid
-        return f"the worker process (pid {pid}) is gone: it broke off (its log may say why)."
+        return (
+            f"the worker process (pid {pid}) is gone: it ended without an error message (its "
+            "log may say why)."
+        )
 
     def pid_here(self, rank: int) -> int | None:
         """Return the actor's process id if it is on this node."""
@@ -245,8 +248,8 @@ def _cause_of_death(error: Exception) -> str:
         )
     if "connection error code" in text:
         return (
-            "it broke off without a word: killed by SIGKILL (by hand, or by the kernel when "
-            "memory ran out), or crashed in native code, of which its log then has the stack."
+            "it ended without an error message: killed by SIGKILL (by a user, or by the kernel "
+            "when memory ran out), or crashed in native code, and its log then has the stack."
         )
     return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
 

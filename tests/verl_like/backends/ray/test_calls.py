@@ -210,7 +210,7 @@ def test_what_late_calls_of_a_pool_give_is_brought_by_one_request(
 def test_a_death_in_a_call_is_told_with_its_cause(method: str) -> None:
     deadlines = Deadlines(start_s=180, call_s=60, grace_s=2)
     with start("ray", {"witness": (Witness, ())}, [2], deadlines=deadlines) as group:
-        cause = "killed by SIGKILL" if method == "die" else "it broke off"
+        cause = "killed by SIGKILL" if method == "die" else "it ended without"
         began = time.monotonic()
         with pytest.raises(
             WorkerDiedError, match=rf"witness.{method}, witness rank 1 of 2 \(pid .*{cause}"

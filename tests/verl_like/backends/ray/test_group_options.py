@@ -26,15 +26,15 @@ def test_detached_workers_are_found_again_by_their_names() -> None:
         assert found.world_size == 2
         assert found.both(1) == [10, 20]
         assert [dp for dp, _ in found.mesh_facts("all")] == [0, 1]
-        with pytest.raises(PlacementError, match="has the roles adder, scaler, worker, and"):
+        with pytest.raises(PlacementError, match="has the roles adder, scaler, worker, but"):
             RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(object))
-        with pytest.raises(PlacementError, match="and ray_cls_with_init adder, scaler, other"):
+        with pytest.raises(PlacementError, match="but ray_cls_with_init has adder, scaler, other"):
             RayWorkerGroup.from_detached(group.worker_names, made, name_prefix="other")
         found.shutdown()
 
 
 def test_what_cannot_stay_is_refused() -> None:
-    with pytest.raises(PlacementError, match="detached workers need places that outlive"):
+    with pytest.raises(PlacementError, match="detached workers need a pool that outlives"):
         RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Hybrid), detached=True)
     with pytest.raises(PlacementError, match="no worker of that name runs in Ray's namespace"):
         RayWorkerGroup.from_detached(["nobody"], RayClassWithInitArgs(Hybrid))
@@ -43,7 +43,7 @@ def test_what_cannot_stay_is_refused() -> None:
 def test_a_device_that_the_pool_has_not_is_refused() -> None:
     with (
         RayResourcePool([1], use_gpu=False, cpus_per_process=0.5) as pool,
-        pytest.raises(PlacementError, match=r"device_name='cuda': the places of pool .* have cpu"),
+        pytest.raises(PlacementError, match=r"device_name='cuda': pool .* has the device cpu"),
     ):
         RayWorkerGroup(pool, RayClassWithInitArgs(Hybrid), device_name="cuda")
 
@@ -51,7 +51,7 @@ def test_a_device_that_the_pool_has_not_is_refused() -> None:
 def test_roles_of_one_process_agree_on_its_environment() -> None:
     made = RayClassWithInitArgs(Hybrid)
     made.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
-    with pytest.raises(ConfigError, match="worker wants MINE=8 .* and 7 is wanted there"):
+    with pytest.raises(ConfigError, match="worker sets MINE=8 .* another role sets 7;"):
         RayWorkerGroup(RayResourcePool([1]), made, worker_env={"MINE": "7"})
     made.update_options({"runtime_env": {"env_vars": {"RANK": "1"}}})
     with pytest.raises(ConfigError, match="sets RANK, which the launcher sets"):
