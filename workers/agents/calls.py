@@ -187,7 +187,7 @@ def _read(text: str, form: str) -> list[ToolCall]:
     try:
         return [_of_object(value) for value in _objects(text)[0] or [None]]
     except (ValueError, RecursionError) as error:
-        return [ToolCall("", {}, f"the call is no JSON: {error}")]
+        return [ToolCall("", {}, f"the call is not JSON: {error}")]
 
 
 def _objects(text: str) -> tuple[list[Any], str]:
@@ -211,7 +211,7 @@ def _pythonic(text: str) -> list[ToolCall]:
         nodes = [node for line in lines for node in getattr(line, "elts", [line])]
         return [_of_node(node) for node in nodes]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [ToolCall("", {}, f"the call is no Python: {error}")]
+        return [ToolCall("", {}, f"the call is not Python: {error}")]
 
 
 def _of_node(node: ast.AST | None) -> ToolCall:
@@ -266,7 +266,7 @@ def _with_arguments(name: str, arguments: Any) -> ToolCall:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return ToolCall(name, {}, f"its arguments are no JSON: {error}")
+            return ToolCall(name, {}, f"its arguments are not JSON: {error}")
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, f"its arguments are {arguments!r:.80}, not an object")
     return ToolCall(name, arguments)

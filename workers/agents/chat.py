@@ -183,8 +183,8 @@ class TurnRenderer:
                 way_out = ", or an environment without tools" * (message["role"] == "tool")
                 raise ConfigError(
                     f"environment: the chat template of {self._tokenizer.name_or_path} leaves out "
-                    f"what a message of the role {message['role']!r} says, so it would be missing "
-                    f"from the sample: {content!r:.80}. Take a template that writes it "
+                    f"the content of a message of the role {message['role']!r}, so it would be "
+                    f"missing from the sample: {content!r:.80}. Take a template that writes it "
                     f"(chat_template.jinja in the model folder){way_out}."
                 )
 
@@ -196,9 +196,9 @@ class TurnRenderer:
         _, placeholder, rest = whole.partition(SAID)
         if not placeholder:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} leaves out what "
-                "the assistant said once another turn follows, so the text between the turns is "
-                "unknown."
+                f"environment: the chat template of {self._tokenizer.name_or_path} drops "
+                "the assistant's message once another turn follows, so the text between "
+                "the turns is unknown."
             )
         return rest
 
@@ -218,8 +218,9 @@ class TurnRenderer:
                 ends.append(whole.rfind(form.closing, begin, end) + len(form.closing))
         if max(ends, default=-1) < 0:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} writes a tool's "
-                "answer only behind a call, and where a call ends is not known."
+                f"environment: the chat template of {self._tokenizer.name_or_path} "
+                "writes a tool's result only after a call, and the end of a call is not "
+                "known."
             )
         return whole[max(ends) :]
 
@@ -250,8 +251,8 @@ class TurnRenderer:
         base = self._written(self._asked(), begins=False)
         if base.count(SAID) != 1:
             raise ConfigError(
-                f"environment: the chat template of {self._tokenizer.name_or_path} does not write "
-                "what the assistant said as it was said."
+                f"environment: the chat template of {self._tokenizer.name_or_path} "
+                "changes the text of the assistant's messages."
             )
         return base.partition(SAID)[2]
 

@@ -184,7 +184,7 @@ class EnvironmentSpec:
         loaded = Loaded(cls, kwargs, functions, parser)
         names = [tool.name for tool in loaded.tools]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"tools: two are called {twice[0]!r}. Rename one.")
+            raise ConfigError(f"tools: two tools are called {twice[0]!r}. Rename one.")
         return loaded
 
     def _parser(self) -> Parser:
@@ -344,16 +344,18 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
     own_id = _parts(path)[2]
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
         raise ConfigError(
-            f"environment={path} is no class with a method `reset`, and no agent: a function of "
-            "`row`."
+            f"environment={path} is neither a class with a method `reset` nor an agent "
+            "(a function of `row`)."
         )
     if not issubclass(cls, Adapter):
         if own_id:
-            raise ConfigError(f"environment={path}: {cls.__name__} is no Adapter, which has ids.")
+            raise ConfigError(
+                f"environment={path}: {cls.__name__} is not an Adapter, so it takes no :ID."
+            )
         _check_signatures(cls, path, kwargs)
         return cls
     if not own_id:
-        raise ConfigError(f"environment={path}: put an id behind it, {path}:ID.")
+        raise ConfigError(f"environment={path}: add an id to it, {path}:ID.")
     adapted = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
     adapted.prepare()
     _check_signatures(adapted, path, {})
@@ -453,11 +455,11 @@ class Episode:
             raise TypeError(f"{method} returned {_kind(answers)}, not a dict by {players}")
         replies = {player: read(answer) for player, answer in answers.items()}
         if early := sorted({*replies} - self._waiting):
-            raise ValueError(f"{method} answers {early[0]!r}, who speaks at present or has left")
+            raise ValueError(f"{method} answers {early[0]!r}, who is speaking now or has left")
         self._waiting -= {*replies}
         self._speaking |= {player for player in replies if "end" not in replies[player]}
         if self._waiting and not self._speaking:
-            raise ValueError(f"{method} lets nobody speak, and {sorted(self._waiting)} wait")
+            raise ValueError(f"{method} names no next speaker, but {sorted(self._waiting)} wait")
         for player in self._silent & {*replies}:
             if "messages" in replies[player]:
                 if answers[player].reward:

@@ -249,9 +249,9 @@ class AgentSession:
             ends[player] = conversation.end(total, turns)
         if rest:
             problem = f"the agent gave a reward for {next(iter(rest))!r:.80}, "
-            raise ValueError(problem + "no completion's id and no player")
+            raise ValueError(problem + "which is neither the id of a completion nor a player")
         if not any(one.has_requests for one in self._conversations.values()):
-            raise RuntimeError("the agent ended, and had asked the policy for nothing")
+            raise RuntimeError("the agent ended without a request to the policy")
         self._put_end(ends)
 
     def fail(self, error: BaseException) -> None:
@@ -406,8 +406,9 @@ def _number(reward: Any) -> float:
     if isinstance(reward, bool | int | float | np.number) and math.isfinite(reward):
         return float(reward)
     raise TypeError(
-        f"the agent returned {type(reward).__name__} {reward!r:.80}, no reward: return a number "
-        "(0.0 where a reward function scores it), or numbers by the ids of completions"
+        f"the agent returned {type(reward).__name__} {reward!r:.80}, which is not a reward: "
+        "return a number (0.0 where a reward function scores it), or numbers by the ids of "
+        "completions"
     )
 
 
@@ -442,7 +443,7 @@ def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
 def read_request(path: str, body: Any) -> Request:
     """Parse a body; reject unsupported fields by name."""
     if not isinstance(body, dict):
-        raise RejectedRequest("the body is no JSON object")
+        raise RejectedRequest("the body is not a JSON object")
     is_chat = path.endswith("/chat/completions")
     fields = {name: value for name, value in body.items() if value is not None}
     _check_kinds(fields)
@@ -452,7 +453,7 @@ def read_request(path: str, body: Any) -> Request:
         _check_kinds(fields)
     needed = "messages" if is_chat else "token_ids"
     if not fields.get(needed):
-        raise RejectedRequest(f"{needed} are missing, or there is none of them", needed)
+        raise RejectedRequest(f"{needed} are missing or empty", needed)
     counts = {name: fields[name] for name in COUNTS if name in fields}
     for name, count in counts.items():
         if count < 1:
@@ -486,7 +487,7 @@ def read_request(path: str, body: Any) -> Request:
 def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any]:
     """Return the body of another API as a body of chat completions."""
     if not isinstance(body, dict):
-        raise RejectedRequest("the body is no JSON object")
+        raise RejectedRequest("the body is not a JSON object")
     try:
         chat = dialect.to_chat(body)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -521,9 +522,11 @@ def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -
     """Return a message for chat templates: text content, and calls with arguments as an object."""
     role, calls = raw.get("role"), raw.get("tool_calls") or []
     if not isinstance(role, str) or role not in ROLES:
-        raise RejectedRequest(f"{raw!r:.80} is no message of {', '.join(ROLES)}", "messages")
+        raise RejectedRequest(
+            f"{raw!r:.80} is not a message of the roles {', '.join(ROLES)}", "messages"
+        )
     if not fits(calls, OBJECTS):
-        raise RejectedRequest(f"tool_calls={calls!r:.80} is no list of calls", "messages")
+        raise RejectedRequest(f"tool_calls={calls!r:.80} is not a list of calls", "messages")
     message: dict[str, Any] = {"role": ROLES[role], "content": _text_of(raw.get("content"))}
     if calls:
         message["tool_calls"] = [_read_call(call) for call in calls]
@@ -540,7 +543,7 @@ def _text_of(content: Any) -> str:
     parts = [{"type": "text", "text": content or ""}] if not isinstance(content, list) else content
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise RejectedRequest(f"content is no text: {content!r:.80}", "messages")
+        raise RejectedRequest(f"content is not a text: {content!r:.80}", "messages")
     return "".join(texts)
 
 
@@ -555,7 +558,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
         named = {"name": str(function["name"]), "arguments": arguments}
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise RejectedRequest(
-            f"{call!r:.80} is no call of a tool with JSON arguments", "messages"
+            f"{call!r:.80} is not a call of a tool with JSON arguments", "messages"
         ) from error
     return {"id": str(call.get("id")), "type": "function", "function": named}
 
@@ -727,12 +730,12 @@ class _AgentHandler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > LONGEST_BODY:
             raise RejectedRequest(
-                f"a body has a length, of {LONGEST_BODY} bytes at most", status=413
+                f"a body needs a Content-Length of at most {LONGEST_BODY} bytes", status=413
             )
         try:
             return json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
-            raise RejectedRequest(f"the body is no JSON: {error}") from error
+            raise RejectedRequest(f"the body is not JSON: {error}") from error
 
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
         self._send_text(status, json.dumps(body), "application/json")

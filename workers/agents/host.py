@@ -283,7 +283,7 @@ class EnvironmentHost:
                 process.socket.sendall(line)
                 process.socket.setblocking(False)
         except TimeoutError as error:
-            self._fail(number, f"its process takes nothing: {error}")
+            self._fail(number, f"its process does not accept requests: {error}")
         except OSError:
             self._note_end(process)
 
@@ -309,7 +309,7 @@ class EnvironmentHost:
             return None
         process.rest += chunk
         if len(process.rest) > LONGEST_LINE:
-            self._fail(number, "its answer has no end")
+            self._fail(number, "its answer is incomplete")
             return None
         line, newline, process.rest = process.rest.partition(b"\n")
         if not newline:

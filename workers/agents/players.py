@@ -148,7 +148,7 @@ def _starts(
         place = players.index(player) if players else 0
         if place:  # the first player's environment
             if len(starts) < place or starts[-place].game != (game, index):
-                raise RolloutError(f"rollout: {name} comes without the other players {players}.")
+                raise RolloutError(f"rollout: {name} is missing the other players {players}.")
             row = starts[-place].row
         seeds = noise_of(game, OF_ALL), noise_of(game, index)
         tools = None if kind == "" else kinds[kind].tools

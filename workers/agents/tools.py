@@ -61,7 +61,7 @@ class Tool:
             if not key and name == "self":
                 continue
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise ConfigError(f"{where}: *{name} is no argument that a policy can give.")
+                raise ConfigError(f"{where}: a policy cannot pass the argument *{name}.")
             if name not in hints:
                 raise ConfigError(f"{where}: the argument {name!r} has no type.")
             schema = _schema(hints[name], f"{where}: {name}")
@@ -148,7 +148,8 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
     if kind is Any:
         return {}
     raise ConfigError(
-        f"{where} has the type {kind}, which JSON has not: {', '.join(TYPES.values())}, array."
+        f"{where} has the type {kind}, which JSON does not have; use one of: "
+        f"{', '.join(TYPES.values())}, array."
     )
 
 

@@ -222,8 +222,8 @@ class Trajectory:
         if part := answer.get("call_like"):
             forms = ", ".join(forms_of(str(setting.chat.template))) or "any that is known"
             warn_once(
-                f"environment: a text with {part!r:.80} looks like a call of a tool. It has not "
-                f"the form of the chat template ({forms}), so it counts as an answer. Set "
+                f"environment: a text with {part!r:.80} looks like a call of a tool. It does not "
+                f"have the form of the chat template ({forms}), so it counts as an answer. Set "
                 "environment.call_parser if it is a call."
             )
         if "request" in answer:

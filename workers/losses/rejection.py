@@ -149,8 +149,8 @@ def ratio_bounds(text: str) -> tuple[float, float]:
     bounds = _numbers(key, text)
     if bounds.lower is None and bounds.upper <= 1:
         raise ConfigError(
-            f"{key}={text}: a ratio of equal policies is 1, and one number u keeps those from 1/u "
-            f"to u; take more than 1.{_misread(bounds.upper)}"
+            f"{key}={text}: a ratio of equal policies is 1, and one number u keeps "
+            f"ratios from 1/u to u; set u above 1.{_misread(bounds.upper)}"
         )
     lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
     _require_order(key, text, lower, bounds.upper)

@@ -50,7 +50,7 @@ def resolve_attention(
         unusable = kernel_blocker(device, dtype)
         reason = unusable and (reason or unusable)
     if reason and wanted != "auto":
-        warn_once(f"attention: {chosen} in place of {wanted}: {reason}.")
+        warn_once(f"attention: using {chosen} instead of {wanted}: {reason}.")
     elif reason:
         log_once(f"attention: {chosen}: {reason}.")
     return chosen

@@ -49,8 +49,8 @@ def model_folder(path: str, weights: bool = True) -> Path:
             folder_of_hub = Path(snapshot_download(path, allow_patterns=["*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(
-            f"model.path={path}: there is no such folder, and the Hugging Face hub does not give "
-            f"a model of that name: {' '.join(str(error).split())[:300]}"
+            f"model.path={path}: there is no such folder, and the Hugging Face hub does "
+            f"not provide a model of that name: {' '.join(str(error).split())[:300]}"
         ) from error
     return folder_of_hub
 
@@ -120,7 +120,7 @@ def _parsed(folder: str, _text: bytes | None) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{folder}/config.json describes no model: {error}") from error
+        raise ConfigError(f"{folder}/config.json does not describe a model: {error}") from error
 
 
 def _check_sizes(fields: dict[str, Any], file: Path) -> None:
@@ -129,7 +129,7 @@ def _check_sizes(fields: dict[str, Any], file: Path) -> None:
         if isinstance(value, dict):
             _check_sizes(value, file)
         elif name in SIZES and isinstance(value, int | float) and not 0 < value <= LARGEST_SIZE:
-            raise ConfigError(f"{file} describes no model: {name} is {value:,}.")
+            raise ConfigError(f"{file} does not describe a model: {name} is {value:,}.")
 
 
 def factor_border(config: Any) -> int | None:

@@ -365,9 +365,9 @@ def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
     """
     if extra := _in_words(module, names):
         raise ConfigError(
-            f"model.path={config.path!r}: {extra}. Without them it would compute other numbers: "
-            "config.json may be of another model, or the folder quantized; save it again with "
-            "save_pretrained."
+            f"model.path={config.path!r}: {extra}. Without them the model would compute other "
+            "numbers: config.json may describe another model, or the folder may be quantized; "
+            "save it again with save_pretrained."
         )
 
 
@@ -389,8 +389,8 @@ def check_weights(key: str, path: str, seed: int | None) -> None:
     """Reject a folder without weights, unless a seed asks for random ones."""
     if seed is None and is_bare_config(path):
         raise ConfigError(
-            f"{key}={path} has a config.json and no weights. To begin with random ones, say so: "
-            "model.random_init_seed=<number>, of the same section; or use a folder of "
+            f"{key}={path} has a config.json and no weights. To start from random weights, set "
+            "model.random_init_seed=<number> in the same section; or use a folder of "
             "save_pretrained."
         )
 

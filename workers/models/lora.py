@@ -75,8 +75,8 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
     other = [name for name in adapted if not _is_linear(adapted[name].get_base_layer())]
     if other:
         raise ConfigError(
-            f"model.target_modules: {', '.join(other[:5])} is no linear layer; name linear layers "
-            "only."
+            f"model.target_modules: {', '.join(other[:5])} is not a linear layer; name "
+            "only linear layers."
         )
 
     if config.target_modules == "all-linear":

@@ -202,8 +202,8 @@ def check_quantizable(module: nn.Module) -> None:
     support = Support.of(module.config)
     if reason := support.why_not(int8_rounding):
         raise ConfigError(
-            f"quantization=int8: a model of type {support.model_type!r} is not to be rounded so "
-            f"({reason}); leave quantization out."
+            f"quantization=int8: a model of type {support.model_type!r} cannot be "
+            f"rounded to int8 ({reason}); leave quantization out."
         )
 
 

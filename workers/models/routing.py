@@ -65,8 +65,8 @@ class Routers:
             routers = [getattr(block, name) for name in ROUTERS if hasattr(block, name)]
             if len(routers) != 1 or not all(hasattr(routers[0], n) for n in ("weight", "top_k")):
                 raise ConfigError(
-                    f"{KEY}: {type(block).__name__} has no router of its own beside its experts, "
-                    "whose choices could be replayed. Leave it out."
+                    f"{KEY}: {type(block).__name__} has no router apart from its "
+                    "experts, so its choices cannot be replayed. Leave it out."
                 )
             self.experts.append(experts)
             self.routers.append(routers[0])
@@ -123,8 +123,9 @@ class Routers:
         """Reject choices [tokens, layers, choices] of another model's layers or experts."""
         if chosen.shape[1:] != self.shape:
             raise BatchError(
-                f"column {COLUMN!r} has [layers, choices] of {list(chosen.shape[1:])} for a token, "
-                f"and the model's routers choose {list(self.shape)}: it is of another model."
+                f"column {COLUMN!r} has [layers, choices] of {list(chosen.shape[1:])} "
+                f"per token, but the model's routers choose {list(self.shape)}: it is of "
+                "another model."
             )
         if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
             raise BatchError(
@@ -152,7 +153,7 @@ class _Replay(TorchFunctionMode):
         if scores.ndim != 2 or scores.shape[1] != self.num_experts:
             return func(*args, **(kwargs or {}))
         assert len(scores) == len(chosen), (
-            f"a router reads {len(scores)} tokens, and {len(chosen)} have choices"
+            f"a router reads {len(scores)} tokens, but {len(chosen)} tokens have choices"
         )
         own_choices = func(*args, **(kwargs or {})).indices
         chosen = torch.where(chosen < 0, own_choices, chosen)
@@ -194,7 +195,7 @@ def replayed_routing(model: Any) -> str:
 
     logits, chosen = logits_of(None)
     if not torch.equal(logits_of(chosen)[0], logits):
-        return "with its own choices it computes something else"
+        return "a replay of its own choices gives other numbers"
 
     flipped = chosen.flip(-1)
     replayed, received = logits_of(flipped)

@@ -68,7 +68,7 @@ def write_tensors(
     end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is {tensor.dtype}, which no file of tensors can hold")
+            raise CheckpointError(f"{name} is {tensor.dtype}, which a tensor file cannot store")
         start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],

@@ -94,7 +94,7 @@ def check_template(tokenizer: Any) -> None:
     if problem:
         raise ConfigError(
             f"{tokenizer.name_or_path}: the chat template is rejected: {problem}, for a message "
-            "of one letter. Give the model folder another."
+            "of one letter. Give the model folder another template."
         )
 
 

@@ -100,8 +100,9 @@ def cut_of_experts(weight: Tensor, size: int) -> Shard:
         if weight.shape[dim] % size == 0:
             return Shard(dim)
     raise ConfigError(
-        f"{size} ranks cannot share the same experts' weights of {list(weight.shape)}: they divide "
-        "no dim but the first. Raise parallel.ep, or set a smaller fsdp_config.fsdp_size."
+        f"{size} ranks cannot share the same experts' weights of {list(weight.shape)}: "
+        "they divide only the first dim. Raise parallel.ep, or set a smaller "
+        "fsdp_config.fsdp_size."
     )
 
 

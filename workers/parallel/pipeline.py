@@ -190,8 +190,9 @@ class Pipeline:
     def _send(self, states: Tensor, source: int, target: int) -> None:
         if states.dtype != self.dtype:
             raise ConfigError(
-                f"parallel.pp={self.size}: between layers states are {states.dtype}, and passes "
-                f"compute in {self.dtype}; set parallel.pp=1, or model.compute_dtype to the former."
+                f"parallel.pp={self.size}: the states between layers are {states.dtype}, "
+                f"but passes compute in {self.dtype}; set parallel.pp=1, or set "
+                f"model.compute_dtype to {states.dtype}."
             )
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         states = states.contiguous()

@@ -81,7 +81,7 @@ def settle(
             )
     shard = axes.pop("shard", -1)
     if shard != -1 and size not in (-1, shard):
-        raise ConfigError(f"{name}={size} and parallel.shard={shard} are one size; drop one.")
+        raise ConfigError(f"{name}={size} and parallel.shard={shard} set the same size; drop one.")
     if size == -1 and shard != -1:
         size, name = shard, "parallel.shard"
     if quantization and size not in (-1, 1):

@@ -529,7 +529,7 @@ def _siblings_without_rule(
         if HEAD_NORM.fullmatch(child):
             others[path] = Layer(PartialWeights)
         elif not BEFORE_HEADS.fullmatch(child):
-            raise NoSplit(f"the plan has no rule for {parent}.{name} beside layers that it cuts")
+            raise NoSplit(f"the plan has no rule for {parent}.{name} next to layers that it splits")
     return others
 
 

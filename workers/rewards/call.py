@@ -136,9 +136,9 @@ def _check_filled(
         if not has_truth and parameter.name in (TRUTH, f"{TRUTH}s"):
             theirs = f" (the rows' columns: {', '.join(columns)})" if columns else ""
             raise ConfigError(
-                f"the reward function asks for {parameter.name}, and no row has a ground truth: "
-                "neither reward_model.ground_truth nor a column ground_truth. Ask for what there "
-                f"is{theirs}, or give the parameter a default."
+                f"the reward function asks for {parameter.name}, but no row has a ground "
+                "truth: neither reward_model.ground_truth nor a column ground_truth. "
+                f"Use a column that exists{theirs}, or give the parameter a default."
             )
         theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
         raise ConfigError(

@@ -58,7 +58,7 @@ class DriverEnd:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as err:
-            raise NoAnswerError(f"wrote on its socket what is no answer: {line!r:.80}") from err
+            raise NoAnswerError(f"wrote an invalid answer to its socket: {line!r:.80}") from err
 
     def shut(self) -> None:
         """Stop reading and sending, from another thread; the process notices."""

@@ -118,8 +118,8 @@ def _read_tests(
         inputs = [read(test_input) for test_input in inputs]
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(
-            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; as many, and one "
-            "at least"
+            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; give as "
+            "many outputs as inputs, at least one"
         )
     return kind, inputs, outputs
 

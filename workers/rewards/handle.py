@@ -87,11 +87,13 @@ class RewardProcess:
                 self._reads = None if reads is None else frozenset(map(str, reads))
             except TimeoutError as err:
                 raise ConfigError(
-                    f"The reward function {self._function} is not loaded within "
+                    f"The reward function {self._function} did not load within "
                     f"{self._start_deadline:g} s."
                 ) from err
             except (TypeError, ValueError) as err:
-                raise ProcessEndedError(f"the reward process gave another answer: {err}") from err
+                raise ProcessEndedError(
+                    f"the reward process gave an unexpected answer: {err}"
+                ) from err
             if problem is not None:
                 raise ConfigError(str(problem))
         except BaseException:

@@ -79,7 +79,7 @@ def read_answer(answer: Any, requested: Collection[int]) -> tuple[int, Outcome]:
     try:
         number, (score, extras, error) = answer
         if number not in requested:
-            raise ValueError(f"nobody has asked for sample {number!r:.40}")
+            raise ValueError(f"sample {number!r:.40} was not requested")
         if score is None:
             return number, (None, {}, str(error))
         if not extras and type(score) is float and is_finite(score):  # the usual case

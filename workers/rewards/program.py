@@ -77,7 +77,7 @@ def main(pipe: Connection, network: str) -> None:
         try:
             isolate_network()
         except ConfigError as err:
-            print(f"programs of the model reach the network: {err}", file=sys.stderr, flush=True)
+            print(f"the model's programs can reach the network: {err}", file=sys.stderr, flush=True)
     if not can_restrict_writes():
         words = "programs of the model can write outside their folder: this machine has no Landlock"
         print(words, file=sys.stderr, flush=True)

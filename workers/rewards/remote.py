@@ -107,7 +107,7 @@ class RemoteScorer:
             if time.monotonic() + pause >= end:
                 raise TimeoutError(f"no time is left for another request to {self._config.url}")
             if self._given_up.wait(pause):
-                raise TimeoutError(f"nobody waits for {self._config.url} any more")
+                raise TimeoutError(f"the request to {self._config.url} was cancelled")
             wait = min(2 * wait, LONGEST_WAIT_S)
         raise AssertionError("the last attempt returns or raises")
 

@@ -102,7 +102,7 @@ def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[Rewar
         return rewards
     listed = [reward for reward in rewards if reward.kind != "function" or reward.path]
     if listed != rewards:
-        print("notice: no row's data_source has a rule: the reward model scores alone", flush=True)
+        print("notice: no row's data_source has a rule: only the reward model scores", flush=True)
     return listed
 
 

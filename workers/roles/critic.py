@@ -179,8 +179,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         """Return the values under the version that was delivered last."""
         if self.engine.version is None:
             raise WeightSyncError(
-                f"{self.role}: this copy of the critic holds no version of its weights; it was "
-                "sent none, or a rank has rejected them. deliver_weights(critic_group, copy_group) "
-                "brings them."
+                f"{self.role}: this copy of the critic has no weights: none were sent, or a rank "
+                "has rejected them. deliver_weights(critic_group, copy_group) sends them."
             )
         return super().forward(data, wanted)

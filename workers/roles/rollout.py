@@ -221,8 +221,9 @@ class RolloutWorker(WeightReceiver, Worker):
         stop = (*stop, *self.model_eos)
         if not stop:
             raise RolloutError(
-                "rollout: meta_info has no eos_token_id and the model's generation_config.json "
-                "none: no response could end. Has the tokenizer one?"
+                "rollout: meta_info has no eos_token_id and the model's "
+                "generation_config.json has none either, so no response could end. "
+                "Check that the tokenizer has an end token."
             )
 
         names = ("temperature", "top_k", "top_p", "do_sample")

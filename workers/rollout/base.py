@@ -192,9 +192,9 @@ class RolloutEngine(ABC):
             num_lost = self.num_running
             self.abort()
             raise RolloutError(
-                f"rollout: new weights came within a generation of {num_lost} samples and were "
-                "rejected, so the engine has no weights; sync_weights(actor_group, rollout_group, "
-                "version), then generate them again."
+                f"rollout: new weights arrived during a generation of {num_lost} samples and "
+                "were rejected, so the engine has no weights; sync_weights(actor_group, "
+                "rollout_group, version), then generate them again."
             )
         try:
             finished = self._advance(TakeBudget(max_tokens, seconds, until_one))
@@ -386,9 +386,9 @@ def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -
     longest = sample.longest(sampling.max_tokens)
     if len(sample.tokens) >= longest or sample.finish_reason != UNFINISHED:
         raise RolloutError(
-            f"rollout: {sample.name} was begun with {len(sample.tokens)} tokens and may have "
-            f"{longest}: nothing is left to generate. Only responses of finish "
-            'reason "abort" are unfinished.'
+            f"rollout: {sample.name} already has {len(sample.tokens)} tokens of at most "
+            f"{longest}: nothing is left to generate. Only responses of finish reason 'abort' are "
+            "unfinished."
         )
     _check_ids("partial response", sample.tokens.tolist(), sample.name, vocab_size)
 

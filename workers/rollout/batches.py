@@ -115,8 +115,8 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
     needed = len(sample.prompt) + int(drawn[-1]) if len(drawn) else 0
     if len(chosen) < needed:
         raise RolloutError(
-            f"rollout: of {sample.name} the experts of {len(chosen)} tokens are known, and its "
-            f"last token was drawn after {needed}."
+            f"rollout: {sample.name} has the experts of {len(chosen)} tokens, but its "
+            f"last token was drawn after {needed} tokens."
         )
     length = len(sample.prompt) + len(sample.tokens)
     return torch.cat([chosen, chosen.new_zeros(length - len(chosen), *chosen.shape[1:])])

@@ -116,7 +116,7 @@ def user_engine(name: str) -> type[RolloutEngine] | None:
         return None
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(
-            f"rollout.name={name} is no class of rollout engines: make it a subclass of "
+            f"rollout.name={name} is not a rollout engine: make it a subclass of "
             "workers.rollout.base.RolloutEngine."
         )
     subject = f"rollout.name={name}"

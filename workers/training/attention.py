@@ -393,7 +393,7 @@ def _local_mask(
 ) -> LocalMask | None:
     """Mask function for transformers that keeps only windows and chunks."""
     if use_vmap:
-        raise TypeError("its mask is a function of its own")
+        raise TypeError("it builds its mask with a custom function")
     if local_size is None:
         return None
     chunk = getattr(config, "attention_chunk_size", None)

@@ -307,9 +307,9 @@ def chunking_blocker(config: Any) -> str:
     reason = Support.of(config, "eager").why_not(head_in_chunks)
     if reason:
         warn_once(
-            f"model type {config.model_type} does not compute its head in chunks ({reason}): the "
-            "logits of a pass stand whole, 4 bytes for each position and word. Smaller passes take "
-            "less."
+            f"model type {config.model_type} does not compute its head in chunks "
+            f"({reason}): all logits of a pass are stored at once, 4 bytes per position "
+            "and word. Smaller passes need less memory."
         )
     return reason
 

@@ -104,8 +104,9 @@ class Rows:
             )
         if data.shard is not None and data.shard.count != num_ranks:
             raise BatchError(
-                f"a batch was cut for {data.shard.count} ranks, and the model's rows are dealt "
-                f"over {num_ranks}: register the method with workers.roles.model_worker.TRAIN."
+                f"a batch was split for {data.shard.count} ranks, but the model's rows "
+                f"are divided over {num_ranks}: register the method with "
+                "workers.roles.model_worker.TRAIN."
             )
 
         real = data.num_real_rows

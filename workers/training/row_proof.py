@@ -135,7 +135,8 @@ def prove_rows(
     if reason not in ("", PADDED_BY_USER):
         logger.warning(
             "model type %s is not %s right from packed rows (%s); it runs on padded rows, which "
-            "takes longer. model.use_remove_padding=False asks for no packed rows.",
+            "takes longer. model.use_remove_padding=False turns packed rows (and this warning) "
+            "off.",
             support.model_type,
             "proven" if reason.startswith(NO_MODEL) else "computed",
             reason,
@@ -172,8 +173,9 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
     else:
         choice = "Choose a causal LM of another type for model.path."
     raise ConfigError(
-        f"model type {support.model_type} cannot be trained: its log-probs of a row would not be "
-        f"transformers' own for that row ({wrong}; it may look at tokens that come later). {choice}"
+        f"model type {support.model_type} cannot be trained: its log-probs of a row "
+        f"would differ from those that transformers computes ({wrong}; it may look at "
+        f"tokens that come later). {choice}"
     )
 
 
@@ -198,8 +200,9 @@ def check_split(
         reason = support.why_not(find_split_fault)
     if reason:
         raise ConfigError(
-            f"{section}.sp={num_ranks}: model type {support.model_type} cannot have a row on "
-            f"several ranks: {reason}. Set {section}.sp=1; {section}.shard divides weights."
+            f"{section}.sp={num_ranks}: model type {support.model_type} cannot split a "
+            f"row over several ranks: {reason}. Set {section}.sp=1; {section}.shard "
+            "divides weights."
         )
 
 
@@ -266,7 +269,7 @@ def find_split_fault(model: Any) -> str:
         inputs = model_inputs(model, feed)
         whole = model(**inputs).logits[0]
         if not ranks.noted:
-            return "it attends by a function of its own"
+            return "it uses a custom attention function"
         for part in SLICES:
             ranks.look_at(part)
             inputs_here = {name: inputs[name][:, part] for name in ("input_ids", "position_ids")}
@@ -315,7 +318,7 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
             try:
                 numbers = read(model, way.feed(picked, reads.index_select(0, index), cpu))
             except MODEL_ERRORS as error:
-                return f"it refuses them: {type(error).__name__}: {error}"
+                return f"it rejects them: {type(error).__name__}: {error}"
             for row, actual in zip(
                 rows, numbers.split([len(expected[r]) for r in rows]), strict=True
             ):

@@ -105,7 +105,8 @@ def _settings_of(schedule: LRSchedule, config: OptimConfig) -> dict[str, Any]:
     for name in names:
         if not hasattr(config, name):
             raise ConfigError(
-                f"optim.lr_scheduler_type={config.lr_scheduler_type}: its parameter {name!r} is no "
-                f"key of the section optim.{nearest(name, vars(config))}"
+                f"optim.lr_scheduler_type={config.lr_scheduler_type}: its parameter "
+                f"{name!r} is not a key of the section "
+                f"optim.{nearest(name, vars(config))}"
             )
     return {name: getattr(config, name) for name in names}

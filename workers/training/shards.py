@@ -100,7 +100,7 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
             raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
         if PLACES not in facts:
             raise DamagedCheckpointError(
-                f"{path} is no shard of a checkpoint: its header is {facts!r:.80}"
+                f"{path} is not a shard of a checkpoint: its header is {facts!r:.80}"
             )
     try:
         tensors = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)

@@ -138,7 +138,7 @@ def find_kernel(
     kernel, reason = _checked(_torch_varlen, None, device, dtype, head_size)
     if wanted != "auto":
         name = "sdpa" if kernel is None else kernel.name
-        warn_once(f"attention: {name} in place of {wanted}: {reasons[0]}.")
+        warn_once(f"attention: using {name} instead of {wanted}: {reasons[0]}.")
     return kernel, "; ".join(filter(None, [*reasons, reason]))
 
 

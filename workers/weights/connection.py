@@ -258,7 +258,7 @@ def give_up(store: SignedStore, num_receivers: int) -> None:
 def _read(store: SignedStore, key: str) -> dict[str, Any]:
     text = store.get(key).decode()
     if text == GIVEN_UP:
-        raise WeightSyncError("weight sync: it is given up, since another rank has failed.")
+        raise WeightSyncError("weight sync: it stops, because another rank has failed.")
     facts: dict[str, Any] = json.loads(text)
     return facts
 

@@ -373,8 +373,9 @@ class Snapshots:
                     "none is held" if newest is None else f"the one that is held is {newest}"
                 )
                 raise WeightSyncError(
-                    f"version {version} is not there to be delivered: {available}. "
-                    "actor.publish_weights(version) makes one, which replaces the previous one."
+                    f"version {version} cannot be delivered: {available}. "
+                    "actor.publish_weights(version) publishes a version, which replaces the "
+                    "previous one."
                 )
             sends_changes = self.newest.merging is not None
             self.by_address[address] = self.newest, self._previous if sends_changes else Snapshot()

@@ -190,14 +190,15 @@ def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
     if errors:
         was_voted = all(report.voted for report in reports)
         kind = WeightsRejectedError if was_voted else WeightSyncError
-        raise kind(f"version {version} was not taken over: " + "; ".join(errors))
+        raise kind(f"version {version} was not applied: " + "; ".join(errors))
 
 
 @cache
 def _warn_of_unchanged_weights() -> None:
     logger.warning(
-        "A new version of the weights is bit for bit the one before: no update in between has "
-        "moved what a rollout gets. Are all advantages zero, is actor.optim.lr too small for the "
-        "type of the rollout's weights (rollout.dtype), or does everything stand frozen? During "
-        "trainer.critic_warmup it is as it should be."
+        "A new version of the weights equals the previous version bit for bit: no "
+        "update in between has changed the weights that a rollout gets. Are all "
+        "advantages zero, is actor.optim.lr too small for the type of the rollout's "
+        "weights (rollout.dtype), or are all weights frozen? During "
+        "trainer.critic_warmup this is expected."
     )

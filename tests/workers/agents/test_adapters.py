@@ -68,17 +68,17 @@ def test_every_prefix_names_an_adapter() -> None:
     ("path", "words"),
     [
         ("gymnasium:FrozenLak-v1", r"no 'FrozenLak-v1' among the \d+ ids.*mean 'FrozenLake-v1'"),
-        ("gymnasium:", "put an id behind it"),
+        ("gymnasium:", "add an id to it"),
         ("gymnasum:FrozenLake-v1", "Did you mean 'gymnasium'"),
         ("gymnasium", "give FILE.py:NAME.*Did you mean 'gymnasium'"),
-        ("textarena:Nim-v0", "does not begin with one player: The number of players has to be 2"),
+        ("textarena:Nim-v0", "cannot start with one player: The number of players has to be 2"),
         ("textarena:Nimm-v0", "among the .* Did you mean 'Nim-v0'"),
         ("skyrl_gym:gsm9k", "Did you mean 'gsm8k'"),
         ("mcp:true", "the server has ended without an answer to initialize"),
         ("mcp:no-such-command", "No such file or directory: 'no-such-command'"),
-        ("openenv:http://127.0.0.1:9", "/schema does not answer as a server of OpenEnv does"),
-        (f"{HERE}:Level", "put an id behind it"),
-        ("tests.workers.agents.games:Count:3", "Count is no Adapter, which has ids"),
+        ("openenv:http://127.0.0.1:9", "/schema does not answer like an OpenEnv server"),
+        (f"{HERE}:Level", "add an id to it"),
+        ("tests.workers.agents.games:Count:3", "Count is not an Adapter, so it takes no :ID"),
     ],
 )
 def test_what_cannot_be_played_is_refused_by_name(path: str, words: str) -> None:
@@ -180,7 +180,7 @@ def test_a_class_of_skyrl_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert path == f"skyrl_gym:{tmp_path}/echo.py:Echo"
     episode, _ = begin(path, {"word": "hm"}, mark="!")
     assert said(episode.step("a")) == "hm! a"
-    with pytest.raises(ValueError, match="changes what was said"):
+    with pytest.raises(ValueError, match="changes earlier messages"):
         episode.step("change")
 
 

@@ -184,10 +184,14 @@ def test_a_special_token_in_a_tools_name_or_call_is_a_text() -> None:
     ("template", "tools", "words"),
     [
         (None, [], "has no chat template, which defines how turns are written"),
-        (DROPS, [], "leaves out what the assistant said once another turn follows"),
-        (TRIMS, [], "does not write what the assistant said as it was said"),
+        (DROPS, [], "drops the assistant's message once another turn follows"),
+        (TRIMS, [], "changes the text of the assistant's messages"),
         (REFUSES, [], "rejects a chat with the roles user, assistant"),
-        (WITHOUT_ANSWERS, [TOOL], "leaves out what a message of the role 'tool' says, so it would"),
+        (
+            WITHOUT_ANSWERS,
+            [TOOL],
+            "leaves out the content of a message of the role 'tool', so it would",
+        ),
         (CHAT_TEMPLATE, [TOOL], "does not write tools into the prompt.*'add'"),
     ],
 )
@@ -206,7 +210,7 @@ def test_an_observation_that_the_template_drops_is_rejected_when_it_comes() -> N
     user, tool = ({"role": role, "content": "no"} for role in ("user", "tool"))
     chat.between(None, [user])
     for observations in ([tool], [user, tool]):
-        with pytest.raises(ConfigError, match="role 'tool' says, so it would be missing from the"):
+        with pytest.raises(ConfigError, match="role 'tool', so it would be missing from the"):
             chat.between(None, observations)
         with pytest.raises(ConfigError, match="role 'tool'"):
             chat.rewritten([user], chat.turn([], None, observations), None)
@@ -260,7 +264,7 @@ def test_a_template_whose_calls_have_no_end_is_rejected() -> None:
     """The tokens between turns would be unknown."""
     template = ONLY_BEHIND_CALLS.replace("<eos>", "").replace("{{ m.content }}", "{{ m.content }};")
     tokenizer = tokenizer_with(template)
-    with pytest.raises(ConfigError, match="only behind a call, and where a call ends is not known"):
+    with pytest.raises(ConfigError, match="only after a call, and the end of a call is not known"):
         TurnRenderer(tokenizer, [TOOL], [tokenizer.eos_token_id])
 
 

@@ -163,7 +163,7 @@ def test_messages_are_streamed(session: AgentSession, answered: Answered) -> Non
         ("v1/messages", {**ASKED, "messages": [{"role": "user", "content": [{}]}]}, "'type'"),
         ("v1/responses", {"input": [{"type": "image"}]}, "input of the type 'image'"),
         ("v1/responses", {"input": []}, "messages are missing"),
-        ("v1/responses", [], "no JSON object"),
+        ("v1/responses", [], "a JSON object"),
     ],
 )
 def test_bodies_that_are_not_understood_are_rejected(

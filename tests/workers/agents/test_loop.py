@@ -275,8 +275,8 @@ def test_halves_of_a_surrogate_pair_are_read_as_something_else(play: Play, token
     ("name", "words"),
     [
         ("Nowhere", "has no such name"),
-        ("add", "is no class with a method `reset`"),
-        ("NoReset", "is no class with a method `reset`"),
+        ("add", "is neither a class with a method `reset`"),
+        ("NoReset", "is neither a class with a method `reset`"),
         ("NarrowStep", "step takes the text that was said"),
         ("ByPlace", "reset gets its arguments by keyword, but 'row' is positional-only"),
     ],

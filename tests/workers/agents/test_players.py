@@ -115,7 +115,13 @@ def test_a_game_that_fails_is_played_again_by_all(play: Play) -> None:
 
 
 def test_answers_that_no_player_waits_for_are_failures(play: Play) -> None:
-    words = ["lets nobody speak", "not a dict by", "rewards 'black'", "not a dict by", "not a Turn"]
+    words = [
+        "names no next speaker",
+        "not a dict by",
+        "rewards 'black'",
+        "not a dict by",
+        "not a Turn",
+    ]
     for (white, black), problem in zip(play("Stalls", num=5), words, strict=True):
         assert problem in white.problem
         assert black.is_left_out

@@ -90,7 +90,7 @@ def test_an_argument_may_be_described_with_its_type() -> None:
     [
         ("untyped", r"tools\[0\]: the argument 'a' has no type"),
         ("silent", r"tools\[0\] has no docstring"),
-        ("odd", r"tools\[0\]: a has the type <class 'set'>, which JSON has not"),
+        ("odd", r"tools\[0\]: a has the type <class 'set'>, which JSON does not have"),
         ("nothing", r"tools\[0\]='nothing': .* has no such name"),
         ("Count", r"tools\[0\] is no function"),
     ],
@@ -101,7 +101,7 @@ def test_what_is_no_tool_is_refused(name: str, words: str) -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two are called 'add'"):
+    with pytest.raises(ConfigError, match="two tools are called 'add'"):
         EnvironmentSpec(tools=[f"{HERE}:add", f"{HERE}:add"]).load()
 
 
@@ -154,15 +154,15 @@ def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
             "a=True is no integer",
         ),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are [1], not an object"),
-        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "its arguments are no JSON"),
-        ("<tool_call>add(1)</tool_call>", "the call is no Python: a call is name(argument=value"),
+        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "its arguments are not JSON"),
+        ("<tool_call>add(1)</tool_call>", "the call is not Python: a call is name(argument=value"),
         ("<tool_call>[]</tool_call>", 'a call is {"name"'),
         ("<tool_call><function=add><parameter=a>x</parameter>", "a='x' is no integer"),
         ("<tool_call>ad</tool_call>", "no tool 'ad'"),
         ("<tool_call>add</tool_call>", "add needs the argument 'a'"),
-        ("[TOOL_CALLS]{1", "the call is no JSON"),
-        ('[TOOL_CALLS]add[ARGS]{"a"', "its arguments are no JSON"),
-        ("<｜tool▁call▁begin｜>add{", "its arguments are no JSON"),
+        ("[TOOL_CALLS]{1", "the call is not JSON"),
+        ('[TOOL_CALLS]add[ARGS]{"a"', "its arguments are not JSON"),
+        ("<｜tool▁call▁begin｜>add{", "its arguments are not JSON"),
         ('{"name": "divide", "arguments": {"a": 1, "b": 0}}', "ZeroDivisionError"),
     ],
 )

@@ -37,8 +37,8 @@ def test_attention_falls_back_to_what_runs_with_one_warning(
                 == "sdpa"
             )
     assert [r.message for r in caplog.records] == [
-        "attention: sdpa in place of flash_attention_2: flash-attn runs on CUDA devices, not on "
-        "cpu."
+        "attention: using sdpa instead of flash_attention_2: flash-attn runs on CUDA devices, "
+        "not on cpu."
     ]
     assert resolve_attention("auto", CPU, torch.float32, Old) == "eager"
 

@@ -59,5 +59,5 @@ def test_sizes_that_no_model_has_are_refused(
 ) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | size))
-    with pytest.raises(ConfigError, match=f"(?s)describes no model: .*{said}"):
+    with pytest.raises(ConfigError, match=f"(?s)does not describe a model: .*{said}"):
         read_hf_config(folder)

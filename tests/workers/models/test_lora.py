@@ -215,7 +215,7 @@ def test_layers_that_do_not_exist_or_are_not_linear_are_refused(one_layer_dir: P
         ConfigError, match=r"target_modules=\['q_prj'\].*Did you mean 'q_proj'.*all-linear"
     ):
         lora_actor(one_layer_dir, target_modules=["q_prj"])
-    with pytest.raises(ConfigError, match="model.embed_tokens is no linear layer"):
+    with pytest.raises(ConfigError, match="model.embed_tokens is not a linear layer"):
         lora_actor(one_layer_dir, target_modules=["embed_tokens"])
 
 

@@ -244,7 +244,7 @@ def test_one_of_several_rewards_is_refused_by_its_own_keys(
         ("import sys; sys.exit(2)", r"SystemExit: it called sys.exit\(2\)"),
         (
             "from verl_like.process.sandbox import reject_nested_run as run\nrun()",
-            "Put what starts the run under `if __name__ == '__main__':`",
+            "Put the code that starts the run under `if __name__ == '__main__':`",
         ),
         ("import os; os._exit(3)", "the reward process ended with exit code 3. The output"),
     ],
@@ -281,7 +281,7 @@ def test_a_reward_model_needs_no_rule(capsys: pytest.CaptureFixture[str]) -> Non
         return [reward.name for reward in _with_rules_for(rows, rewards)]
 
     assert names("mine") == ["model"]
-    assert "the reward model scores alone" in capsys.readouterr().out
+    assert "only the reward model scores" in capsys.readouterr().out
     assert names("mine", "verl_like/tiny_letters") == ["rule", "model"]
     assert capsys.readouterr().out == ""
 

@@ -86,6 +86,8 @@ def test_weights_come_between_two_takes_or_all_ranks_end_with_an_error(
     client.take(max_tokens=2)
     with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
         deliver_weights(actor, group, 1)
-    with pytest.raises(RolloutError, match="new weights came within a generation .* were rejected"):
+    with pytest.raises(
+        RolloutError, match="new weights arrived during a generation .* were rejected"
+    ):
         client.take()
     actor.shutdown()

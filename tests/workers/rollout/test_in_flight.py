@@ -176,7 +176,7 @@ def test_a_generation_whose_new_weights_are_refused_ends_and_draws_no_token_more
         with pytest.raises(WeightSyncError, match="1 missing: model.norm.weight"):
             engine.load_weights(some.items())
 
-    with pytest.raises(RolloutError, match=r"within a generation of \d samples and were rejected"):
+    with pytest.raises(RolloutError, match=r"during a generation of \d samples and were rejected"):
         generate_and(engine, requests_of(PROMPTS), LONG, 4, take_some)
     with pytest.raises(RolloutError, match="has no verified weights"):
         engine.generate(requests_of(PROMPTS), LONG)
@@ -200,7 +200,7 @@ def test_weights_that_no_other_rank_could_take_end_the_generation_too(
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([9] * RESPONSE, f"begun with {RESPONSE} tokens and may have {RESPONSE}"),
+        ([9] * RESPONSE, f"already has {RESPONSE} tokens of at most {RESPONSE}"),
         ([9, VOCAB], f"the partial response of row 0 has token id {VOCAB}"),
     ],
 )

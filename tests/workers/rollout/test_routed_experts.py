@@ -130,7 +130,7 @@ def test_the_column_has_a_row_for_every_token(model: Any) -> None:
         assert not row[-1].any()
 
     cut = replace(outputs[0], name="uid 3", routed_experts=outputs[0].routed_experts[:-1])
-    with pytest.raises(RolloutError, match="of uid 3 the experts of .* tokens are known"):
+    with pytest.raises(RolloutError, match="uid 3 has the experts of .* tokens"):
         batch_of([cut], (6, 12), 0, 1, no_choices=empty)
 
 

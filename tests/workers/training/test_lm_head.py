@@ -252,7 +252,7 @@ def test_a_model_that_goes_around_its_base_model_keeps_whole_logits(
     forgotten_proofs: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert "does not call its base model" in chunking_blocker(transformers.OPTConfig())
-    assert "the logits of a pass stand whole" in caplog.text
+    assert "all logits of a pass are stored at once" in caplog.text
 
 
 def test_a_chunk_of_150k_words_takes_a_quarter_gib() -> None:

@@ -135,7 +135,9 @@ def test_a_micro_batch_of_no_samples_is_refused() -> None:
 def test_a_batch_that_no_dispatch_cut_is_refused_on_more_than_one_rank() -> None:
     with pytest.raises(BatchError, match="worker group"):
         Rows.take(make_batch(4), NAMES, num_ranks=2)
-    with pytest.raises(BatchError, match="cut for 4 ranks, and the model's rows are dealt over 2"):
+    with pytest.raises(
+        BatchError, match="split for 4 ranks, but the model's rows are divided over 2"
+    ):
         Rows.take(split_rows(make_batch(4), 4)[0], NAMES, num_ranks=2)
 
 

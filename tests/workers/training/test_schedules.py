@@ -81,7 +81,7 @@ def test_a_schedule_of_the_users_is_found_by_its_path_and_gets_its_settings() ->
 
 
 def test_a_parameter_that_is_no_key_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"'min_lr_ration' is no key.*'min_lr_ratio'"):
+    with pytest.raises(ConfigError, match=r"'min_lr_ration' is not a key.*'min_lr_ratio'"):
         check_optim(optim(f"{__name__}.asks_for_more"), "optim")
 
 

@@ -157,7 +157,10 @@ def twice(folder: Path) -> None:
         (lambda folder: (folder / "1.safetensors").unlink(), "does not hold every element"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], "holds no <rank>.safetensor"),
         (lambda folder: (folder / "0.safetensors").write_bytes(b""), "is damaged"),
-        (lambda folder: save_file({"w": torch.ones(1)}, folder / "0.safetensors"), "is no shard"),
+        (
+            lambda folder: save_file({"w": torch.ones(1)}, folder / "0.safetensors"),
+            "is not a shard",
+        ),
         (with_places("{"), "is damaged"),
         (with_places("[" * 100_000), "is damaged"),
         (with_places("[]"), "is damaged"),
@@ -188,6 +191,6 @@ def test_torch_reads_the_files_without_us(tmp_path: Path) -> None:
 
 def test_a_type_without_a_place_in_the_format_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match="w is torch.complex64, which no file of tensors can hold"
+        CheckpointError, match="w is torch.complex64, which a tensor file cannot store"
     ):
         write_shards({"w": torch.zeros(1, dtype=torch.complex64)}, tmp_path, 0, 1)

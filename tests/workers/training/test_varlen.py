@@ -231,7 +231,7 @@ def test_a_flash_attention_that_is_asked_for_by_number_and_is_not_there_is_named
             find_kernel(f"flash_attention_{number}", CPU, BFLOAT16)
     for number in (3, 4):
         assert (
-            f"attention: torch.nn.attention.varlen in place of flash_attention_{number}: "
+            f"attention: using torch.nn.attention.varlen instead of flash_attention_{number}: "
             f"flash-attn-{number} has no kernel for compute capability 8.0." in caplog.text
         )
 
@@ -250,7 +250,7 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_taken(
     assert kernel is not None
     assert kernel.name == "torch.nn.attention.varlen"
     assert "flash-attn is off by" in reason
-    assert "torch.nn.attention.varlen in place of flash_attention_2" in caplog.text
+    assert "torch.nn.attention.varlen instead of flash_attention_2" in caplog.text
 
     def undefined_symbol(*_: Any, **__: Any) -> None:
         raise RuntimeError("undefined symbol")

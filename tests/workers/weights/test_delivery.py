@@ -75,7 +75,9 @@ def test_a_version_that_is_no_longer_held_is_refused_by_name_of_the_one_that_is(
         deliver_weights(actor, rollout, 1)
     for version in (1, 2):
         publish_weights(actor, version)
-    with pytest.raises(WeightSyncError, match="version 1 is not there .* that is held is 2"):
+    with pytest.raises(
+        WeightSyncError, match="version 1 cannot be delivered: .* that is held is 2"
+    ):
         deliver_weights(actor, rollout, 1)
     assert versions(rollout) == [None, None]
     assert deliver_weights(actor, rollout)["training/weight_version"] == 2.0
@@ -110,7 +112,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_delivery_goes_through(
     whole = layer.bias
     layer.bias = torch.nn.Parameter(torch.zeros(7))
     publish_weights(actor, 1)
-    words = r"version 1 was not taken over: rollout rank 0.*of another shape: layer.bias.*refused"
+    words = r"version 1 was not applied: rollout rank 0.*of another shape: layer.bias.*refused"
     with pytest.raises(WeightSyncError, match=words):
         deliver_weights(actor, rollout, 1)
     assert versions(rollout) == [None, None]
@@ -141,8 +143,8 @@ def test_the_share_of_tensors_that_changed_is_told_and_none_is_warned_of_once(
     assert share not in publish_weights(actor, 0)
     assert not caplog.messages
     assert publish_weights(actor, 1)[share] == publish_weights(actor, 2)[share] == 0.0
-    assert [text[:47] for text in caplog.messages] == [
-        "A new version of the weights is bit for bit the"
+    assert [text[:49] for text in caplog.messages] == [
+        "A new version of the weights equals the previous "
     ]
     with torch.no_grad():
         actor.workers[0].engine.module.scale += 1

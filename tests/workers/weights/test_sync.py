@@ -336,7 +336,7 @@ def test_what_is_refused_is_sent_once_more(
     sync_weights(actor, rollout, 3)
     assert versions(rollout) == [3, 3]
     assert set(checksums(rollout)) == {checksums(actor)[0]}
-    assert "version 3 was not taken over: rollout rank 1: engine: " in caplog.text
+    assert "version 3 was not applied: rollout rank 1: engine: " in caplog.text
     assert caplog.text.count("They are sent once more.") == 1
 
 

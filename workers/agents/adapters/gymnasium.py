@@ -40,8 +40,8 @@ class Gymnasium(Adapter):
             shape, kind = env.action_space.shape, type(env.action_space).__name__
         if shape is None or kind == "Text":
             raise ConfigError(
-                f"environment=gymnasium:{cls.id}: an action of its space {kind} is no list of "
-                "numbers. Write a class whose `step` makes actions of text."
+                f"environment=gymnasium:{cls.id}: an action of its space {kind} is not a "
+                "list of numbers. Write a class whose `step` turns text into an action."
             )
         cls.render = {"render_mode": "ansi"} if draws else {}
 

@@ -37,8 +37,8 @@ class OpenEnv(Adapter):
                 action = json.load(answer)["action"]
         except (OSError, ValueError, LookupError) as error:
             raise ConfigError(
-                f"environment=openenv:{cls.id}: {cls.id}/schema does not answer as a server of "
-                f"OpenEnv does: {error!r}"
+                f"environment=openenv:{cls.id}: {cls.id}/schema does not answer like an "
+                f"OpenEnv server: {error!r}"
             ) from error
         fields = action.get("properties", {})
         needed = [name for name in action.get("required", ()) if name in fields]

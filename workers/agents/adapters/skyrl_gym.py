@@ -50,7 +50,7 @@ class SkyRLGym(Adapter):
         """Return the texts of the environment's messages."""
         output = self._env.step(text)
         if output.get("postprocessed_action", text) not in (None, text):
-            raise ValueError("`step` changes what was said, and drawn tokens stay as they are")
+            raise ValueError("`step` changes earlier messages, but sampled tokens cannot change")
         if output["done"]:
             return End(output["reward"])
         texts = [message["content"] for message in output["observations"]]

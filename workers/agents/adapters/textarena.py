@@ -24,7 +24,7 @@ class TextArena(Adapter):
             textarena.make(cls.id, **cls.kwargs).reset(num_players=1, seed=0)
         except Exception as error:  # noqa: BLE001 - games check their players in different ways
             raise ConfigError(
-                f"environment={setting} does not begin with one player: "
+                f"environment={setting} cannot start with one player: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from error
 

@@ -37,7 +37,7 @@ def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
         environment = vf.load_environment(config)
         tasks = list(itertools.islice(environment.taskset, MOST_TASKS))
         if not players or not tasks:
-            raise ValueError("it has no task, or no agent that asks the policy")
+            raise ValueError("it has no task, or no agent that calls the policy")
     except (ModuleNotFoundError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"environment=verifiers:{name} is not loaded: {type(error).__name__}: {error}"

@@ -138,8 +138,8 @@ class VllmEngine(RolloutEngine):
         """Drop cached keys and values, with `of_running` also of running requests."""
         if not self.vllm.drop_prefixes(of_running):
             raise RolloutError(
-                "rollout: vLLM kept prefixes that older weights have computed; what it would "
-                "generate from them is of no one version. Start the rollout again."
+                "rollout: vLLM kept cached prefixes of older weights, so its responses "
+                "would mix two versions of the weights. Start the rollout again."
             )
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:

@@ -128,11 +128,13 @@ class VllmServer:
                         reason = choice["finish_reason"]
                         self._arrived.put((number, choice["token_ids"]))
             if reason is None:
-                raise self._error("broke off in the middle of a response")
+                raise self._error("closed the connection in the middle of a response")
         except RolloutError as error:
             self._arrived.put((number, error))
         except (OSError, HTTPException, ValueError, KeyError) as error:
-            self._arrived.put((number, self._error(f"broke off a response ({error!r})")))
+            self._arrived.put(
+                (number, self._error(f"lost the connection in a response ({error!r})"))
+            )
 
     def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
         """Yield tokens or errors since the last step; wait for some within the budget."""
@@ -207,7 +209,7 @@ class VllmServer:
                 text = response.read()
             return json.loads(text) if text else None
         except (OSError, HTTPException, ValueError) as error:
-            raise self._error(f"does not answer {path} as vLLM's does ({error!r})") from error
+            raise self._error(f"does not answer {path} like a vLLM server ({error!r})") from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         headers = {"Content-Type": "application/json"}
@@ -227,6 +229,6 @@ class VllmServer:
 
     def _error(self, problem: str) -> RolloutError:
         return RolloutError(
-            f"rollout: the server {self.url} (rollout.server_urls) {problem}. Start it, in an "
-            f"environment that has this package, so: {self.way_out}"
+            f"rollout: the server {self.url} (rollout.server_urls) {problem}. Start it "
+            f"in an environment that has this package: {self.way_out}"
         )

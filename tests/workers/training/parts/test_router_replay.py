@@ -207,7 +207,7 @@ def test_a_batch_without_the_column_or_of_another_model_is_refused(tmp_path: Pat
         actor.update_actor(batch)
     rows = any_choices(actor)
     three = [torch.cat([row, row[:, :1]], dim=1) for row in rows]
-    with pytest.raises(BatchError, match=r"of \[3, 2\] for a token, .* choose \[2, 2\]"):
+    with pytest.raises(BatchError, match=r"of \[3, 2\] per token, .* choose \[2, 2\]"):
         actor.compute_log_prob(with_column(batch, three))
     with pytest.raises(BatchError, match="experts 3 to 6, and a layer of the model has 4"):
         actor.update_actor(with_column(batch, [row + 3 for row in rows]))
