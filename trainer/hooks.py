@@ -114,7 +114,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
         for method in dir(callback):
             if method.startswith("on_") and method not in hooks:
                 raise ConfigError(
-                    f"{name} has {method!r}, which is no hook.{nearest(method, hooks)} Hooks: "
+                    f"{name} has {method!r}, which is not a hook.{nearest(method, hooks)} Hooks: "
                     f"{', '.join(hooks)}."
                 )
             if method in hooks:

@@ -124,8 +124,8 @@ def _options(arguments: Sequence[str], recipe: Recipe[Any]) -> argparse.Namespac
         raise ConfigError("--cfg shows one configuration, --multirun makes several: drop one.")
     if unknown:
         raise ConfigError(
-            f"{unknown[0]} is no setting. Settings are written key=value, without dashes, as in "
-            f"trainer.seed=2. All keys: verl-like {recipe.name} --cfg all"
+            f"{unknown[0]} is not a setting. Settings are written key=value, without dashes, as "
+            f"in trainer.seed=2. All keys: verl-like {recipe.name} --cfg all"
         )
     return options
 

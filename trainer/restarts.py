@@ -195,7 +195,7 @@ def bring_back(
         raise  # a full restart would find no room either
     except (WorkerError, PlacementError) as error:
         logger.warning(
-            "the lost group cannot be restarted alone, so all groups are restarted: %s", error
+            "the lost group cannot be restarted by itself, so all groups are restarted: %s", error
         )
         return False
     return True

@@ -100,7 +100,7 @@ def test_further_models_stand_beside_the_first_unless_they_are_mapped(
     [
         (
             ["reward.list=[{name: a}, {name: a}]"],
-            r"reward.list\[1\].name='a': every reward has a name",
+            r"reward.list\[1\].name='a': every reward needs a unique name",
         ),
         (["reward.list=[{}]"], r"reward.list\[0\].name is empty"),
         (["reward.list=[{name: a, weight: 0}]"], "the weights of a are all 0"),
@@ -114,7 +114,7 @@ def test_further_models_stand_beside_the_first_unless_they_are_mapped(
         (["reward.list=[{name: a, wieght: 2}]"], "wieght"),
         (
             ["reward.list=[{name: a, normalize: true}]", "algorithm.adv_estimator=remax"],
-            "would be normalised apart",
+            "would be normalized separately",
         ),
     ],
 )

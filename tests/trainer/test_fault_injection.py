@@ -232,7 +232,7 @@ def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("written", "problem"),
-    [([1, 2], "3 were begun"), ([1, 3], r"has steps \[1, 3\]"), ([1, 2, 2, 3], "1, 2, 2, 3")],
+    [([1, 2], "3 were started"), ([1, 3], r"has steps \[1, 3\]"), ([1, 2, 2, 3], "1, 2, 2, 3")],
 )
 def test_a_step_that_is_lost_or_doubled_is_told(
     tmp_path: Path, written: list[int], problem: str

@@ -121,7 +121,7 @@ def test_after_two_refusals_of_the_same_weights_their_step_is_made_again(
     found = killed(tiny_dir, tmp_path, CHILD, {}, *settings)
     assert not left
     lost, state = lines(tmp_path, "restarts.jsonl")
-    assert "version 3 was not taken over: rollout rank 0" in lost["lost"]
+    assert "version 3 was not applied: rollout rank 0" in lost["lost"]
     assert (lost["step"], state["state_from"]) == (2, "global_step_1")
     assert "Restart 1 of 3" in found.log
     assert numbers(tmp_path) == numbers(whole)

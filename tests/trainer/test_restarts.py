@@ -105,7 +105,7 @@ class Refusing(RegressionTrainer):
         self.me = self  # only the collector frees it
         if self.global_step == 3 and not Refusing.refusals:
             Refusing.refusals += 1
-            raise WeightSyncError("version 3 was not taken over")
+            raise WeightSyncError("version 3 was not applied")
         return super().step()
 
 
@@ -124,7 +124,7 @@ class Alarming(RegressionTrainer):
     def step(self) -> dict[str, float]:
         if self.global_step == 4 and not Alarming.refusals:
             Alarming.refusals += 1
-            raise WeightSyncError("version 4 was not taken over")
+            raise WeightSyncError("version 4 was not applied")
         return super().step() | ({"student/moved": 1.0} if self.global_step == 3 else {})
 
 
@@ -208,7 +208,7 @@ def test_after_a_refused_weight_sync_the_run_goes_on_from_its_checkpoint(
     with caplog.at_level("WARNING"):
         run(config(tmp_path / "refused"), Refusing)
     assert numbers(tmp_path / "refused") == numbers(whole)
-    assert "step 3 failed: version 3 was not taken over. Restart 1 of 3" in caplog.text
+    assert "step 3 failed: version 3 was not applied. Restart 1 of 3" in caplog.text
 
 
 def test_nothing_is_kept_of_the_attempt_that_failed(

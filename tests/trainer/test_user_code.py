@@ -98,7 +98,7 @@ OPTIM = "actor_rollout_ref.actor.optim"
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
             "loss_without_denominators",
-            r"takes \(old_log_prob, log_prob, advantages, response_mask\), and is called by name",
+            r"takes \(old_log_prob, log_prob, advantages, response_mask\), but is called by name",
         ),
         (f"{OPTIM}.lr_scheduler_type", "schedule_of_nothing", "is called with .progress."),
         (f"{OPTIM}.optimizer", "optimizer_that_asks", "missing a required argument: 'momentum'"),
@@ -117,8 +117,8 @@ def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> N
     [
         ("EmptySampler", "has no choose"),
         ("AskingSampler", "missing a required argument: 'size'"),
-        ("NarrowSampler", r"its choose takes \(self\), and is called with \(self, stock\)"),
-        ("estimator_that_fits", "is no class of samplers"),
+        ("NarrowSampler", r"its choose takes \(self\), but is called with \(self, stock\)"),
+        ("estimator_that_fits", "is not a sampler class"),
     ],
 )
 def test_a_sampler_of_async_runs_is_refused(name: str, words: str) -> None:
@@ -196,5 +196,5 @@ def test_an_order_of_prompts_is_called_by_keyword() -> None:
     from trainer.data.loader import epoch_order
 
     data = load_config([*NEEDED, f"data.sampler={__name__}.order_of_another"]).data
-    with pytest.raises(ConfigError, match=r"data.sampler=.* takes \(count, epoch\), and is called"):
+    with pytest.raises(ConfigError, match=r"data.sampler=.* takes \(count, epoch\), but is called"):
         epoch_order(data, seed=1, num_prompts=4)

@@ -157,7 +157,7 @@ def _with_our_names(keywords: Mapping[str, Any], names: Mapping[str, str]) -> di
     for name, value in keywords.items():
         flat = OF_TRL[name] if OF_TRL.get(name) in names else name
         if flat != name and flat in keywords:
-            raise ConfigError(f"{name} and {flat} are two names of one setting. Drop one.")
+            raise ConfigError(f"{name} and {flat} are two names of the same setting. Drop one.")
         ours[flat] = value
     return ours
 

@@ -40,7 +40,7 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     for role, item in models.items():
         if role not in roles:
             raise ConfigError(
-                f"model names the role {role!r}, which this recipe loads no model for: "
+                f"model names the role {role!r}, for which this recipe loads no model: "
                 f"{', '.join(roles)}.{nearest(str(role), roles)}"
             )
         if item is None:
@@ -84,10 +84,10 @@ def model_path(model: Any, tokenizer: Any, folder: Path) -> str:
 
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(
-            f"model is a {type(model).__name__}: give a folder, a name on the hub, or a model of "
-            "transformers; of a module around one, give the model inside. A module of your own "
-            "has no class that other processes could load it by: transformers' AutoConfig.register "
-            "and AutoModelForCausalLM.register give it one."
+            f"model is a {type(model).__name__}: give a folder, a name on the hub, or a "
+            "model of transformers. If a module wraps a model, give the inner model. "
+            "Other processes can load a module of your own only if AutoConfig.register "
+            "and AutoModelForCausalLM.register have added its class to transformers."
         )
     if hasattr(model, "merge_and_unload"):
         raise ConfigError(
@@ -162,7 +162,7 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # of numpy, of torch
         return value.tolist()
-    raise TypeError(f"{value!r:.60} is a {type(value).__name__}, which JSON has no form for")
+    raise TypeError(f"{value!r:.60} is a {type(value).__name__}, which JSON cannot represent")
 
 
 def prompt_row(item: Any, prompt_key: str) -> Row:

@@ -233,6 +233,6 @@ def _run_folder(named: str | Path | None, recipe: str) -> Path:
 def _reject_duplicates(derived: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for key in derived.keys() & settings.keys():
         raise ConfigError(
-            f"{key}={settings[key]!r} is among the keys, and the call sets {derived[key]!r} by an "
-            "argument of its own. Drop one."
+            f"{key}={settings[key]!r} is among the keys, but an argument of the call "
+            f"sets {derived[key]!r}. Drop one."
         )

@@ -122,7 +122,9 @@ class PPO(PythonRun):
         if not any(count is not None for count in counts.values()):
             return super().fit(steps)
         if steps is not None:
-            raise ConfigError(f"steps={steps} beside {', '.join(counts)}: give one or the other.")
+            raise ConfigError(
+                f"steps={steps} together with {', '.join(counts)}: give one or the other."
+            )
 
         length = self._prompts_of(**require_counts(**counts))
         return self.run_with(length)

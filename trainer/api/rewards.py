@@ -70,9 +70,10 @@ def model_folder_of(model: Any, path: Path) -> str:
     """Write a reward model in memory to a folder for its role, and return the folder."""
     if getattr(model.config, "num_labels", None) != 1 or not hasattr(model, "score"):
         raise ConfigError(
-            f"a reward is a {type(model).__name__}: of models of transformers a reward is a "
-            "sequence classifier with one label, as verl_like.RewardModel makes one. To score by "
-            "another one, give a function that calls it."
+            f"a reward is a {type(model).__name__}: a model of transformers can be a "
+            "reward if it is a sequence classifier with one label, such as "
+            "verl_like.RewardModel makes. To score with another model, give a function "
+            "that calls it."
         )
     model.save_pretrained(path)
     return str(path)

@@ -345,7 +345,7 @@ class ExperienceBuffer:
         if not self._generators:
             raise StalledError(where + "and there is no generator left.")
         raise StalledError(
-            f"{where}nothing is being made, and every generator waits: "
+            f"{where}no samples are being generated, and every generator waits: "
             f"{self._activity.who_waits()}. A larger async_training.max_inflight_samples or "
             "async_training.max_staleness, or another sampler, would let them continue."
         )

@@ -51,7 +51,7 @@ def check_run(config: AsyncConfig) -> None:
     if pools["actor"] == TRAINER_POOL and sum(spec) != topology.trainers:
         raise ConfigError(
             f"resource_pool_spec.{TRAINER_POOL}={spec} has {sum(spec)} ranks, and "
-            f"async_training.trainers={topology.trainers}: set both alike."
+            f"async_training.trainers={topology.trainers}: set both to the same number."
         )
 
     algorithm = config.algorithm
@@ -71,10 +71,10 @@ def check_run(config: AsyncConfig) -> None:
                 f"[{m},{t}]" for m in range(topology.generators) for t in range(topology.trainers)
             ]
             raise ConfigError(
-                f"{key}=true chooses a batch's rows among those of all generators, and trainer "
-                "ranks have generators of their own (async_training.sample_routes): a rank would "
-                "get samples of others. Let every generator send to every rank, "
-                f"async_training.sample_routes=[{','.join(pairs)}], or drop one."
+                f"{key}=true selects a batch's rows from all generators, but "
+                "async_training.sample_routes gives each trainer rank separate generators: a "
+                "rank would get samples of other ranks' generators. Let every generator send to "
+                f"every rank, async_training.sample_routes=[{','.join(pairs)}], or drop one."
             )
 
     # batches divide among trainer ranks and pieces, and fill rounds
@@ -105,16 +105,16 @@ def check_run(config: AsyncConfig) -> None:
         )
     if async_training.sampler != "in_order" and total is not None and total % batch:
         raise ConfigError(
-            f"data.total_prompts={total} ends in a part of a batch of {batch}, which only "
+            f"data.total_prompts={total} ends with less than a batch of {batch}, which only "
             "async_training.sampler=in_order keeps together. Set it to "
             f"{max(total // batch, 1) * batch}."
         )
     length, every = config.steps_per_version, config.trainer.save_freq
     if every > 0 and every % length:
         raise ConfigError(
-            f"trainer.save_freq={every} falls into a round of {length} steps "
-            "(async_training.update_steps x async_training.train_epochs), whose batches no "
-            f"checkpoint holds. Take a multiple of {length}."
+            f"trainer.save_freq={every} ends inside a round of {length} steps "
+            "(async_training.update_steps x async_training.train_epochs), and a checkpoint does "
+            f"not store the batches of a round. Take a multiple of {length}."
         )
     _check_generators(config)
 
@@ -126,20 +126,20 @@ def _check_generators(config: AsyncConfig) -> None:
     limit, age = async_training.max_inflight_samples, async_training.max_sample_age
     if limit is not None and limit < num_samples:
         raise ConfigError(
-            f"async_training.max_inflight_samples={limit} samples hold no batch of {num_samples} "
-            "(data.train_batch_size x actor_rollout_ref.rollout.n): no step could begin. Set it to "
-            f"{num_samples} or more, or to null."
+            f"async_training.max_inflight_samples={limit} samples are less than a batch of "
+            f"{num_samples} samples (data.train_batch_size x actor_rollout_ref.rollout.n): no "
+            f"step could begin. Set it to {num_samples} or more, or to null."
         )
     if age is not None and age > async_training.max_staleness:
         raise ConfigError(
-            f"async_training.max_sample_age={age} is wider than "
-            f"async_training.max_staleness={async_training.max_staleness}, which generators keep "
-            "already."
+            f"async_training.max_sample_age={age} is above "
+            f"async_training.max_staleness={async_training.max_staleness}, which generators "
+            "already keep."
         )
     if async_training.on_buffer_full == "evict_oldest" and limit is None:
         raise ConfigError(
-            "async_training.on_buffer_full=evict_oldest needs a "
-            "async_training.max_inflight_samples, in samples."
+            "async_training.on_buffer_full=evict_oldest needs "
+            "async_training.max_inflight_samples, a number of samples."
         )
 
     # `generator_settings` name existing generators and have valid values
@@ -178,9 +178,9 @@ def _check_generators(config: AsyncConfig) -> None:
         )
     if len(config.generator_roles) < async_training.generators * (1 + len(roles)):
         raise ConfigError(
-            "async_training.score_on=generator: a model in `reward.list` has a name that ends in a "
-            f"number, as a further generator's role has ({', '.join(config.generator_roles)}). "
-            "Rename it."
+            "async_training.score_on=generator: a model in `reward.list` has a name that ends "
+            "in a number, like the roles of further generators "
+            f"({', '.join(config.generator_roles)}). Rename it."
         )
     if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:
         raise ConfigError(

@@ -157,9 +157,9 @@ def chosen(sampler: Sampler, stock: Stock) -> Choice:
     if stock.version - oldest > stock.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
-            f"{stock.version}, and async_training.max_staleness={stock.max_staleness}: it had left "
-            "them over for too long. trainer.async_training.samplers.most_urgent_first puts at the "
-            "head what a batch must have."
+            f"{stock.version}, and async_training.max_staleness={stock.max_staleness}: it had "
+            "kept them back for too long. trainer.async_training.samplers.most_urgent_first "
+            "puts the samples that a batch must contain first."
         )
     return choice
 
@@ -168,7 +168,7 @@ def _check(sampler: Any, subject: str) -> None:
     """Reject an object that is not a sampler class, or that needs arguments."""
     if not (isinstance(sampler, type) and issubclass(sampler, Sampler)):
         raise ConfigError(
-            f"{subject} is no class of samplers: make it a subclass of "
+            f"{subject} is not a sampler class: make it a subclass of "
             "trainer.async_training.samplers.Sampler."
         )
     check_methods(sampler, Sampler, subject)

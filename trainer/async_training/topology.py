@@ -52,7 +52,7 @@ def counts(preset: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)m([1-9]\d*)t", preset)
     if match is None:
         raise ConfigError(
-            f"the topology {preset!r} is none: give generators and trainers as in "
+            f"{preset!r} is not a topology: give generators and trainers as in "
             f"{', '.join(PRESETS)}, each number 1 or more."
         )
     return int(match[1]), int(match[2])
@@ -83,7 +83,7 @@ class Topology:
         """
         for noun, number in (("generators", generators), ("trainers", trainers)):
             if type(number) is not int or number < 1:
-                raise ConfigError(f"async_training.{noun}={number}: a number of 1 or more.")
+                raise ConfigError(f"async_training.{noun}={number}: it must be 1 or more.")
         if sample_routes is None:
             num = max(generators, trainers)
             sample_routes = [(i % generators, i % trainers) for i in range(num)]
@@ -219,7 +219,8 @@ def _pairs(
         ends = list(edge) if isinstance(edge, Iterable) and not isinstance(edge, str) else [edge]
         if len(ends) != 2 or any(type(end) is not int for end in ends):
             raise ConfigError(
-                f"{key}: {edge} is no route. A route is [{sender[0]},{receiver[0]}], two numbers."
+                f"{key}: {edge} is not a route. A route is [{sender[0]},{receiver[0]}], "
+                "two numbers."
             )
         for end, (noun, number) in zip(ends, (sender, receiver), strict=True):
             if not 0 <= end < number:

@@ -144,8 +144,8 @@ def check(config: BestOfNConfig) -> None:
     if plays(config) and (selection.write == "pairs" or config.environment.tools):
         reason = "tools" if config.environment.tools else "selection.write=pairs"
         raise ConfigError(
-            f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, which has no "
-            "tools, and no other side. Leave it out."
+            f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, "
+            "which supports no tools and no other player. Leave it out."
         )
     wanted = 2 if selection.write == "pairs" else selection.top_k
     if rollout.n < wanted:
@@ -153,8 +153,8 @@ def check(config: BestOfNConfig) -> None:
             "a pair is made of two" if selection.write == "pairs" else f"top_k={wanted} are kept"
         )
         raise ConfigError(
-            f"actor_rollout_ref.rollout.n={rollout.n} samples of a prompt, of which {reason}. Set "
-            f"actor_rollout_ref.rollout.n to {wanted} or more."
+            f"actor_rollout_ref.rollout.n={rollout.n} samples per prompt are too few, since "
+            f"{reason}. Set actor_rollout_ref.rollout.n to {wanted} or more."
         )
     if rollout.n > 1 and not rollout.do_sample:
         raise ConfigError(
@@ -162,7 +162,7 @@ def check(config: BestOfNConfig) -> None:
             "its greedy answer. Set actor_rollout_ref.rollout.do_sample=true, or n=1."
         )
     if selection.file and Path(selection.file).suffix not in (".parquet", ".jsonl"):
-        raise ConfigError(f"selection.file={selection.file}: it ends in .parquet or .jsonl.")
+        raise ConfigError(f"selection.file={selection.file}: it must end in .parquet or .jsonl.")
 
 
 BEST_OF_N = Recipe(

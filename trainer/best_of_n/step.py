@@ -102,8 +102,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         for step in range(1, self.global_step + 1):
             if not self.part(step).is_file():
                 raise CheckpointError(
-                    f"the rows of step {step} are not in {self.part(step)}: go on in the folder of "
-                    "the run that was stopped (trainer.default_local_dir)."
+                    f"the rows of step {step} are not in {self.part(step)}: resume in "
+                    "the folder of the run that was stopped (trainer.default_local_dir)."
                 )
 
     def finish(self) -> None:

@@ -100,8 +100,9 @@ def check(
             min(len(first.answers), len(again.answers)),
         )
         problems.append(
-            f"the same seed plays another game, first in answer {turn}: draw from the rng that "
-            "reset gets, or from self.rng, and from no clock, file or other process."
+            f"the same seed gives another trajectory, first in answer {turn}: draw only "
+            "from the rng that reset gets, or from self.rng, and not from a clock, a "
+            "file or another process."
         )
     else:
         lines.append("the same seed plays the same game, alone and beside another")
@@ -110,7 +111,7 @@ def check(
     if other.answers[0] != first.answers[0]:
         problems.append(
             "two samples of a prompt begin with different observations, so they cannot be "
-            "compared: in reset draw from its rng alone."
+            "compared: in reset, draw only from its rng."
         )
     else:
         lines.append("the samples of a prompt begin alike")
@@ -198,7 +199,7 @@ def _above_0(text: str) -> float:
     except ValueError:
         number = 0.0
     if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return number
 
 
@@ -209,5 +210,5 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object, such as '{{\"level\": 3}}'")
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object, such as '{{\"level\": 3}}'")
     return value

@@ -80,8 +80,8 @@ def wrong_settings(
         unknown = [name for name, names in chosen.items() if not names]
         if unknown:
             yield (
-                f"{variable}={value}: {', '.join(unknown)} is no interface of this machine, which "
-                f"has {there}",
+                f"{variable}={value}: {', '.join(unknown)} is not an interface of this machine, "
+                f"which has {there}",
                 fix,
             )
         elif not any(networks[name] for names in chosen.values() for name in names):
@@ -100,7 +100,7 @@ def wrong_settings(
     value = env.get("NCCL_DEBUG")
     if value and value.upper() not in DEBUG_LEVELS:
         known = ", ".join(DEBUG_LEVELS)
-        yield f"NCCL_DEBUG={value} is no level of {known}", "export NCCL_DEBUG=WARN"
+        yield f"NCCL_DEBUG={value} is not a level of {known}", "export NCCL_DEBUG=WARN"
 
 
 def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str]) -> Wrong | None:

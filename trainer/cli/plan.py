@@ -101,8 +101,8 @@ def job_of(arguments: Sequence[str]) -> Job:
     if num_gpus > per_node and num_gpus % per_node:
         below = num_gpus - num_gpus % per_node
         raise ConfigError(
-            f"--gpus={num_gpus} are not whole nodes of --per-node={per_node}: give "
-            f"{below} or {below + per_node}."
+            f"--gpus={num_gpus} do not fill whole nodes of --per-node={per_node}: give {below} "
+            f"or {below + per_node}."
         )
     cls, program = load_object(JOBS[recipe], "plan"), load_object(RECIPES[recipe], "plan")
     cluster = cluster_keys(device, num_gpus, per_node)
@@ -168,7 +168,7 @@ def read_lengths(path: str) -> Sequence[float]:
     try:
         lengths = np.array(parse_json(file.read_text(encoding="utf-8")), dtype=float)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--lengths={path} is no JSON list of lengths: {error}.") from error
+        raise ConfigError(f"--lengths={path} is not a JSON list of lengths: {error}.") from error
     is_list = lengths.ndim == 1 and lengths.size
     if not is_list or not (np.isfinite(lengths) & (lengths > 0)).all():
         raise ConfigError(f"--lengths={path}: give a list of lengths in tokens, above 0.")

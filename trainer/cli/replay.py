@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         print(*[verdict_of(trajectory) for trajectory in played], sep="\n", flush=True)
         sys.exit(1 if any(trajectory.difference for trajectory in played) else 0)
     if options.live:
-        parser.error("--live is read with --trajectory")
+        parser.error("--live needs --trajectory")
     try:
         result = replay(
             Path(options.run),

@@ -90,8 +90,8 @@ def _function(options: argparse.Namespace) -> FunctionSpec:
     trust = trust_kwargs(path, name, options.trust_programs)
     if options.trust_programs and not trust:
         raise ConfigError(
-            f"--trust-programs is for the rule of programs, and --function={options.function} "
-            "scores. Leave one of them out."
+            "--trust-programs applies to the rule that runs programs, but "
+            f"--function={options.function} scores the responses. Leave one of them out."
         )
     settings = path, name, options.kwargs | trust, options.sample_timeout_s
     return FunctionSpec(*settings, sandbox=sandbox, path_key="--function", name_key="--function")

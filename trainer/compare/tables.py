@@ -58,7 +58,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[ComparedRun]:
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     if len(paths) < 2:
         raise ConfigError(
-            f"a comparison needs two run folders or more; there is {len(paths)}: "
+            f"a comparison needs two run folders or more; this command names {len(paths)}: "
             f"{', '.join(map(str, paths)) or 'none'}."
         )
     common = Path(os.path.commonpath(paths))

@@ -160,8 +160,8 @@ def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
     presets = recipe.preset_names(name)
     if setting.is_sweep_override():
         raise ConfigError(
-            f"{setting.input_line}: several values are a sweep, which --multirun makes. A list is "
-            f"{name}=[1,2], a text with commas is quoted."
+            f"{setting.input_line}: several values are a sweep, which needs --multirun. "
+            f"Write a list as {name}=[1,2], and quote a text with commas."
         )
     if presets and isinstance(value, str) and value not in presets:
         raise ConfigError(

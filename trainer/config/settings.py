@@ -34,9 +34,9 @@ def parse(setting: str) -> Override:
     except HydraException as err:
         name = setting.partition("=")[0]
         raise ConfigError(
-            f"{setting} cannot be read as a setting. A text with other signs than letters, digits "
-            f"and /-\\+.$%*@?| in it is quoted, within the quotes for the shell: \"{name}='...'\". "
-            "A list is [1, 2], a dict {name: 1}."
+            f"{setting} cannot be read as a setting. Quote a text that has characters other than "
+            "letters, digits and /-\\+.$%*@?|, inside the quotes of the shell: "
+            f"\"{name}='...'\". A list is [1, 2], a dict {{name: 1}}."
         ) from err
     return parsed
 
@@ -131,6 +131,6 @@ def as_text(value: Any, key: str) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(as_text(item, key) for item in value)}]"
     raise ConfigError(
-        f"{key}={value!r}: a {type(value).__name__} is no value of a key; those are numbers, "
-        "texts, true, false, null, lists and dicts of them."
+        f"{key}={value!r}: a {type(value).__name__} cannot be the value of a key; values are "
+        "numbers, texts, true, false, null, lists and dicts of them."
     )

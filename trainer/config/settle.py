@@ -168,8 +168,8 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
     config = changed(config, {"resource_pool_spec": spec})
     if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
-            f"notice: the devices do not divide evenly: {spec}. Pools of frozen models alone have "
-            "fewer, the first ones more."
+            f"notice: the devices do not divide evenly: {spec}. Pools that have only "
+            "frozen models get fewer, and the first pools get more."
         )
     return config, notices
 
@@ -308,9 +308,9 @@ def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[
     for role in roles:
         if role not in own_roles and role not in config.role_workers:
             raise ConfigError(
-                f"role_mapping.{role} is no built-in role "
-                f"({', '.join(own_roles)}).{nearest(role, own_roles)} A role of your "
-                f"own needs +role_workers.{role}=<dotted path of its class>."
+                f"role_mapping.{role} is not a built-in role "
+                f"({', '.join(own_roles)}).{nearest(role, own_roles)} A role of your own needs "
+                f"+role_workers.{role}=<dotted path of its class>."
             )
         if not config.role_workers.get(role):
             raise ConfigError(

@@ -61,7 +61,8 @@ def load_hub_split(name: str, key: str) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{key}={name}: it is no file here, and the Hugging Face hub does not give it: {reason}"
+            f"{key}={name}: it is not a file here, and the Hugging Face hub does not "
+            f"provide it: {reason}"
         ) from error
     if not isinstance(loaded, dict):
         return loaded

@@ -304,9 +304,9 @@ def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tup
         after = written(messages[: number + 1], tokenizer)
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(
-                f"the chat template writes message {number}, the assistant's, otherwise where "
-                "others follow it, so its tokens cannot be told apart; put {% generation %} and "
-                "{% endgeneration %} around them in the template"
+                f"the chat template writes message {number}, the assistant's, differently "
+                "when other messages follow it, so its tokens cannot be identified; put "
+                "{% generation %} and {% endgeneration %} around them in the template"
             )
         spans.append((len(before), len(after)))
     return spans

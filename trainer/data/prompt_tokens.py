@@ -74,7 +74,7 @@ def check_messages(column: str, messages: Any) -> None:
         isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
     ):
         raise ValueError(
-            f"{column!r} is no list of messages with role and content: {messages!r:.80}"
+            f"{column!r} is not a list of messages with role and content: {messages!r:.80}"
         )
     for number, message in enumerate(messages):
         content = message["content"]

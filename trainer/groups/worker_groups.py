@@ -48,10 +48,10 @@ class PoolStarter:
             is_on_gpus = plan.device_kind == "cuda"
             if is_on_gpus and config.trainer.backend == "local" and self.has_own_processes(plan):
                 raise PlacementError(
-                    f"pool '{plan.name}' is child processes of the driver, which "
-                    "trainer.backend=local has on CPUs only, and this machine has GPUs. Set "
-                    f"trainer.backend=ray, trainer.device=cpu, or pool_resources.{plan.name}."
-                    "device=cpu only for this pool."
+                    f"pool '{plan.name}' would be child processes of the driver, which "
+                    "trainer.backend=local starts only on CPUs, but this machine has GPUs. Set "
+                    "trainer.backend=ray, trainer.device=cpu, or "
+                    f"pool_resources.{plan.name}.device=cpu only for this pool."
                 )
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
@@ -234,7 +234,7 @@ class WorkerGroups:
         if self.placement.pools[pool] == before.pools[pool]:
             return False
         nodes = ", ".join(f"{n.name} ({n.key[:8]})" for n in self.placement.pools[pool].nodes)
-        logger.warning("pool %s has lost a node, and moves: it is on %s from now on.", pool, nodes)
+        logger.warning("pool %s has lost a node, and moved: it is on %s from now on.", pool, nodes)
         self.note_placement()
         return True
 

@@ -327,8 +327,8 @@ class GivenFlags:
         def whole(number: float) -> int:
             if number != int(number):
                 raise ConfigError(
-                    f"{expression} is {number:g}, and whole groups are counted here. Take a "
-                    "multiple."
+                    f"{expression} is {number:g}, but this project counts whole groups. "
+                    "Set a multiple."
                 )
             return int(number)
 
@@ -346,8 +346,8 @@ class GivenFlags:
             names = [n for n in NAME.findall(expression) if isinstance(self.figure(n), str)]
             listed = ", ".join(f"{self.spelled(n)} is {self.figure(n)!r}" for n in names)
             raise ConfigError(
-                f"{listed or expression}: this figure is computed with others, so set its "
-                "variable: NAME=... verl-like migrate ..."
+                f"{listed or expression}: this number is computed from other variables, "
+                "so set its variable: NAME=... verl-like migrate ..."
             ) from err
 
     def _with_value(self, name: str) -> str:

@@ -59,7 +59,7 @@ def translate(command: Command) -> Translation | None:
     launcher, name, words = match
     if name and last_name(name) not in SCRIPTS:
         raise ConfigError(
-            f"{name}.py is a script of its own, which has no counterpart here; known are: "
+            f"{name}.py is a script that has no counterpart here; known scripts are: "
             f"{', '.join(SCRIPTS)}."
         )
     fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}
@@ -151,6 +151,6 @@ def _known_by_its_fields(fields: Flags) -> str:
         if any(mark in fields for mark in marks):
             return program
     raise ConfigError(
-        f"whether this is of {', '.join(PROGRAMS)} cannot be seen by its fields; give the command, "
-        "`trl grpo --config FILE`."
+        f"whether this is of {', '.join(PROGRAMS)} cannot be told from its fields; give the "
+        "command, `trl grpo --config FILE`."
     )

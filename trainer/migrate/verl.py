@@ -51,8 +51,8 @@ def translate(command: Command) -> Translation | None:
     launcher, program, words = match
     if not _fits(program, *SFT, *BY_KEYS):
         raise ConfigError(
-            f"{program} is a driver with code of its own, which has no counterpart here; known "
-            "are main_ppo, main_ppo_split, main_dapo, main_entropy, fully_async_main, "
+            f"{program} is a driver with custom code, which has no counterpart here; known are "
+            "main_ppo, main_ppo_split, main_dapo, main_entropy, fully_async_main, "
             "one_step_off_policy, and the SFT trainers. To sample and score without training "
             "there are verl-like best-of-n and eval."
         )
@@ -118,7 +118,7 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
             continue
         match = SETTING.fullmatch(word)
         if match is None:
-            raise ConfigError(f"{word!r} is no setting `key=value`.")
+            raise ConfigError(f"{word!r} is not a setting `key=value`.")
         if not match["key"].startswith("hydra."):
             settings[older(match["key"])] = match["value"]
     return settings
@@ -128,8 +128,9 @@ def _images(settings: Mapping[str, str], path: str, done: Translation) -> None:
     """Reject models with images, which verl reads by default; the model's name identifies them."""
     if WITH_IMAGES.search(settings.get(path, "")) and "data.image_key" not in settings:
         done.refused.append(
-            f"{path}={settings[path]}: models with images are not trained here, and verl reads the "
-            "rows' column images unasked; where there are none set data.image_key=null"
+            f"{path}={settings[path]}: models with images are not trained here, and verl "
+            "reads the column images of the rows by default; if there are none, set "
+            "data.image_key=null"
         )
 
 
@@ -144,8 +145,9 @@ def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) 
         (done.absent if fate.lays_out else done.refused).append(f"{key}={value}: {fate.refused}")
     elif not value:
         done.refused.append(
-            f"{key} is empty: the script has its value from a variable, an argument of its own or "
-            "a program's answer; give it, NAME=... verl-like migrate verl SCRIPT ARGUMENTS"
+            f"{key} is empty: the script takes its value from a variable, an argument or "
+            "the output of a program; set it by NAME=... verl-like migrate verl SCRIPT "
+            "ARGUMENTS"
         )
     elif "${" in value:
         done.refused.append(f"{key}={value}: give what it stands for")

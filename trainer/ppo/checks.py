@@ -86,9 +86,9 @@ def _reject_sizes(config: PPOConfig) -> None:
     prompts = config.data.total_prompts
     if prompts is not None and (total is not None or algorithm.filter_groups.enable):
         raise ConfigError(
-            f"data.total_prompts={prompts} says how long the run is; with "
-            "trainer.total_training_steps it would be said twice, and with "
-            "algorithm.filter_groups.enable a step draws as many prompts as it takes. Drop one."
+            f"data.total_prompts={prompts} sets the length of the run. So does "
+            "trainer.total_training_steps, and with algorithm.filter_groups.enable a "
+            "step draws as many prompts as it needs. Drop one."
         )
 
     # the prompts of every step divide into whole mini-batches, or are fewer than one
@@ -111,7 +111,7 @@ def _reject_sizes(config: PPOConfig) -> None:
         if prompts is not None and left > size and left % size:
             raise ConfigError(
                 f"data.total_prompts={prompts} leaves {left} prompts for the last step "
-                f"(data.train_batch_size={batch_size}), which are no whole mini-batches of "
+                f"(data.train_batch_size={batch_size}), which do not fill mini-batches of "
                 f"{key}={size}; {prompts - left % size} prompts would be, or a size that divides "
                 f"{left}."
             )
@@ -161,8 +161,8 @@ def _reject_rewards(config: PPOConfig) -> None:
     for setting, is_set in act_on_rewards.items():
         if is_set and has_only_teacher(config):
             raise ConfigError(
-                f"{setting} acts on rewards, and distillation.use_task_rewards=false leaves the "
-                "advantages to the teacher alone. Drop the one, or set "
+                f"{setting} acts on rewards, and distillation.use_task_rewards=false computes "
+                "the advantages only from the teacher. Drop the one, or set "
                 "distillation.use_task_rewards=true."
             )
 
@@ -192,8 +192,8 @@ def _reject_rewards(config: PPOConfig) -> None:
         if reward.normalize and compares_with_greedy(name):
             raise ConfigError(
                 f"reward.list[{number}].normalize=true and algorithm.adv_estimator={name}: the "
-                "scores of samples and of greedy answers are compared, and would be normalised "
-                "apart. Drop one."
+                "scores of samples and of greedy answers are compared, but would be normalized "
+                "separately. Drop one."
             )
 
     # the estimator reads the rewards that settings change or name
@@ -208,9 +208,9 @@ def _reject_rewards(config: PPOConfig) -> None:
     for setting, is_set in changes_rewards.items():
         if is_set and "token_level_rewards" not in reads:
             raise ConfigError(
-                f"algorithm.{setting} changes token_level_rewards, which algorithm.adv_estimator="
-                f"{name} does not read. Drop it; a KL can stand in the loss: "
-                f"{ACTOR}.use_kl_loss=true."
+                f"algorithm.{setting} changes token_level_rewards, which "
+                f"algorithm.adv_estimator={name} does not read. Drop it; to put a KL into the "
+                f"loss, set {ACTOR}.use_kl_loss=true."
             )
 
     if algorithm.use_kl_in_reward and algorithm.kl_penalty.endswith("+"):
@@ -231,13 +231,13 @@ def _reject_rewards(config: PPOConfig) -> None:
     if compares_rewards and (not names or len(set(names)) < len(names)):
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares several rewards: name each once in "
-            f"{GDPO_KEY}, which is {list(names)}. There are seq_reward, the score, and the numbers "
-            "that the reward function also returns."
+            f"{GDPO_KEY}, which is {list(names)}. Valid names are seq_reward (the score) and the "
+            "other numbers that the reward function returns."
         )
     if compares_rewards and weights is not None and len(weights) != len(names):
         raise ConfigError(
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(names)} "
-            f"rewards of {GDPO_KEY}; give each one, or null to count each once."
+            f"rewards of {GDPO_KEY}; give one number per reward, or null for equal weights."
         )
 
 
@@ -257,15 +257,15 @@ def _reject_losses(config: PPOConfig) -> None:
             )
         if correction.rollout_is_batch_normalize:
             raise ConfigError(
-                f"{SECTION}.rollout_is_batch_normalize divides by a mean over the whole batch, and "
-                "under bypass_mode weights are found micro-batch by micro-batch. Set one of them "
-                "to false."
+                f"{SECTION}.rollout_is_batch_normalize divides by a mean over the whole batch, "
+                "but under bypass_mode weights are computed per micro-batch. Set one of them to "
+                "false."
             )
         is_plain = get_policy_loss(loss) is get_policy_loss("reinforce")
         clips = correction.loss_type != "reinforce"
         if not clips and loss != "vanilla" and not is_plain:
             raise ConfigError(
-                f"{SECTION}.loss_type=reinforce puts REINFORCE in the place of {LOSS_MODE}={loss}. "
+                f"{SECTION}.loss_type=reinforce puts REINFORCE in place of {LOSS_MODE}={loss}. "
                 "Set loss_type=ppo_clip to keep that loss, or loss_mode=reinforce."
             )
         if clips and is_plain:
@@ -333,7 +333,7 @@ def _reject_weights(config: PPOConfig) -> None:
     if every is not None and lora_rank > 0:
         raise ConfigError(
             f"{REF}.update_every={every} with model.lora_rank={lora_rank}: the reference is the "
-            "base that the adapters stand on, which must not move. Leave update_every out, or "
+            "base model under the adapters, which must not change. Leave update_every out, or "
             "train every weight (lora_rank=0)."
         )
     if "ref" in pools and policy.ref.quantization:

@@ -89,11 +89,11 @@ def check_columns(config: PPOConfig) -> None:
                 if known_column.dtype != "object"
             ]
             raise ConfigError(
-                f"nothing fills the parameter {column!r} of algorithm.adv_estimator={name}: it is "
-                f"neither index nor a setting ({', '.join(SETTINGS)}) nor a column of the batch, "
-                f"such as token_level_rewards or response_mask.{nearest(column, columns)} Rename "
-                "it, give it a default, or write the column in a stage of your own (trainer.cls) "
-                "or a worker of your own (role_workers)."
+                f"nothing fills the parameter {column!r} of algorithm.adv_estimator={name}: it "
+                f"is neither index nor a setting ({', '.join(SETTINGS)}) nor a column of the "
+                f"batch, such as token_level_rewards or response_mask.{nearest(column, columns)} "
+                "Rename it, give it a default, or write the column in a custom stage "
+                "(trainer.cls) or a custom worker (role_workers)."
             )
 
 

@@ -34,9 +34,9 @@ def log_warnings(config: PPOConfig) -> None:
     if facts.one_ratio_per_sequence and is_by_token and loss not in facts.longer_count_more:
         warn(
             "sequence-aggregation",
-            f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and {ACTOR}."
-            f"loss_agg_mode={aggregation} counts it once a token, so long sequences weigh more. "
-            "The paper's is seq-mean-token-mean.",
+            f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and "
+            f"{ACTOR}.loss_agg_mode={aggregation} counts it once per token, so long sequences "
+            "weigh more. The paper's is seq-mean-token-mean.",
         )
 
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
@@ -65,9 +65,10 @@ def log_warnings(config: PPOConfig) -> None:
         if facts.clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
             warn(
                 "clip-of-sequences",
-                f"a clip range of {low} below and {high} above is one of token ratios: those of "
-                f"sequences, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever leave "
-                f"it. The paper's is {ACTOR}.clip_ratio_low=3e-4 and {ACTOR}.clip_ratio_high=4e-4.",
+                f"a clip range of {low} below and {high} above is meant for token ratios: "
+                f"sequence ratios, which {ACTOR}.policy_loss.loss_mode={loss} clips, hardly ever "
+                f"leave it. The paper's is {ACTOR}.clip_ratio_low=3e-4 and "
+                f"{ACTOR}.clip_ratio_high=4e-4.",
             )
         if low > high and not facts.clips_weights:
             warn(
@@ -100,15 +101,15 @@ def log_warnings(config: PPOConfig) -> None:
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         warn(
             "kl-without-gradient",
-            f"{ACTOR}.kl_loss_type={actor.kl_loss_type}: on the policy's own samples the gradient "
-            f"of the log-ratio is 0 in the mean, so it holds nothing. Set {ACTOR}.kl_loss_type="
-            f"{actor.kl_loss_type}+, k2 or low_var_kl.",
+            f"{ACTOR}.kl_loss_type={actor.kl_loss_type}: on the policy's own samples the "
+            "gradient of the log-ratio is 0 in the mean, so it does not hold the policy near "
+            f"the reference. Set {ACTOR}.kl_loss_type={actor.kl_loss_type}+, k2 or low_var_kl.",
         )
     if algorithm.use_kl_in_reward and estimator is not None and wants_kl_in_loss(estimator):
         warn(
             "kl-in-a-group",
             "algorithm.use_kl_in_reward=true with "
             f"algorithm.adv_estimator={algorithm.adv_estimator}: the KL of a sample's tokens is "
-            "summed into its one score and compared within its group. GRPO's is in the loss: "
-            f"{ACTOR}.use_kl_loss=true.",
+            "summed into its one score and compared within its group. GRPO has its KL in the "
+            f"loss: {ACTOR}.use_kl_loss=true.",
         )

@@ -135,7 +135,9 @@ def translate(settings: Iterable[Override]) -> list[Override]:
         raise ConfigError(f"verl has these keys, and there is nothing like them here:\n  {lines}")
     if notices:
         lines = "\n  ".join(sorted(notices))
-        logger.warning("notice: keys of verl's that change nothing, or are called:\n  %s", lines)
+        logger.warning(
+            "notice: keys of verl that change nothing here, or have another name:\n  %s", lines
+        )
     return translated
 
 
@@ -191,7 +193,7 @@ def translate_key(
     if name := _first_match(key, table.changes_nothing_at):
         texts = table.changes_nothing_at[name]["at"]
         if _plain(value) in [_value_of(text, settings) for text in texts]:
-            return KeyTranslation(nothing=f"{_plain(value)} is how it is here")
+            return KeyTranslation(nothing=f"{_plain(value)} is what happens here anyway")
         return KeyTranslation(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
     if name := _first_match(key, table.not_here):
         return KeyTranslation(refused=table.not_here[name], lays_out=lays_out)
@@ -260,7 +262,8 @@ def configuration(
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise ConfigError(
-            f"--config-name {name}: there is no {files[0]}; call this where the script is run."
+            f"--config-name {name}: there is no {files[0]}; run this command in the "
+            "folder of the script."
         )
     return file, _keys_of(file)
 

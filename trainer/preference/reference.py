@@ -56,8 +56,8 @@ def load_or_compute(
         if name == "train" and name in stored and start is not None:
             change = "rows of data.train_files" if are_same_weights else "reference's weights"
             raise CheckpointError(
-                f"{source} holds log-probs of another reference: the {change} are other ones now. "
-                "Put back what the run started with, or start again in another "
+                f"{source} holds log-probs of another reference: the {change} have changed. "
+                "Restore those that the run started with, or start again in another "
                 "trainer.default_local_dir."
             )
         tables[name] = compute(name)

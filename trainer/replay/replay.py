@@ -185,8 +185,9 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
             if config.trainer.backend != "local":
                 raise
             raise PlacementError(
-                f"{error} A replay has as many processes as the run had: with others sums come in "
-                "another order. It takes the run's own backend with --backend=run."
+                f"{error} A replay needs as many processes as the run had, since another "
+                "number adds in another order. --backend=run takes the backend of the "
+                "run."
             ) from error
         observers = active_observers(config, trainer_cls)
         Loop(trainer_cls(Run(config, groups, observers), *inputs)).run()
@@ -233,8 +234,8 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
         )
     if request.stage and trainer_cls.step is not PPOTrainer.step:
         raise ConfigError(
-            f"--stage: {trainer_cls.__qualname__} has a step of its own, whose stages only it "
-            "knows. Leave --stage out; --break stops before that step."
+            f"--stage: {trainer_cls.__qualname__} overrides the step, so its stages are "
+            "unknown. Leave --stage out; --break stops before that step."
         )
 
     class Replaying(trainer_cls):  # type: ignore[misc, valid-type]
@@ -260,7 +261,7 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
 
         def end_reason(self) -> str:
             if self.global_step == request.step:
-                return f"step {request.step} has been made again"
+                return f"step {request.step} was replayed"
             return super().end_reason()  # type: ignore[no-any-return]
 
         def on_step_end(self, metrics: Metrics) -> None:

@@ -133,7 +133,9 @@ def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
         if rows:
             break
     else:
-        raise ConfigError(f"the prompts of step {wanted.step} have no uid {uid}: other data?")
+        raise ConfigError(
+            f"the prompts of step {wanted.step} have no uid {uid}: have the data changed?"
+        )
     prompts = repeat_prompts(batch[rows], config.actor_rollout_ref.rollout.n)
     indices = recorded.padded("sample_index").tolist()
     of_uid = [n for n, each in enumerate(prompts.non_tensor_batch["uid"]) if each == uid]
@@ -201,7 +203,7 @@ def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
     if differences:
         return min(differences)[2]
     if was.prompt != now.prompt or place is not None:
-        return "the observed tokens: is the tokenizer or its chat template another one?"
+        return "the observed tokens: has the tokenizer or its chat template changed?"
     drawn = was.is_drawn.nonzero().flatten().tolist()
     other = [n for n in drawn if was.log_probs[n].item() != now.log_probs[n].item()]
     if other:

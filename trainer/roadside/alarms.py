@@ -92,9 +92,9 @@ def skipped_updates(
         if metric == "skipped_steps" and skipped > 0:
             yield (
                 name,
-                f"{skipped:g} updates of the {role} were skipped, their gradient was not finite. "
-                f"Look at logs/{role}-0.log, which names the samples, {causes}and at the learning "
-                "rate.",
+                f"{skipped:g} updates of the {role} were skipped, since their gradient was not "
+                f"finite. Look at logs/{role}-0.log, which names the samples, {causes}and at the "
+                "learning rate.",
             )
 
 
@@ -136,14 +136,14 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts
     if at_first > 0 and now < ENTROPY_LEFT * at_first:
         yield (
             "entropy gone",
-            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy says one thing. "
-            "Look at the samples in rollouts/, then at actor.optim.lr, actor.entropy_coeff, "
-            "and a KL to the reference.",
+            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy repeats one "
+            "response. Look at the samples in rollouts/, then at actor.optim.lr, "
+            "actor.entropy_coeff, and a KL to the reference.",
         )
     if at_first > 0 and now > ENTROPY_GROWN * at_first:
         yield (
             "entropy grown",
-            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy comes apart. "
+            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy becomes random. "
             "Look at the samples in rollouts/, at actor.optim.lr, and whether "
             "actor.entropy_coeff is too large.",
         )

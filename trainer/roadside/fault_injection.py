@@ -104,8 +104,8 @@ class FaultInjection:
         if not in_order or self._num_begun != sum(became.values()):
             raise LedgerError(
                 f"the steps of a run with injected faults do not add up: {self._num_begun} were "
-                f"begun, {became}; metrics.jsonl has steps {done} after step {self._first}. The "
-                f"faults are in {self._folder / FAULTS_FILE}."
+                f"started, {became}; metrics.jsonl has steps {done} after step {self._first}. "
+                f"The faults are in {self._folder / FAULTS_FILE}."
             )
         extra = {}
         if self._samples is not None:

@@ -75,7 +75,7 @@ class SampleLog:
             if sample in self._open:
                 raise LedgerError(
                     f"the samples of uid {sample[0]} are {self._open[sample].state} already, and "
-                    f"generator {account} is to make them again: nothing is made twice."
+                    f"generator {account} was told to make them again: no sample is made twice."
                 )
             self._open[sample] = _Open(account, state)
             self.accounts[account].made += 1
@@ -133,8 +133,8 @@ class SampleLog:
         ]
         if differ:
             raise LedgerError(
-                f"the update was called with other tokens than the log has of {len(differ)} "
-                f"samples: {', '.join(differ[:NAMED])}."
+                "the update got other tokens than those in the sample log, for "
+                f"{len(differ)} samples: {', '.join(differ[:NAMED])}."
             )
         for sample, num in tokens.items():
             self._close(sample).trained += 1
@@ -181,7 +181,8 @@ class SampleLog:
         for state, uids in (there or {}).items():
             if astray := set(uids) ^ {uid for uid, _ in self.open(state)}:
                 raise LedgerError(
-                    f"by the log other groups are {state} than there are: {sorted(astray)[:NAMED]}."
+                    f"the sample log and the run differ in the groups that are {state}: "
+                    f"{sorted(astray)[:NAMED]}."
                 )
         for generator, row in self.rows().items():
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
@@ -346,7 +347,7 @@ class SampleWatch:
             if missing := [sample for sample in self._samples if sample not in tokens]:
                 raise LedgerError(
                     f"the update of step {trainer.global_step} was called without "
-                    f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has left these out."
+                    f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has dropped these."
                 )
             ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
             self.log.train(ours, facts)

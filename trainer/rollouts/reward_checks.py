@@ -16,8 +16,9 @@ def check_rewards(config: Any) -> None:
             where = f"reward.list[{number}]"
             if not reward.name.isidentifier() or names.index(reward.name) != number:
                 raise ConfigError(
-                    f"{where}.name={reward.name!r}: every reward has a name of its own, of "
-                    "letters, digits and _; metrics, columns and roles are called by it."
+                    f"{where}.name={reward.name!r}: every reward needs a unique name of "
+                    "letters, digits and _, which its metrics, columns and roles "
+                    "contain."
                 )
             if reward.kind == "model" and not reward.path:
                 raise ConfigError(f"{where} is a model: give path, the folder of a classifier.")
@@ -37,6 +38,6 @@ def check_rewards(config: Any) -> None:
     buffer, limit = config.reward.overlong_penalty, config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= limit:
         raise ConfigError(
-            f"reward.overlong_penalty.len={buffer.len} tokens: it lies between 1 and "
+            f"reward.overlong_penalty.len={buffer.len} tokens: it must be between 1 and "
             f"data.max_response_length={limit}; DAPO takes a fifth of that."
         )

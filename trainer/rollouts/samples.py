@@ -177,7 +177,7 @@ def read_named_reward(batch: DataProto, name: str, key: str) -> Tensor:
         extras = sorted(column for column in columns if column.startswith(EXTRA))
         valid = [SCORE, *(column.removeprefix(EXTRA) for column in extras)]
         raise ConfigError(
-            f"{key}={name}: choose {SCORE}, or a number that the reward function returns beside "
-            f"its score; here: {', '.join(valid)}.{nearest(name, valid)}"
+            f"{key}={name}: choose {SCORE}, or a number that the reward function returns "
+            f"with its score; here: {', '.join(valid)}.{nearest(name, valid)}"
         )
     return torch.from_numpy(columns[EXTRA + name].astype(np.float64))

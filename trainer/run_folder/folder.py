@@ -218,7 +218,7 @@ def _reject_other_run(folder: Path, config: RunConfig) -> None:
         rest = f"; and {len(differs) - 5} more" if len(differs) > 5 else ""
         raise ConfigError(
             f"trainer.default_local_dir={folder} holds the metrics of a run of another "
-            f"configuration: {'; '.join(differs[:5])}{rest}. Choose another folder, or write over "
+            f"configuration: {'; '.join(differs[:5])}{rest}. Choose another folder, or overwrite "
             "them with trainer.resume_mode=disable."
         )
 
@@ -261,7 +261,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         )
         beside = named(committed(folder.parent))
         raise CheckpointError(
-            f"{folder} is no checkpoint: {problem}. Committed ones next to it: {beside}."
+            f"{folder} is not a checkpoint: {problem}. Committed ones next to it: {beside}."
         ) from error
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error

@@ -112,9 +112,10 @@ class ResumePoint:
         if not state.get(IS_LAST):
             return ""
         return (
-            f"{self.folder} holds this run, which ended with step {self.start_step}: nothing is "
-            "left to do. More steps come of trainer.total_training_steps, trainer.total_epochs or "
-            "trainer.stop_at, another run of another trainer.default_local_dir."
+            f"{self.folder} holds this run, which ended with step {self.start_step}: "
+            "nothing is left to do. For more steps, change "
+            "trainer.total_training_steps, trainer.total_epochs or trainer.stop_at; for "
+            "another run, choose another trainer.default_local_dir."
         )
 
     @contextmanager
@@ -129,9 +130,10 @@ class ResumePoint:
             if isinstance(error, VerlLikeError) or self.start is None:
                 raise
             raise CheckpointError(
-                f"{self.start / 'trainer.json'} does not load: {type(error).__name__}: {error}. Go "
-                "on from another one by trainer.resume_mode=resume_path "
-                f"trainer.resume_from_path=...; beside it: {named(committed(self.start.parent))}."
+                f"{self.start / 'trainer.json'} does not load: {type(error).__name__}: {error}. "
+                "Resume from another checkpoint by trainer.resume_mode=resume_path "
+                "trainer.resume_from_path=...; next to it: "
+                f"{named(committed(self.start.parent))}."
             ) from error
 
     def load(self, groups: Any) -> dict[str, Any] | None:
@@ -215,8 +217,8 @@ class ResumePoint:
         differing = [] if newest is None else self._differing(newest)
         if differing:
             raise CheckpointError(
-                f"{newest} was written by another configuration: {'; '.join(differing)}. Start in "
-                "another trainer.default_local_dir, or go on all the same with "
+                f"{newest} was written by another configuration: {'; '.join(differing)}. Start "
+                "in another trainer.default_local_dir, or resume anyway with "
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}"
             )
         return newest
@@ -304,7 +306,7 @@ class ResumePoint:
                 "Leave out trainer.resume_mode and trainer.resume_from_path, and the run resumes "
                 f"from the newest complete checkpoint ({named(steps)})."
             )
-        return f"Name another one: beside it are {named(steps)}."
+        return f"Name another checkpoint; next to it are {named(steps)}."
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:

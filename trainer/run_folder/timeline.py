@@ -99,7 +99,7 @@ class Timeline:
             aside = self.path.with_name(self.path.name + ".damaged")
             self.path.replace(aside)
             logger.warning(
-                "%s is damaged (%s: %s): kept as %s, and begun anew.",
+                "%s is damaged (%s: %s): kept as %s, and a new file is started.",
                 *(self.path, type(error).__name__, error, aside.name),
             )
             self._pools, self._lanes, self._is_empty = {}, {}, True

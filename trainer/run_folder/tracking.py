@@ -203,9 +203,9 @@ class WandB:
             )
         except wandb.errors.Error as error:
             raise ConfigError(
-                f"trainer.logger names wandb, which starts no run: {error}. Log in by `wandb "
-                "login` or WANDB_API_KEY, keep the numbers here by WANDB_MODE=offline, or take "
-                "wandb out."
+                f"trainer.logger names wandb, which cannot start a run: {error}. Log in by "
+                "`wandb login` or WANDB_API_KEY, keep the numbers here by WANDB_MODE=offline, "
+                "or take wandb out."
             ) from error
         write_whole(name, self._run.id)
 
@@ -250,9 +250,9 @@ class Trackio:
             )
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"trainer.logger names trackio, which starts no run: {error} Unset "
-                "TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to keep the numbers on this machine, or "
-                "take trackio out."
+                f"trainer.logger names trackio, which cannot start a run: {error} Unset "
+                "TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to keep the numbers on this machine, "
+                "or take trackio out."
             ) from error
         write_whole(file, name)
 
@@ -345,7 +345,7 @@ def make_tracking(
             except ImportError as err:
                 logger.warning(
                     "trainer.logger names %s, which is not installed (%s): pip install "
-                    "'verl-like[%s]'. Going on without.",
+                    "'verl-like[%s]'. The run goes on without it.",
                     *(name, err, name),
                 )
                 continue

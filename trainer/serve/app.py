@@ -534,7 +534,7 @@ def _json_object(body: bytes) -> Facts:
     try:
         value = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from error
+        raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise RequestError(f"the body is a {type(value).__name__}, not a JSON object.")
     return value

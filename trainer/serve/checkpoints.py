@@ -49,14 +49,14 @@ class SavedPath:
         """Read `tinker://RUN/KIND/NAME`."""
         parts = text.removeprefix(SCHEME).split("/")
         if not text.startswith(SCHEME) or len(parts) != 3:
-            raise RequestError(f"{text!r} is no path of the form {SCHEME}RUN/weights/NAME.")
+            raise RequestError(f"{text!r} is not a path of the form {SCHEME}RUN/weights/NAME.")
         return cls.of(*parts)
 
     @classmethod
     def of(cls, run: str, kind: str, name: str) -> SavedPath:
         """Check the parts of a path; reject names that leave the folder."""
         if kind not in KINDS:
-            raise RequestError(f"{kind!r} is no kind of checkpoint; valid: {', '.join(KINDS)}.")
+            raise RequestError(f"{kind!r} is not a kind of checkpoint; valid: {', '.join(KINDS)}.")
         for part in (run, name):
             if not NAME.fullmatch(part):
                 raise RequestError(

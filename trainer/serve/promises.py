@@ -94,7 +94,9 @@ class Promises:
         """Return a promise; raise status 410 if it is gone."""
         promise = self._open.get(request_id) or self._read.get(request_id)
         if promise is None:
-            raise RequestError(f"the request {request_id!r} is not known, or was read.", 410)
+            raise RequestError(
+                f"the request {request_id!r} is not known, or its result was already read.", 410
+            )
         return promise
 
     def was_read(self, promise: Promise) -> None:
@@ -142,7 +144,9 @@ class Turns:
     def check(self, seq_id: int) -> None:
         """Reject a request whose turn is over."""
         if seq_id < self.next or seq_id in self._waiting:
-            raise RequestError(f"seq_id {seq_id} is over; this model's next one is {self.next}.")
+            raise RequestError(
+                f"seq_id {seq_id} was already used; this model's next one is {self.next}."
+            )
 
     def submit(self, seq_id: int, promise: Promise | None, start: Callable[[], None]) -> None:
         """Queue a request until its turn."""

@@ -58,7 +58,7 @@ def parse(name: str, body: bytes) -> Any:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise BatchError(f"the body of {len(body)} bytes is no {name}: {error}") from error
+        raise BatchError(f"the body of {len(body)} bytes is not a {name}: {error}") from error
     return message
 
 
@@ -89,9 +89,11 @@ def tokens_of(chunks: Sequence[Any], what: str) -> list[int]:
     tokens: list[int] = []
     for number, chunk in enumerate(chunks):
         if not chunk.HasField("encoded_text"):
-            raise BatchError(f"{what}: chunk {number} is no text; images and audio are no input.")
+            raise BatchError(
+                f"{what}: chunk {number} is not text; images and audio are not supported."
+            )
         if len(chunk.encoded_text.tokens) % 4:
-            raise BatchError(f"{what}: chunk {number} is no array of int32.")
+            raise BatchError(f"{what}: chunk {number} is not an array of int32.")
         tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
     return tokens
 

@@ -130,7 +130,7 @@ class Routers:
         if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
             raise BatchError(
                 f"column {COLUMN!r} names experts {int(chosen.min())} to {int(chosen.max())}, and "
-                f"a layer of the model has {self.num_experts}: it is of another model."
+                f"a layer of the model has {self.num_experts}: it comes from another model."
             )
 
 

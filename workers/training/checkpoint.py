@@ -241,7 +241,7 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
         parameter = parameters.get(own_name)
         if parameter is None:
             raise CheckpointError(
-                f"the checkpoint has {name}, of a weight that is not trained here"
+                f"the checkpoint has {name}, but this run does not train that weight"
             )
         dtype = stored.properties.dtype
         if stored.size:

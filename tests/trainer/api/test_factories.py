@@ -59,7 +59,7 @@ def test_what_is_no_model_is_refused_with_the_roles(model: Any, message: str) ->
 
 
 def test_a_recipe_of_one_model_knows_no_roles(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="role 'actor', which this recipe loads no model for"):
+    with pytest.raises(ConfigError, match="role 'actor', for which this recipe loads no model"):
         SFT({"actor": "policy"}, ["a"], save_to=tmp_path)
 
 

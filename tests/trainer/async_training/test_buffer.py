@@ -329,11 +329,11 @@ def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
     begin(buffer)
     buffer.check()
     lost = buffer.open.ready.pop()
-    with pytest.raises(LedgerError, match=r"other groups are queued than there are: \['0', '1'\]"):
+    with pytest.raises(LedgerError, match=r"differ in the groups that are queued: \['0', '1'\]"):
         buffer.check()
     buffer.open.ready.append(lost)
     buffer.open.in_flight.clear()
-    with pytest.raises(LedgerError, match=r"are in flight than there are: \['2', '3'\]"):
+    with pytest.raises(LedgerError, match=r"that are in flight: \['2', '3'\]"):
         buffer.check()
 
 

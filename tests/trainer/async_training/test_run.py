@@ -327,16 +327,16 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
     [
         (
             ["async_training.max_inflight_samples=4"],
-            "=4 samples hold no batch of 16",
+            "=4 samples are less than a batch of 16",
         ),
         (["async_training.prompts_per_call=3"], "does not divide the 8 prompts.*nearest.*2 and 4"),
         (["algorithm.adv_estimator=remax"], "remax compares samples with a greedy response"),
         (["role_mapping.rollout=trainer_pool"], "is the pool of .* too: a generator"),
         (["async_training.sample_routes=[[0,3]]"], "names trainer 3"),
-        (["async_training.topology=2x"], "topology '2x' is none"),
+        (["async_training.topology=2x"], "'2x' is not a topology"),
         (
             ["async_training.on_buffer_full=evict_oldest"],
-            "needs a async_training.max_inflight_samples",
+            "needs async_training.max_inflight_samples",
         ),
         (
             ["async_training.generator_settings.4={name: hf}"],
@@ -389,9 +389,9 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         (["async_training.train_epochs=2", "trainer.save_freq=3"], "Take a multiple of 2"),
         (
             [*APART, "algorithm.filter_groups.enable=true"],
-            r"filter_groups.enable=true chooses .*routes=\[\[0,0\],\[0,1\],\[1,0\],\[1,1\]\]",
+            r"filter_groups.enable=true selects .*routes=\[\[0,0\],\[0,1\],\[1,0\],\[1,1\]\]",
         ),
-        ([*APART, "algorithm.use_pf_ppo=true"], "use_pf_ppo=true chooses a batch's rows among"),
+        ([*APART, "algorithm.use_pf_ppo=true"], "use_pf_ppo=true selects a batch's rows from"),
         (
             [*APART, *ENDS_AT_13],
             "=13 ends in a batch of 5 prompts, .* 2 trainer ranks.*nearest that do: 12 and 14",
@@ -406,7 +406,7 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
                 "data.total_prompts=12",
                 "trainer.total_training_steps=null",
             ],
-            "=12 ends in a part of a batch of 8, which only async_training.sampler=in_order keeps",
+            "=12 ends with less than a batch of 8, which only async_training.sampler=in_order",
         ),
         (
             ["async_training.generators=2", "role_mapping.rollout_1=generator_0_pool"],
@@ -415,7 +415,7 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, and async_training.trainers=1"),
         (
             ["async_training.sampler=version_window", "async_training.max_sample_age=3"],
-            "max_sample_age=3 is wider than async_training.max_staleness=1",
+            "max_sample_age=3 is above async_training.max_staleness=1",
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_preset_that_is_none_is_refused(preset: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"generators": 0}, "async_training.generators=0: a number of 1 or more"),
+        ({"generators": 0}, "async_training.generators=0: it must be 1 or more"),
         ({"trainers": -1}, "async_training.trainers=-1"),
         ({"sample_routes": [[0, 0], [1, 2]]}, r"\[1,2\] names trainer 2, .* trainers 0 to 1"),
         ({"sample_routes": [[0, 0], [2, 1]]}, r"\[2,1\] names generator 2, .* generators 0 to 1"),
@@ -87,11 +87,11 @@ def test_a_preset_that_is_none_is_refused(preset: str) -> None:
         ({"sample_routes": [[0, 0], [1, 1], [0, 0]]}, r"\[0,0\] is there 2 times"),
         (
             {"sample_routes": [[0, 0, 1]]},
-            r"\[0, 0, 1\] is no route. A route is \[generator,trainer\]",
+            r"\[0, 0, 1\] is not a route. A route is \[generator,trainer\]",
         ),
-        ({"sample_routes": ["00"]}, "00 is no route"),
-        ({"sample_routes": [7]}, "7 is no route"),
-        ({"sample_routes": [[0, True]]}, "is no route"),
+        ({"sample_routes": ["00"]}, "00 is not a route"),
+        ({"sample_routes": [7]}, "7 is not a route"),
+        ({"sample_routes": [[0, True]]}, "is not a route"),
         (
             {"sample_routes": [[0, 0], [0, 1]]},
             r"generator 1 sends its samples to nobody. Add \[1,1\]",

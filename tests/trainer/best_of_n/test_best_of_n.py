@@ -331,9 +331,9 @@ def test_a_key_of_training_has_no_effect(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("selection.top_k=5", "rollout.n=4 samples of a prompt, of which top_k=5 are kept"),
+        ("selection.top_k=5", "rollout.n=4 samples per prompt are too few, since top_k=5 are kept"),
         ("selection.write=pairs actor_rollout_ref.rollout.n=1", "a pair is made of two"),
-        ("selection.file=rows.csv", "it ends in .parquet or .jsonl"),
+        ("selection.file=rows.csv", "it must end in .parquet or .jsonl"),
         ("actor_rollout_ref.rollout.do_sample=false", "are its greedy answer"),
         ("actor_rollout_ref.actor.optim.lr=1", "There is no key 'actor_rollout_ref.actor.optim.lr"),
         ("reward.list=[{name:a,kind:function,normalize:true}]", "must not depend on the batch"),

@@ -111,7 +111,7 @@ def test_only_an_async_run_is_predicted() -> None:
 
 
 def test_an_option_that_does_not_exist_is_rejected() -> None:
-    with pytest.raises(SystemExit, match="--card-gb=80 is no setting"):
+    with pytest.raises(SystemExit, match="--card-gb=80 is not a setting"):
         main(["--card-gb=80", *NEEDED])
 
 

@@ -41,8 +41,8 @@ def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
-        ("Clock", (), "the same seed plays another game, first in answer 1"),
-        ("Remembers", (), "the same seed plays another game, first in answer 0"),
+        ("Clock", (), "the same seed gives another trajectory, first in answer 1"),
+        ("Remembers", (), "the same seed gives another trajectory, first in answer 0"),
         ("Own", (), "two samples of a prompt begin with different observations"),
         ("Dies", (), "its process has ended"),
         ("Strange", ("--kwargs", '{"answer": "number"}'), "step returned int 3, not a Turn or"),
@@ -86,4 +86,4 @@ def test_options_that_are_none_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         main([f"{GAMES}:Count", *option])
-    assert f"argument {option[0]}: {option[1]} is no " in capsys.readouterr().err
+    assert f"argument {option[0]}: {option[1]} is not a " in capsys.readouterr().err

@@ -42,17 +42,18 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
     [
         (
             {"NCCL_SOCKET_IFNAME": "ens3"},
-            "NCCL_SOCKET_IFNAME=ens3: ens3 is no interface of this machine, which has eth0, ib0",
+            "NCCL_SOCKET_IFNAME=ens3: ens3 is not an interface of this machine, "
+            "which has eth0, ib0",
             "export NCCL_SOCKET_IFNAME=eth0",
         ),
         (
             {"NCCL_SOCKET_IFNAME": "=eth"},
-            "NCCL_SOCKET_IFNAME==eth: eth is no interface of this machine, which has eth0, ib0",
+            "NCCL_SOCKET_IFNAME==eth: eth is not an interface of this machine, which has eth0, ib0",
             "export NCCL_SOCKET_IFNAME=eth0",
         ),
         (
             {"GLOO_SOCKET_IFNAME": "eth"},
-            "GLOO_SOCKET_IFNAME=eth: eth is no interface of this machine, which has eth0, ib0",
+            "GLOO_SOCKET_IFNAME=eth: eth is not an interface of this machine, which has eth0, ib0",
             "export GLOO_SOCKET_IFNAME=eth0",
         ),
         (
@@ -68,7 +69,7 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
         ),
         (
             {"NCCL_DEBUG": "VERBOSE"},
-            "NCCL_DEBUG=VERBOSE is no level of VERSION, WARN, INFO, ABORT, TRACE",
+            "NCCL_DEBUG=VERBOSE is not a level of VERSION, WARN, INFO, ABORT, TRACE",
             "export NCCL_DEBUG=WARN",
         ),
     ],
@@ -112,7 +113,9 @@ def test_doctor_has_a_line_of_the_network_and_one_for_each_wrong_name(
         "ok    network       lo 127.0.0.1, eth0 10.0.0.5, ib0 10.1.0.5, mlx5_0 (DOWN), "
         "GLOO_SOCKET_IFNAME=eth1, NCCL_DEBUG=WARN"
     )
-    assert failing.startswith("FAIL  network       GLOO_SOCKET_IFNAME=eth1: eth1 is no interface")
+    assert failing.startswith(
+        "FAIL  network       GLOO_SOCKET_IFNAME=eth1: eth1 is not an interface"
+    )
     assert failing.endswith(" → export GLOO_SOCKET_IFNAME=eth0")
 
 

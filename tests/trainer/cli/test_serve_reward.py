@@ -56,7 +56,7 @@ def test_asserts_score_only_on_trusted_programs(function: list[str], trust: list
         (["--token-env", "NO_SUCH_TOKEN"], "--token-env=NO_SUCH_TOKEN: that variable is not set"),
         (["--sandbox", '{"memory": 1}'], "--sandbox has memory; .* Did you mean 'memory_gb'"),
         (["--function", "no_such.py", "--port", "0"], "^--function=no_such.py: there is no such"),
-        (["--function", "json:dumps", "--trust-programs"], "--trust-programs is for the rule of"),
+        (["--function", "json:dumps", "--trust-programs"], "--trust-programs applies to the rule"),
         (["--function", "json:score", "--port", "0"], "^--function='score': json has no such name"),
     ],
 )
@@ -68,4 +68,4 @@ def test_what_cannot_serve_is_refused(options: list[str], words: str) -> None:
 def test_arguments_that_are_no_object_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve_reward.main(["--kwargs", "[1]"])
-    assert "argument --kwargs: [1] is no JSON object" in capsys.readouterr().err
+    assert "argument --kwargs: [1] is not a JSON object" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_no_line_is_wider_than_the_terminal(three: list[Path]) -> None:
 
 
 def test_one_run_or_no_run_is_refused(three: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs two run folders or more; there is 1"):
+    with pytest.raises(ConfigError, match="needs two run folders or more; this command names 1"):
         read_runs([three[0], f"{three[0]}/"])
     with pytest.raises(ConfigError, match="has no metrics.jsonl.*Run folders in it"):
         read_runs([three[0], tmp_path])

@@ -76,7 +76,10 @@ SETTINGS = [
     ),
     (
         "role_mapping.critic=critic_poll",
-        ["'critic_poll', which does not exist", "One more is resource_pool_spec.critic_poll=[1]"],
+        [
+            "'critic_poll', which does not exist",
+            "Add this pool by resource_pool_spec.critic_poll=[1]",
+        ],
     ),
     ("role_mapping.judge=global_pool", ["role_mapping.judge", "+role_workers.judge=<dotted path"]),
     ("+role_mapping.critc=global_pool", ["Did you mean 'critic'"]),
@@ -99,7 +102,7 @@ SETTINGS = [
     ("placement=diagonal", ["diagonal", "colocate"]),
     (
         "trainer.cls=MyTrainer",
-        ["MyTrainer is no path of an object", "my_module.MyClass"],
+        ["MyTrainer is not the path of an object", "my_module.MyClass"],
     ),
     (
         "actor_rollout_ref.model.lora_rank=4 actor_rollout_ref.model.target_modules=[q_projj]",
@@ -175,7 +178,7 @@ SETTINGS = [
     (
         "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2 "
         "algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1]",
-        ["has 1 numbers for the 2 rewards", "null to count each once"],
+        ["has 1 numbers for the 2 rewards", "null for equal weights"],
     ),
     (
         "algorithm.adv_estimator=grpo_process actor_rollout_ref.rollout.n=2 "

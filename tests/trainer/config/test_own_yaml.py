@@ -132,7 +132,7 @@ def test_words_that_are_no_settings_are_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]
 ) -> None:
     text = said(monkeypatch, tmp_path, {}, *arguments)
-    assert f"{arguments[0]} is no setting. Settings are written key=value" in text
+    assert f"{arguments[0]} is not a setting. Settings are written key=value" in text
 
 
 @pytest.mark.parametrize("key", ["trainer: {total_epochs: ", "algorithm: {adv_estimator: "])

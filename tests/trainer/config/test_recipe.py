@@ -108,7 +108,7 @@ def test_recipes_are_composed_in_turns() -> None:
         ("data.train_files=x", "All keys: verl-like toy --cfg all"),
         ("width=0", "width=0: it must be above 0"),
         ("teacher_width=2", "teacher_width=2 is below width=4"),
-        ("+role_mapping.critic=global_pool", "no built-in role (learner, teacher)"),
+        ("+role_mapping.critic=global_pool", "not a built-in role (learner, teacher)"),
         ("~role_mapping.teacher ~role_workers.teacher", "Role 'teacher' is on no pool"),
         ("~role_workers.teacher", "Role 'teacher' has no worker class: set role_workers.teacher="),
         ("trainer.cls=", "trainer.cls is empty: give the dotted path"),

@@ -184,10 +184,12 @@ def test_files_that_another_tool_fetched_are_read_without_a_network(
 
 
 def test_an_unknown_name_is_an_error(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"data.train_files=hub://maker/other: it is no file"):
+    with pytest.raises(ConfigError, match=r"data.train_files=hub://maker/other: it is not a file"):
         texts("hub://maker/other")
     go_offline(monkeypatch)
-    with pytest.raises(ConfigError, match=r"no file here, and the Hugging Face hub does not give"):
+    with pytest.raises(
+        ConfigError, match=r"not a file here, and the Hugging Face hub does not provide"
+    ):
         texts("maker/texts")
     with pytest.raises(ConfigError, match="hub://texts names no data set; write hub://organisat"):
         texts("hub://texts")
@@ -257,7 +259,10 @@ def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:
     [
         ("", r"maker/texts: it has several splits; add a : and one of train, test"),
         (":tran", r'maker/texts:tran: .* Unknown split "tran". Should be one of .*train'),
-        ("/nowhere:train", r"maker/texts/nowhere:train: it is no file here, and the Hugging Face"),
+        (
+            "/nowhere:train",
+            r"maker/texts/nowhere:train: it is not a file here, and the Hugging Face",
+        ),
     ],
 )
 def test_an_unclear_split_is_an_error_that_names_the_splits(

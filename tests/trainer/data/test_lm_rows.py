@@ -112,7 +112,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
         ({"text": 3}, "'text' is a int, not a string"),
         ({"prompt": "a", "response": ""}, "'response' is empty"),
         ({"messages": CHAT[:1]}, "has no message of the assistant"),
-        ({"messages": [{"role": "user"}]}, "no list of messages with role and content"),
+        ({"messages": [{"role": "user"}]}, "not a list of messages with role and content"),
         (
             {"messages": [*CHAT[:1], {"role": "assistant", "content": " "}, *CHAT]},
             "message 1 of 'messages', the assistant's, is empty",

@@ -182,7 +182,7 @@ GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}
         (json.dumps({**GOOD, "prompt": []}), "line 2: 'prompt' is empty"),
         (
             json.dumps({**GOOD, "prompt": [{"text": "a"}]}),
-            "line 2: 'prompt' is no list of mess",
+            "line 2: 'prompt' is not a list of mess",
         ),
         (
             json.dumps({**GOOD, "data_source": None}),

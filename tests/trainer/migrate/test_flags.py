@@ -44,13 +44,15 @@ def test_names_in_an_expression_are_flags(table: Table, expression: str, expecte
 def test_a_variable_is_no_number(table: Table) -> None:
     given = flags(table, "--rows", "$N")
     for expression in ("rows * 2", "2 * rows", "rows + 1", "rows % 2"):
-        with pytest.raises(ConfigError, match=r"--rows is '\$N': this figure is computed"):
+        with pytest.raises(ConfigError, match=r"--rows is '\$N': this number is computed"):
             given.computed(expression)
 
 
 def test_a_part_of_a_group_is_rejected(table: Table) -> None:
     assert flags(table, "--twice", "6").finish().settings == {"data.max_length": "3"}
-    with pytest.raises(ConfigError, match=r"whole\(twice / 2\).* is 2.5, and whole groups"):
+    with pytest.raises(
+        ConfigError, match=r"whole\(twice / 2\).* is 2.5, but this project counts whole groups"
+    ):
         flags(table, "--twice", "5").finish()
 
 

@@ -107,7 +107,7 @@ def test_a_yaml_is_known_by_its_fields_or_read_by_its_command(tmp_path: Path) ->
     (tmp_path / "dpo.yaml").write_text(text, encoding="utf-8")
     again = migrated("trl", f"trl dpo --config {tmp_path}/dpo.yaml --beta 0.3")
     assert again.settings == done.settings | {"beta": "0.3"}
-    with pytest.raises(ConfigError, match="cannot be seen by its fields"):
+    with pytest.raises(ConfigError, match="cannot be told from its fields"):
         migrated("trl", "model_name_or_path: m\n")
 
 
@@ -192,7 +192,9 @@ def test_kto_has_its_weights_and_its_lengths(tmp_path: Path) -> None:
 
 
 def test_scripts_with_code_of_their_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match="examples.scripts.grpo_vlm.py is a script of its own"):
+    with pytest.raises(
+        ConfigError, match="examples.scripts.grpo_vlm.py is a script that has no counterpart"
+    ):
         migrated("trl", "python examples/scripts/grpo_vlm.py --model_name_or_path m")
     with pytest.raises(ConfigError, match="no command runs grpo, sft, reward, dpo, kto"):
         migrated("trl", "python prepare.py --sft 1")

@@ -34,13 +34,13 @@ def composed(done: Translation) -> Any:
         (f"{TURNS}.enable=True", "multi_turn.enable=True: tools are typed functions"),
         (f"{TURNS}.tool_config_path=t.yaml", "environment.tools=[FILE.py:FUNCTION]"),
         ("data.image_key=images", "models with images are not trained here"),
-        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B", "column images unasked"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B", "column images of the rows by default"),
         ("reward_model.sandbox_fusion.url=http://a", "programs run in a sandbox of their own"),
         (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff=0.1", "loss of routers"),
         ("actor_rollout_ref.model.mtp.enable=True", "heads for several tokens"),
         ("data.no_such_key=1", "no such key is known here"),
         ("trainer.project_name=${trainer.experiment_name}", "give what it stands for"),
-        ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script has its value from"),
+        ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script takes its value from"),
         ("reward_model.enable=True custom_reward_function.path=f.py", "asks the reward model's"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_yaml_of_keys_is_read_with_those_that_it_is_made_of(tmp_path: Path) ->
     config = composed(migrated("verl", text))
     assert (config.data.train_batch_size, config.data.max_prompt_length) == (512, 7)
     assert (config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.rollout.n) == (0.5, 5)
-    with pytest.raises(ConfigError, match="there is no .*missing.yaml; call this where"):
+    with pytest.raises(ConfigError, match="there is no .*missing.yaml; run this command"):
         translated_whole("verl", f"{MAIN} --config-path={tmp_path} --config-name=missing")
     (tmp_path / "own.yaml").write_text("defaults: [{actor: mine}, _self_]")
     with pytest.raises(ConfigError, match="is composed of .*mine"):
@@ -238,7 +238,7 @@ def test_sft_by_engines() -> None:
 
 def test_drivers_with_code_of_their_own_are_refused() -> None:
     for driver in ("recipe.spin.main_spin", "verl.trainer.main_generation"):
-        with pytest.raises(ConfigError, match=f"{driver} is a driver with code of its own"):
+        with pytest.raises(ConfigError, match=f"{driver} is a driver with custom code"):
             translated_whole("verl", f"python -m {driver} data.train_files=x")
 
 

@@ -67,9 +67,9 @@ def test_entropy_is_measured_by_the_first_one() -> None:
     assert alarms.check({"actor/entropy": 2.0}, 2) == []
     assert alarms.check({"actor/entropy": 0.11}, 3) == []
     (gone,) = alarms.check({"actor/entropy": 0.09}, 4)
-    assert "0.09, 2 at first: the policy says one thing" in gone
+    assert "0.09, 2 at first: the policy repeats one response" in gone
     (grown,) = alarms.check({"actor/entropy": 6.1}, 5)
-    assert "comes apart" in grown
+    assert "becomes random" in grown
 
 
 def test_a_resumed_run_knows_what_the_run_began_with_and_what_was_said() -> None:

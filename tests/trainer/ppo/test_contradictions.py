@@ -51,7 +51,7 @@ WARNINGS = [
     (
         f"{GRPO} {LOSS_MODE}=gspo actor_rollout_ref.actor.clip_ratio=3e-4",
         "sequence-aggregation",
-        ["loss_agg_mode=token-mean counts it once a token", "seq-mean-token-mean"],
+        ["loss_agg_mode=token-mean counts it once per token", "seq-mean-token-mean"],
     ),
     (
         f"{GRPO} {LOSS_MODE}=gspo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",

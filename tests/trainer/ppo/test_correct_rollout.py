@@ -198,7 +198,7 @@ def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
         (("correction=bypass_ppo_clip", f"{SECTION}.rollout_is=token"), "count it twice"),
         (
             ("correction=bypass_pg_is", f"{SECTION}.rollout_is_batch_normalize=true"),
-            "micro-batch by micro-batch",
+            "computed per micro-batch",
         ),
         ((f"{SECTION}.rollout_rs=token_k1",), "needs one threshold"),
         ((f"{SECTION}.rollout_is=tokn",), "Did you mean 'token'"),

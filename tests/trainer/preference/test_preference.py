@@ -169,7 +169,7 @@ def test_other_rows_are_refused_by_a_resume_and_computed_by_a_start(
     whole: Path, tiny_dir: Path, turned: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(tiny_dir, {"train": turned}, tmp_path / "again")
-    with pytest.raises(CheckpointError, match=r"rows of data.train_files are other ones now"):
+    with pytest.raises(CheckpointError, match=r"rows of data.train_files have changed"):
         trained(*resuming(settings, whole / "global_step_2"))
 
     (tmp_path / "anew").mkdir()
@@ -183,7 +183,7 @@ def test_other_weights_are_refused_by_a_resume_and_computed_by_a_start(
 ) -> None:
     other = f"ref.model.path={other_model}"
     settings = settings_of(tiny_dir, files, tmp_path / "again", other)
-    with pytest.raises(CheckpointError, match=r"reference's weights are other ones now"):
+    with pytest.raises(CheckpointError, match=r"reference's weights have changed"):
         trained(*resuming(settings, whole / "global_step_2"))
 
     (tmp_path / "anew").mkdir()

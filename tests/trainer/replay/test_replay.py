@@ -316,7 +316,7 @@ def test_stages_are_those_of_ppos_own_step() -> None:
     request = ReplayRequest(Path("run"), 3, "update")
     with pytest.raises(ConfigError, match=r"a step of SFTTrainer has no stages score, estimate"):
         replaying(SFTTrainer, request)
-    with pytest.raises(ConfigError, match=r"OwnStep has a step of its own"):
+    with pytest.raises(ConfigError, match=r"OwnStep overrides the step"):
         replaying(OwnStep, request)
     assert issubclass(replaying(OwnStep, ReplayRequest(Path("run"), 3)), OwnStep)
 

@@ -193,7 +193,7 @@ def test_a_file_of_the_current_folder_is_found_by_workers(
     [
         (("environment=nowhere.py:Guess",), "nowhere.py: there is no such file", PPO),
         ((f"environment={GAMES}:Nowhere",), "has no such name", PPO),
-        ((f"environment={GAMES}:add",), "is no class with a method `reset`", PPO),
+        ((f"environment={GAMES}:add",), "is neither a class with a method `reset`", PPO),
         (("environment=Guess",), "give FILE.py:NAME", PPO),
         ((f"environment={GAMES}:Count", "environment.max_turns=0"), "max_turns=0", PPO),
         ((f"environment={GAMES}:NeedsLevel",), "reset needs 'level'.* no such column, only", PPO),

@@ -121,7 +121,9 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_advice_works(
         checkpoints(run, *resume_from(run / "global_step_4"))
     assert checkpoints(run).resume.start_step == 2
 
-    with pytest.raises(CheckpointError, match="Name another one: beside it are global_step_2"):
+    with pytest.raises(
+        CheckpointError, match="Name another checkpoint; next to it are global_step_2"
+    ):
         checkpoints(tmp_path / "other", *resume_from(run / "global_step_4"))
     assert (
         checkpoints(tmp_path / "other", *resume_from(run / "global_step_2")).resume.start_step == 2
@@ -132,9 +134,9 @@ def test_a_damaged_one_is_in_nobodys_way(tmp_path: Path) -> None:
     """Not in the way of a run that resumes from an older one, even with another configuration."""
     saved(tmp_path, 2, 4)
     cut(tmp_path / "global_step_4" / "actor" / "number")
-    with pytest.raises(CheckpointError, match="go on all the same with (.*)") as refused:
+    with pytest.raises(CheckpointError, match="resume anyway with (.*)") as refused:
         checkpoints(tmp_path, "algorithm.lam=0.9")
-    advice = str(refused.value).split("all the same with ")[1].split()
+    advice = str(refused.value).split("resume anyway with ")[1].split()
     run = checkpoints(tmp_path, "algorithm.lam=0.9", *advice)
     assert run.resume.start_step == 2
     run.resume.cut_back()
@@ -235,7 +237,7 @@ def test_a_marker_of_another_step_is_damaged(tmp_path: Path) -> None:
 def test_a_state_that_does_not_load_is_refused_by_name_and_stays(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     run = checkpoints(tmp_path)
-    words = r"global_step_4/trainer.json does not load: TypeError: .*beside it: global_step_2, "
+    words = r"global_step_4/trainer.json does not load: TypeError: .*next to it: global_step_2, "
     with pytest.raises(CheckpointError, match=words), run.resume.naming_checkpoint():
         json.loads("[]")["num_taken"]
     assert committed(tmp_path) == [2, 4]
