@@ -20,9 +20,9 @@ case $which in
     guess)
         settings=(
             environment=$here/guess.py:Guess environment.max_tokens_per_turn=1
-            algorithm.adv_estimator=rloo_process actor_rollout_ref.actor.optim.lr=3e-3 $several_updates
+            algorithm.adv_estimator=rloo_process actor_rollout_ref.actor.optim.lr=2e-3 $several_updates
             data.train_batch_size=32 data.max_prompt_length=8 data.max_response_length=24
-            actor_rollout_ref.rollout.n=8 trainer.total_training_steps=60
+            actor_rollout_ref.rollout.n=8 trainer.total_training_steps=75
         )
         ;;
     calculator)
