@@ -150,8 +150,8 @@ def overlap(arguments: Sequence[str]) -> None:
     num_pieces = max(setup.num_pieces for setup in setups)
     if 0 < options.limit < num_pieces:
         raise ConfigError(
-            f"--limit={options.limit} pieces is below a batch of {num_pieces}: the trainer would "
-            f"wait forever. --limit={num_pieces}, or 0 for none."
+            f"--limit={options.limit} is less than a batch of {num_pieces} pieces: the trainer "
+            f"would wait forever. Set --limit={num_pieces}, or 0 for no limit."
         )
     for setup in setups:
         if lopsided := Topology.of(setup.num_generators, setup.num_trainers).lopsided:

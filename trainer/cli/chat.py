@@ -127,8 +127,8 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.max_tokens < 1 or options.temperature < 0:
         raise ConfigError(
-            f"--max-tokens={options.max_tokens} is 1 or more, --temperature="
-            f"{options.temperature} is 0 or more."
+            f"--max-tokens={options.max_tokens} --temperature={options.temperature}: the first "
+            "must be 1 or more, the second 0 or more."
         )
     from transformers.utils.logging import disable_progress_bar
 

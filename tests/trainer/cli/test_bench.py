@@ -100,7 +100,7 @@ def test_a_run_folder_gives_the_seconds_and_options_replace_them(
         ([], "--gen and --update missing"),
         (["--gen=1"], "--update missing"),
         (["--gen=0", "--update=1"], "none is given of gen: give seconds above 0 by --gen\\."),
-        ([*GIVEN, "--limit=1"], "--limit=1 pieces is below a batch of 2"),
+        ([*GIVEN, "--limit=1"], "--limit=1 is less than a batch of 2 pieces"),
         (["nowhere"], "nowhere is no folder"),
     ],
 )

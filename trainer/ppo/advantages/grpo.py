@@ -21,7 +21,7 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score minus its group's mean, divided by its group's standard deviation.
 
-    Without the division (norm_adv_by_std_in_grpo=false) it is Dr. GRPO's.
+    Without the division (norm_adv_by_std_in_grpo=false) this is the advantage of Dr. GRPO.
 
     Watch: `actor/grad_norm` that falls to 0 below the best `critic/score/mean`: most groups score
     alike. Set `algorithm.filter_groups.enable`. `response_length/mean` that grows while the score
