@@ -100,7 +100,7 @@ def test_children_on_gpus_are_refused_before_a_process_starts(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = reporting(tmp_path, ROLES, generator_0_pool=1, trainer_pool=1)
     with pytest.raises(
-        PlacementError, match="'generator_0_pool' is child .*generator_0_pool.device=cpu"
+        PlacementError, match="'generator_0_pool' would be child .*generator_0_pool.device=cpu"
     ):
         WorkerGroups(config)
     config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}})

@@ -72,7 +72,7 @@ def test_an_open_sample_is_not_made_twice_and_a_closed_one_not_trained_twice() -
 
 
 def test_an_update_with_another_number_of_tokens_is_named() -> None:
-    with pytest.raises(LedgerError, match=r"of 1 samples: b/1 \(11 instead of 12\)"):
+    with pytest.raises(LedgerError, match=r"for 1 samples: b/1 \(11 instead of 12\)"):
         filled().train({("b", 0): 8, ("b", 1): 11})
 
 

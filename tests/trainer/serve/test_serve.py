@@ -359,7 +359,7 @@ def test_a_gap_is_given_up() -> None:
     assert "seq_id 1 did not arrive within 0 s" in failed[0]
     turns.submit(3, Promise(), lambda: started.append(3))
     assert started == [3]
-    with pytest.raises(RequestError, match="seq_id 2 is over"):
+    with pytest.raises(RequestError, match="seq_id 2 was already used"):
         turns.check(2)
 
 

@@ -60,7 +60,7 @@ def test_a_value_that_was_written_over_or_moved_is_refused(server: dist.TCPStore
     ours.set("two", "2")
     second = next(n for n in server.list_keys() if n.startswith("a/") and n != first)
     server.set(second, server.get(first))
-    with pytest.raises(WorkerError, match=r"'two' was not written by a process of this run"):
+    with pytest.raises(WorkerError, match=r"'two' in the store was not written by a process"):
         ours.get("two")
     server.set(first, b"x" * SIGNATURE_BYTES + b"1")
     with pytest.raises(WorkerError, match="'one' was not written"):

@@ -95,7 +95,7 @@ def test_an_address_that_a_stranger_has_written_over_is_refused_in_words() -> No
     stores[0].set("address", "here")
     for name in names_in(server, 3):
         server.set(name, "a stranger's address")
-    with pytest.raises(WorkerError, match="'address' was not written by a process of this run"):
+    with pytest.raises(WorkerError, match="'address' in the store was not written by a process"):
         stores[1].get("address")
 
 
