@@ -63,7 +63,7 @@ def test_a_value_that_was_written_over_or_moved_is_refused(server: dist.TCPStore
     with pytest.raises(WorkerError, match=r"'two' in the store was not written by a process"):
         ours.get("two")
     server.set(first, b"x" * SIGNATURE_BYTES + b"1")
-    with pytest.raises(WorkerError, match="'one' was not written"):
+    with pytest.raises(WorkerError, match="'one' in the store was not written"):
         ours.get("one")
 
 
