@@ -134,8 +134,8 @@ def main() -> None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
             continue
         for name, call in calls.items():
-            own = seconds_of(call, chosen.rounds) / num_ranks * 1e6
-            results.setdefault(name, []).append(own)
+            driver_us = seconds_of(call, chosen.rounds) / num_ranks * 1e6
+            results.setdefault(name, []).append(driver_us)
     if chosen.profile:
         return
     print("microseconds a rank and call, driver alone")
@@ -143,8 +143,8 @@ def main() -> None:
     for name, row in results.items():
         print(f"{name:<12}" + "".join(f"{number:>9.1f}" for number in row))
     if 1024 in chosen.ranks:
-        own = results["update nd8"][chosen.ranks.index(1024)]
-        print(f"update nd8 at 1024 ranks: {own:.1f}, limit {LIMIT_US:g}")
+        driver_us = results["update nd8"][chosen.ranks.index(1024)]
+        print(f"update nd8 at 1024 ranks: {driver_us:.1f}, limit {LIMIT_US:g}")
 
 
 if __name__ == "__main__":

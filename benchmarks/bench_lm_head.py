@@ -157,8 +157,8 @@ def compare(size: str, num_rounds: int) -> dict[str, float]:
         for name in ("score_s", "score_peak_mib", "update_s", "score_and_update_peak_mib"):
             report[f"{side}, {name}"] = statistics.median(one[name] for one in figures)
     for name in ("log_prob_sum", "entropy", "grad_norm"):
-        own, other = (results[side][0][name] for side in ("chunks", "whole"))
-        report[f"{name}, apart"] = abs(own - other) / abs(other)
+        chunked, whole = (results[side][0][name] for side in ("chunks", "whole"))
+        report[f"{name}, apart"] = abs(chunked - whole) / abs(whole)
     return report
 
 

@@ -100,10 +100,10 @@ def steps(published: Case, root: Path) -> list[Case]:
             lora_rank=case.get("lora_rank", 0),
         )
         fsdp, parallel = FSDPConfig(), ParallelConfig(**axes)
-        held = RoleModel("model.path", model, fsdp, parallel=parallel, trains=True)
+        role_model = RoleModel("model.path", model, fsdp, parallel=parallel, trains=True)
         tokens = int(case["rows"] * case["tokens"] // axes["sp"])
         largest = LargestPass(tokens, tokens)
-        memory = memory_of(held, "model", "all", case["gpus"], "cuda", largest)
+        memory = memory_of(role_model, "model", "all", case["gpus"], "cuda", largest)
         gib = (memory.kept + memory.call) / GIB
         row = {"case": case["name"], "of": "GiB", "published": case["GiB"]}
         row |= {"predicted": round(gib, 2), "ratio": round(gib / case["GiB"], 3)}

@@ -67,12 +67,12 @@ def median_s(*sides: Callable[[], Any], rounds: int) -> list[float]:
     """Median seconds of each side, which take turns; the first round is not counted."""
     times: list[list[float]] = [[] for _ in sides]
     for number in range(rounds + 1):
-        for side, own in zip(sides, times, strict=True):
+        for side, durations in zip(sides, times, strict=True):
             begin = time.perf_counter()
             side()
             if number:
-                own.append(time.perf_counter() - begin)
-    return [statistics.median(own) for own in times]
+                durations.append(time.perf_counter() - begin)
+    return [statistics.median(durations) for durations in times]
 
 
 def rows(vocabulary: int) -> list[tuple[list[int], dict[str, Any]]]:
@@ -93,7 +93,7 @@ def measure_step(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
         Datum(tokens, {name: np.asarray(values) for name, values in inputs.items()})
         for tokens, inputs in datums
     ]
-    own = ServedModel(model.name, "actor", 32)  # for calls without HTTP
+    served_model = ServedModel(model.name, "actor", 32)  # for calls without HTTP
     loss = RequestLoss("importance_sampling", client_loss("importance_sampling"), {})
 
     def over_http() -> None:
@@ -103,8 +103,8 @@ def measure_step(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
         client.result(stepped)
 
     def in_process() -> None:
-        desk.verbs.forward_backward(own, arrays, loss)
-        desk.verbs.optim_step(own, STEP)
+        desk.verbs.forward_backward(served_model, arrays, loss)
+        desk.verbs.optim_step(served_model, STEP)
 
     http_s, verbs_s = median_s(over_http, in_process, rounds=rounds)
     return {"http_s": http_s, "verbs_s": verbs_s, "times": http_s / verbs_s}
@@ -218,13 +218,13 @@ def adapter_mb(desk: Desk, rank: int) -> float:
 def measure_requests(desk: Desk, client: Client) -> dict[str, float]:
     """Memory over many requests."""
     model, datum = client.model(desk.base_model, 1, rank=4), rows(desk.limits.vocabulary)[:1]
-    found = {}
+    memory = {}
     for count in range(1, 501):
         client.result(model.backward(datum, "importance_sampling"))
         client.result(model.step(learning_rate=1e-5))
         if count in (50, 500):
-            found[f"after_{2 * count}_mb"] = memory_mb()
-    return found
+            memory[f"after_{2 * count}_mb"] = memory_mb()
+    return memory
 
 
 def main() -> None:

@@ -263,7 +263,7 @@ def memory(trial: Trial) -> Iterator[Figure]:
     for size in ("1.5b", "7b-8-layers"):
         for recompute in (True, False):
             worker = actor(trial, size, 0, 0, enable_gradient_checkpointing=recompute)
-            held = worker.role_model(
+            role_model = worker.role_model(
                 WorkersConfig(
                     actor_rollout_ref=worker.policy, data=None, trainer=None, algorithm=None
                 )
@@ -274,7 +274,7 @@ def memory(trial: Trial) -> Iterator[Figure]:
                 worker.config.ppo_mini_batch_size = num_rows
                 name = f"{size}, {tokens} tokens{', recomputed' * recompute}"
                 largest = LargestPass(tokens, num_rows // 2 * RESPONSE)
-                predicted = memory_of(held, "actor", "pool", 1, trial.device, largest)
+                predicted = memory_of(role_model, "actor", "pool", 1, trial.device, largest)
                 yield f"{name}: predicted GiB", (predicted.kept + predicted.call) / GIB
                 if trial.device == "cuda":
                     torch.cuda.empty_cache()

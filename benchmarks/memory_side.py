@@ -239,8 +239,8 @@ def predicted(folder: str, case: Case) -> Any:
     num_reads = {"reward_model": 1, "sft": WIDTH - 1, "dpo": WIDTH - 1}.get(case.role, RESPONSE)
     largest = LargestPass(ROWS_AT_ONCE * WIDTH, ROWS_AT_ONCE * num_reads)
     role = "reward_model" if case.role == "reward_model" else ""
-    held = kind.role_model(config, role)
-    return memory_of(held, "", "", case.num_ranks, "cpu", largest)
+    role_model = kind.role_model(config, role)
+    return memory_of(role_model, "", "", case.num_ranks, "cpu", largest)
 
 
 def measured(folder: str, case: Case) -> dict[str, int]:
@@ -272,9 +272,9 @@ def measured(folder: str, case: Case) -> dict[str, int]:
 def compared(folder: str, case: Case) -> dict[str, Any]:
     """Both, of what is kept and of the largest call, and the parts of what is predicted."""
     memory, results = predicted(folder, case), measured(folder, case)
-    kept = results.pop("kept")
+    kept_bytes = results.pop("kept")
     return {
-        "kept": {"predicted": memory.kept, "measured": kept},
+        "kept": {"predicted": memory.kept, "measured": kept_bytes},
         "call": {"predicted": memory.call, "measured": max(results.values())},
         "calls": results,
         "parts": {name: getattr(memory, name) for name in PARTS},

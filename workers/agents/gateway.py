@@ -4,9 +4,9 @@
 
     def run(row):                                   # environment=my_agent.py:run
         policy = openai.OpenAI()                    # OPENAI_BASE_URL and OPENAI_API_KEY are set
-        asked = [{"role": "user", "content": "Guess my number, 1 to 10."}]
-        said = policy.chat.completions.create(model="policy", messages=asked)
-        return float(said.choices[0].message.content == row["ground_truth"])
+        messages = [{"role": "user", "content": "Guess my number, 1 to 10."}]
+        reply = policy.chat.completions.create(model="policy", messages=messages)
+        return float(reply.choices[0].message.content == row["ground_truth"])
 
     agent --POST--> AgentEndpoint --AgentSession.ask--> AgentEpisode --answers--> turns
       ^                                                                              |

@@ -59,8 +59,8 @@ def test_a_pass_is_of_a_step_s_rows_at_most(
     more: tuple[str, ...], tokens: int, tiny_dir: Path
 ) -> None:
     config = dpo(tiny_dir, *more)
-    own = role_models(config)["preference"]
-    assert largest_pass(config, own, num_sides=2, dims=ParallelDims()).tokens == tokens
+    role_model = role_models(config)["preference"]
+    assert largest_pass(config, role_model, num_sides=2, dims=ParallelDims()).tokens == tokens
 
 
 def test_roles_that_do_not_fit_on_a_gpu_are_refused(

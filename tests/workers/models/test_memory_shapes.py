@@ -252,8 +252,8 @@ def test_a_pass_gathers_the_experts_of_its_rank_alone(
     def memory(ep: int, strategy: str = "fsdp") -> RoleMemory:
         model = ModelConfig(path=str(tmp_path))
         parallel = ParallelConfig(ep=ep)
-        held = RoleModel("", model, strategy=strategy, parallel=parallel, trains=True)
-        return memory_of(held, "actor", "pool", 8, "cuda", LargestPass(1, 1))
+        role_model = RoleModel("", model, strategy=strategy, parallel=parallel, trains=True)
+        return memory_of(role_model, "actor", "pool", 8, "cuda", LargestPass(1, 1))
 
     assert memory(4).weights == memory(1).weights
     left_out = (1 - 1 / 4) * of_layer * 2  # bytes in bfloat16

@@ -137,15 +137,15 @@ def _engine(folder: Path, checkpointing: bool) -> Any:
 def _training(module: Any, engine: Any, alone: Alone) -> tuple[float, str]:
     """Return the worst relative error of log-probs, entropies and the gradient, and the layout."""
     data, (pairs, plain) = make_rows(), alone
-    found = engine.forward_rows(data, Budget(rows=4), TokenOutputs(entropy=True))
+    outputs = engine.forward_rows(data, Budget(rows=4), TokenOutputs(entropy=True))
     inside = data.batch["response_mask"] != 0
-    own = _gradient(engine, data)
+    gradient = _gradient(engine, data)
 
     errors = [
-        _error(found["log_probs"][inside], torch.cat([lp for lp, _ in pairs])),
-        _error(found["entropys"][inside], torch.cat([entropy for _, entropy in pairs])),
+        _error(outputs["log_probs"][inside], torch.cat([lp for lp, _ in pairs])),
+        _error(outputs["entropys"][inside], torch.cat([entropy for _, entropy in pairs])),
     ]
-    gradient_error = _gradient_error(own, plain)
+    gradient_error = _gradient_error(gradient, plain)
     if not LARGEST_ERROR < gradient_error < rounding_of_gradient(module, data, plain):
         errors.append(gradient_error)
     return max(errors), f" ({engine.row_passes.kind})"

@@ -104,10 +104,10 @@ def test_chunks_give_the_log_probs_entropies_and_gradients_of_whole_logits(
     actor = actor_of(folders(head))
     engine = actor.engine
     assert chunking_blocker(engine.module.config) == ""
-    found = engine.forward_rows(data, Budget(rows=BATCH), TokenOutputs(0.7, entropy=True))
+    columns = engine.forward_rows(data, Budget(rows=BATCH), TokenOutputs(0.7, entropy=True))
     expected = expected_columns(folders(head), data, temperature=0.7)
     for name, column in expected.items():
-        torch.testing.assert_close(found[name].double(), column, atol=2e-5, rtol=0)
+        torch.testing.assert_close(columns[name].double(), column, atol=2e-5, rtol=0)
 
     whole = gradients(actor_of(folders(head), use_fused_kernels=False), data, ACTOR_COLUMNS)
     for budget in (Budget(rows=BATCH), Budget(rows=2)):

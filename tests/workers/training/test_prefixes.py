@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
-from tests.workers.samples import PROMPT, RESPONSE, VOCAB, make_batch, started, tiny_config
+from tests.workers.samples import PROMPT, RESPONSE, make_batch, started, tiny_config
+from tests.workers.training.test_row_proof import saved_model
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from workers.models.routing import COLUMN as ROUTED
@@ -169,20 +170,7 @@ def test_operations_count_a_shared_prefix_once(tiny_dir: Path) -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_windows_see_a_copy_of_the_prefix(window: int | None, tmp_path: Path) -> None:
-    import transformers
-
-    config = transformers.MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=window,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    saved_model(tmp_path, "mistral", {"sliding_window": window})
     batch = samples_of_prompts(3, 4)
     shared, separate = (worker(ActorWorker, tmp_path, shares=shares) for shares in (True, False))
     assert shared.engine.row_passes.shares

@@ -168,14 +168,14 @@ def by_the_engine(
     engine: TrainEngine, data: DataProto
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return columns and gradients, in passes of several rows."""
-    found = engine.forward_rows(data, NEIGHBOURS, TokenOutputs(entropy=True))
+    columns = engine.forward_rows(data, NEIGHBOURS, TokenOutputs(entropy=True))
     set_training_mode(engine.module)
     batch = mini_batch(Rows.take(data, INPUTS), 0, 1, None)
     with engine.running(engine.optimizer):
         loss = Loss("both", sum_of_both, wanted=TokenOutputs(entropy=True))
         engine.forward_backward(batch, NEIGHBOURS, loss)
     grads = {n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None}
-    return found, grads
+    return columns, grads
 
 
 def by_transformers(
@@ -231,8 +231,8 @@ def test_one_short_row_is_a_pass_like_any_other(tmp_path: Path, model_type: str)
     engine = started(ActorWorker, tiny_config(folder), 1).engine
     expected, _ = by_transformers(folder, data, "sdpa")
     row = DataProto(batch=data.batch[4:5])
-    found = engine.forward_rows(row, NEIGHBOURS)["log_probs"]
-    torch.testing.assert_close(found, expected["log_probs"][4:5], atol=1e-4, rtol=0)
+    log_probs = engine.forward_rows(row, NEIGHBOURS)["log_probs"]
+    torch.testing.assert_close(log_probs, expected["log_probs"][4:5], atol=1e-4, rtol=0)
 
 
 def test_rows_on_both_sides_of_longrope_s_original_length_never_share_a_pass(
