@@ -76,18 +76,26 @@ def test_top_p_keeps_the_tokens_that_a_sort_keeps(
         assert filtered_probs(log_probs, sampling(top_p=top_p)).equal(expected)
 
 
-def test_top_p_sorts_no_vocabulary() -> None:
+def test_top_p_sorts_only_integers_of_32_bits() -> None:
     class Sorts(TorchDispatchMode):
-        names: ClassVar[list[str]] = []
+        dtypes: ClassVar[list[torch.dtype]] = []
 
         def __torch_dispatch__(self, func: Any, *args: Any) -> Any:
-            self.names.append(str(func))
+            if str(func).startswith("aten.sort"):
+                self.dtypes.append(args[1][0].dtype)
             return func(*args[1], **(args[2] if len(args) > 2 else {}))
 
     with Sorts():
         filtered_probs(torch.log_softmax(torch.randn(4, 5000), -1), sampling(top_p=0.9))
-    assert "aten.topk.default" in Sorts.names
-    assert not [name for name in Sorts.names if "sort" in name]
+    assert Sorts.dtypes == [torch.int32]
+
+
+@pytest.mark.parametrize("num_tied", [3, 1500])
+def test_of_equally_likely_tokens_top_p_keeps_the_first(num_tied: int) -> None:
+    log_probs = torch.full((2, 4000), -1e4)
+    log_probs[:, -num_tied:] = torch.tensor(1 / num_tied).log()
+    kept = filtered_probs(log_probs, sampling(top_p=0.5))[0].nonzero().flatten()
+    assert kept.tolist() == [*range(4000 - num_tied, 4000 - num_tied + (num_tied + 1) // 2)]
 
 
 def chi_square_limit(freedom: int) -> float:
