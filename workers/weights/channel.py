@@ -29,6 +29,7 @@ from torch import Tensor
 from verl_like.process.store import SIGNATURE_BYTES, SignedStore
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
+from workers.parallel.offload import lock_pages
 from workers.weights.checksum import (
     NamedTensors,
     Stopwatch,
@@ -120,16 +121,21 @@ def pack(
     def finished() -> Bucket:
         nonlocal number, filled, facts
         bucket = Bucket(facts, memory[:filled])
-        if not bucket.payload.is_cpu:
+        unhashed = [place for place, fact in enumerate(facts) if fact[3] is None]
+        if unhashed:
+            if bucket.payload.is_cpu:
+                torch.cuda.synchronize()
             with watch.running():
-                for fact, value in zip(facts, hashes_of(bucket.pieces()), strict=True):
-                    fact[3] = value
+                pieces = bucket.pieces()
+                hashes = hashes_of([pieces[place] for place in unhashed])
+            for place, value in zip(unhashed, hashes, strict=True):
+                facts[place][3] = value
         number, filled, facts = number + 1, 0, []
         return bucket
 
     for name, tensor in tensors:
         content = byte_view(tensor)
-        fact = [name, str(tensor.dtype), list(tensor.shape), 0]
+        fact = [name, str(tensor.dtype), list(tensor.shape), None]
         start = aligned(filled)
         if facts and start + len(content) > limit:
             yield finished()
@@ -144,11 +150,11 @@ def pack(
         facts.append(fact)
         filled = start + len(content)
         place = memory[start:filled]
-        if place.is_cpu:
+        if place.is_cpu and content.is_cpu:
             with watch.running():
-                fact[3] = copy_hashed(place, content.cpu())
+                fact[3] = copy_hashed(place, content)
         else:
-            place.copy_(content)
+            place.copy_(content, non_blocking=True)
     if facts:
         yield finished()
 
@@ -326,12 +332,18 @@ def receiving(
         yield Channel(connection, store, rank, device)
 
 
-def allocate_buffer(num_bytes: int, device: torch.device = HOST) -> Tensor:
-    """Allocate memory that returns to the system when freed; every sync allocates its own."""
+def allocate_buffer(num_bytes: int, device: torch.device = HOST, locked: bool = False) -> Tensor:
+    """Allocate memory that returns to the system when freed; every sync allocates its own.
+
+    Copies from a GPU into `locked` host memory are several times as fast.
+    """
     from workers.cpu.allocator import free_immediately
 
     with free_immediately():
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if locked:
+        lock_pages(buffer, buffer)
+    return buffer
 
 
 def _finish(started: Iterable[Finish]) -> None:

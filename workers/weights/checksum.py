@@ -24,7 +24,9 @@ NumberedTensor = tuple[torch.Size, Tensor]
 CHUNK = 2**18
 """Bytes that are copied and then hashed, so that the hash finds them in the L2 cache."""
 DEVICE_CHUNK = 2**20
-"""32-bit words that are hashed at a time on a device."""
+"""32-bit words that are multiplied by different numbers on a device."""
+DEVICE_CHUNKS = 8
+"""Chunks that are hashed at a time on a device, in 128 MiB of memory."""
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -67,10 +69,11 @@ def hash_on_device(payload: Tensor) -> Tensor:
     if size % 4 or payload.storage_offset() % 4:
         payload = torch.cat([payload, payload.new_zeros(-size % 4)])
     total = torch.full((), size, dtype=torch.int64, device=payload.device)
-    for words in payload.view(torch.int32).split(DEVICE_CHUNK):
-        total = (
-            total * _FACTORS[0] + (words.long() * _multipliers(words.device)[: len(words)]).sum()
-        )
+    multipliers, powers = _factors(payload.device)
+    for words in payload.view(torch.int32).split(DEVICE_CHUNKS * DEVICE_CHUNK):
+        padded = torch.nn.functional.pad(words, (0, -len(words) % DEVICE_CHUNK))
+        sums = (padded.view(-1, DEVICE_CHUNK).long() * multipliers).sum(dim=1)
+        total = total * powers[-1 - len(sums)] + (sums * powers[-len(sums) :]).sum()
     return total
 
 
@@ -78,11 +81,17 @@ _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 @lru_cache(maxsize=16)
-def _multipliers(device: torch.device) -> Tensor:
-    """Return odd numbers without an arithmetic progression, as in splitmix64."""
+def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the factors of a chunk's words and of chunks.
+
+    Those of words are odd numbers without an arithmetic progression, as in splitmix64. Those of
+    chunks are falling powers of one number, and end with 1.
+    """
     mixed = torch.arange(1, DEVICE_CHUNK + 1, device=device) * _FACTORS[0]
     mixed = (mixed ^ (mixed >> 30)) * _FACTORS[1]
-    return (mixed ^ (mixed >> 27)) | 1
+    powers = torch.full((DEVICE_CHUNKS + 1,), _FACTORS[0], device=device)
+    powers[0] = 1
+    return (mixed ^ (mixed >> 27)) | 1, powers.cumprod(dim=0).flip(0)
 
 
 def copy_hashed(into: Tensor, source: Tensor) -> int:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -92,7 +92,7 @@ class WeightSender:
     def snapshots(self) -> Snapshots:
         """Published weights; created in `publish_weights`, by the thread of this role's calls."""
         self.connections.new_address()  # opens the store, in the environment of this role's calls
-        return Snapshots()
+        return Snapshots(on_gpu=self.device.type == "cuda")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
@@ -284,7 +284,9 @@ class Snapshot:
     A delivery copies nothing, and does almost no work in Python next to the trainer's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
+        self.on_gpu = on_gpu
+        """True if the weights come from a GPU."""
         self.version: int | None = None
         self.buckets: list[Bucket] = []
         self.merging: dict[str, Any] | None = None
@@ -308,9 +310,9 @@ class Snapshot:
     def _room(self, number: int, num_bytes: int) -> Tensor:
         """Return the memory of a bucket, reused if it is large enough."""
         if number == len(self._rooms):
-            self._rooms.append(allocate_buffer(num_bytes))
+            self._rooms.append(allocate_buffer(num_bytes, locked=self.on_gpu))
         elif len(self._rooms[number]) < num_bytes:
-            self._rooms[number] = allocate_buffer(num_bytes)
+            self._rooms[number] = allocate_buffer(num_bytes, locked=self.on_gpu)
         return self._rooms[number][:num_bytes]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -330,11 +332,12 @@ class Snapshots:
     So there are two snapshots, and one more for each older version in a slow delivery.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
         self.newest: Snapshot | None = None
         self.by_address: dict[str, tuple[Snapshot, Snapshot]] = {}
         """Snapshot of each delivery and the one before it, by the delivery's address."""
-        self._previous = Snapshot()
+        self._empty = partial(Snapshot, on_gpu)
+        self._previous = self._empty()
         self._lock = threading.Lock()
 
     def publish(
@@ -352,11 +355,11 @@ class Snapshots:
         before = self.newest
         with self._lock:
             is_read = any(self._previous in pair for pair in self.by_address.values())
-            snapshot = Snapshot() if is_read else self._previous
-            self._previous = Snapshot()
+            snapshot = self._empty() if is_read else self._previous
+            self._previous = self._empty()
         snapshot.fill(version, tensors, bucket_mb, merging)
         with self._lock:
-            self._previous, self.newest = before or Snapshot(), snapshot
+            self._previous, self.newest = before or self._empty(), snapshot
         num_bytes = sum(bucket.num_bytes for bucket in snapshot.buckets)
         share = None
         if before is not None and before.version != version:

@@ -24,7 +24,7 @@ from tests.workers.stand_ins import (
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
-from workers.weights import connection, sync
+from workers.weights import channel, connection, sync
 from workers.weights.channel import SyncReport
 from workers.weights.checksum import checksum_of
 from workers.weights.receiver import WeightReceiver
@@ -198,6 +198,26 @@ def test_a_snapshot_holds_every_tensor_as_it_is_and_takes_its_memory_again(limit
             assert torch.equal(held, tensor)
         places.append({name: held.data_ptr() for name, held in snapshot.tensors()})
     assert places[0] == places[1]
+
+
+def test_weights_of_a_gpu_are_copied_into_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(channel, "lock_pages", lambda owner, block: locked.append(block.data_ptr()))
+    snapshots = Snapshots(on_gpu=True)
+    for version in range(4):
+        snapshots.publish(version, filled(float(version)), 1.0)
+    rooms = [snapshots.newest.buckets[0].payload, snapshots._previous.buckets[0].payload]
+    assert sorted(locked) == sorted(room.data_ptr() for room in rooms)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_a_snapshot_of_a_gpus_weights_has_the_hashes_of_the_same_weights_on_the_cpu() -> None:
+    weights = {"a": torch.randn(300, 7), "none": torch.zeros(0), "b": torch.randn(5)}
+    on_cpu, on_gpu = Snapshot(), Snapshot(on_gpu=True)
+    on_cpu.fill(0, weights.items(), 1.0)
+    on_gpu.fill(0, ((name, tensor.cuda()) for name, tensor in weights.items()), 1.0)
+    assert on_gpu.manifest() == on_cpu.manifest()
 
 
 # ----------------------------------------------------------------------------------- in processes
