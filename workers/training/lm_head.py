@@ -66,12 +66,14 @@ def token_columns(
     *,
     may_chunk: bool = True,
     words: Words | None = None,
+    fused: bool = False,
 ) -> Columns:
     """Return `log_probs` of the labels, and the other wanted columns, at the positions of `feed`.
 
-    `words` is this rank's part of the vocabulary if ranks share it.
+    `words` is this rank's part of the vocabulary if ranks share it. `fused` columns are computed by
+    compiled functions.
     """
-    compute = functools.partial(columns_of_logits, wanted=wanted, words=words)
+    compute = functools.partial(columns_of_logits, wanted=wanted, words=words, fused=fused)
     num_words = None if words is None else words.most
     num_rows = positions_per_chunk(
         module.config, len(labels), may_chunk, num_words, labels.device.type
@@ -82,13 +84,21 @@ def token_columns(
 
 
 def columns_of_logits(
-    logits: Tensor, labels: Tensor, wanted: TokenOutputs, words: Words | None = None
+    logits: Tensor,
+    labels: Tensor,
+    wanted: TokenOutputs,
+    words: Words | None = None,
+    fused: bool = False,
 ) -> Columns:
     """Return the wanted columns of logits; the backward pass writes over `logits`."""
     columns: Columns = {}
     if words is not None:
         return stats_of_words(logits, labels, words, *wanted)
-    options: Any = {"temperature": wanted.temperature, "inplace_backward": True}
+    options: Any = {
+        "temperature": wanted.temperature,
+        "inplace_backward": True,
+        "fused": fused,
+    }
     if wanted.entropy:
         both = logprobs_and_entropy_from_logits(logits, labels, **options)
         columns["log_probs"], columns["entropys"] = both

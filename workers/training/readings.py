@@ -68,6 +68,7 @@ class Reading:
                 wanted,
                 may_chunk=model.model_config.use_fused_kernels,
                 words=model.words,
+                fused=model.is_compiled,
             )
         else:
             numbers = {"values": read(model.module, feed)[:, 0].float()}

@@ -1,5 +1,7 @@
 """Log-probs and entropy in chunks next to log_softmax over everything."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -46,6 +48,30 @@ def test_fused_logprob_and_entropy_equal_log_softmax_and_so_do_their_gradients(t
         grads.append((logprob, entropy, leaf.grad))
     for naive, ours in zip(*grads, strict=True):
         torch.testing.assert_close(ours, naive)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("wants_entropy", [True, False])
+def test_the_compiled_form_gives_the_numbers_of_the_other(dtype, wants_entropy, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.manual_seed(0)
+    logits, labels = torch.randn(7, 11).to(dtype), torch.randint(11, (7,))
+    logits[2, 3] = -torch.inf
+    labels[2] = 5
+    weights, results = torch.randn(2, 7), []
+    for fused in (True, False):
+        leaf = logits.clone().requires_grad_()
+        options = {"temperature": 0.7, "fused": fused}
+        if wants_entropy:
+            stats = logprobs_and_entropy_from_logits(leaf, labels, **options)
+        else:
+            stats = (logprobs_from_logits(leaf, labels, **options),)
+        sum((weight * stat).sum() for weight, stat in zip(weights, stats, strict=False)).backward()
+        assert torch.equal(leaf, logits)
+        results.append([*stats, leaf.grad])
+    logprobs._compiled.cache_clear()
+    for ours, other in zip(*results, strict=True):
+        torch.testing.assert_close(ours, other)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -1,4 +1,4 @@
-"""Layers compiled by torch.compile: `model.compile`.
+"""Layers, and the log-probs of the head, compiled by torch.compile: `model.compile`.
 
     layers = CompiledLayers(module, device)     # before FSDP replaces the classes of layers
     with layers.computing():                    # forward and backward passes run inside
@@ -26,6 +26,7 @@ from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.precision import computing_in
 from workers.parallel.dims import ParallelDims
+from workers.training.lm_head import ROWS_ON_GPU, TokenOutputs, columns_of_logits, rows_per_chunk
 from workers.training.microbatch import all_reduce
 from workers.training.model import Model, ModelPart
 from workers.training.packing import read
@@ -106,7 +107,7 @@ class Compile(ModelPart):
 
 @torch.no_grad()
 def run_short_pass(model: Model) -> None:
-    """Run two short rows through the model."""
+    """Run two short rows through the model, and a chunk of logits through the compiled head."""
     vocabulary = body_of(model.module).get_input_embeddings().num_embeddings
     positions = Ragged.from_rows([torch.arange(7), torch.arange(5)], 7)
     tokens = torch.cat([torch.arange(7), torch.arange(9, 14)]) * 7 % max(vocabulary, 1)
@@ -114,7 +115,14 @@ def run_short_pass(model: Model) -> None:
     reads = positions.with_values(torch.ones(len(tokens), dtype=torch.bool))
     feed = model.row_passes.feed(columns, reads, model.device)
     with model.running(), computing_in(model.module, model.cast):
-        read(model.module, feed)
+        outputs = read(model.module, feed)
+    if model.head == "token":
+        num_rows = min(ROWS_ON_GPU, rows_per_chunk(model.module.config))
+        logits = outputs.new_zeros(num_rows, outputs.shape[1]).requires_grad_()
+        labels = torch.zeros(num_rows, dtype=torch.long, device=model.device)
+        with torch.enable_grad():
+            numbers = columns_of_logits(logits, labels, TokenOutputs(entropy=True), fused=True)
+            numbers["log_probs"].sum().backward()  # type: ignore[no-untyped-call]
 
 
 def blocking_axis(dims: ParallelDims) -> str:
