@@ -268,10 +268,12 @@ def cut(
     border: int | None = None,
     single: bool = False,
     order: Sequence[int] | None = None,
+    saved: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return the row numbers of every micro-batch, without rows of length 0.
 
-    The `order` of the rows is by default the longest first.
+    The `order` of the rows is by default the longest first. `saved` is the number of tokens of the
+    budget that each row in this order need not take if the row before it is in its micro-batch.
 
     With `rectangles`, a row uses as many tokens of the budget as the longest row of its
     micro-batch. Rows of more than `border` tokens never share a micro-batch with shorter rows. With
@@ -282,6 +284,7 @@ def cut(
 
     if order is None:
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    less = dict(zip(order, saved or [0] * len(order), strict=True))
     order = [row for row in order if lengths[row]]
     longest, limit = max(lengths, default=0), budget.tokens
     if limit is not None and longest > limit:
@@ -301,7 +304,7 @@ def cut(
             continue
         room = 0
         for row in side:
-            size = lengths[cuts[-1][0]] if rectangles and room else lengths[row]
+            size = lengths[cuts[-1][0]] if rectangles and room else lengths[row] - less[row]
             if size > room:
                 cuts.append([])
                 room, size = limit or 0, lengths[row]

@@ -5,8 +5,8 @@ with one system prompt. If nothing but attention looks beyond a token, equal pre
 hidden states, so layers compute them once. Attention sees a copy in every row, and the gradients of
 the copies add up. A token at which the head is read is never shared.
 
-    order, num_shared = prefix_order(ids, reads, lengths)   # equal prefixes are neighbours
-    shared = share_prefixes(tokens, lengths, device)        # what a pass computes, and its layout
+    order = prefix_order(ids, reads, lengths)           # equal prefixes are neighbours
+    shared = share_prefixes(tokens, lengths, device)    # what a pass computes, and its layout
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.offload import to_device
 from workers.training.attention import Copies, RowLayout
 
+COST_OF_COPY = 0.25
+"""Tokens of a pass's budget that a copy of a shared token takes: attention stores its states."""
 SMALLEST_SHARE = 0.1
 """Smallest share of the tokens for which prefixes are shared; copying costs about 2 % of a pass."""
 
@@ -35,18 +37,21 @@ class SharedPrefixes(NamedTuple):
     layout: RowLayout
 
 
-def prefix_order(
-    ids: Ragged, reads: Ragged, lengths: Sequence[int]
-) -> tuple[list[int] | None, int]:
-    """Return an order of the rows in which equal prefixes are neighbours, and what they share.
+class PrefixOrder(NamedTuple):
+    """An order of rows in which equal prefixes are neighbours."""
 
-    That is a number of tokens. If it is small, the order is None and the number is 0.
-    """
+    rows: list[int]
+    shared: list[int]
+    """Number of tokens that each row, in this order, shares with the row before it."""
+
+
+def prefix_order(ids: Ragged, reads: Ragged, lengths: Sequence[int]) -> PrefixOrder | None:
+    """Return an order in which rows share prefixes; None if they share little."""
     rows = [row[:length, None] for row, length in zip(ids.rows(), lengths, strict=True)]
     texts = [row.numpy().astype(">u4").tobytes() for row in rows]
     order, marks = sorted(range(len(rows)), key=texts.__getitem__), reads.rows()
-    shared = sum(shared_lengths([rows[row] for row in order], [marks[row] for row in order]))
-    return (order, shared) if shared > SMALLEST_SHARE * sum(lengths) else (None, 0)
+    shared = shared_lengths([rows[row] for row in order], [marks[row] for row in order])
+    return PrefixOrder(order, shared) if sum(shared) > SMALLEST_SHARE * sum(lengths) else None
 
 
 def shared_lengths(rows: Sequence[Tensor], reads: Sequence[Tensor]) -> list[int]:

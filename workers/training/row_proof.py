@@ -39,7 +39,7 @@ from workers.training.packing import (
     read,
     split_segments,
 )
-from workers.training.prefixes import prefix_order
+from workers.training.prefixes import COST_OF_COPY, prefix_order
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +93,16 @@ class RowPasses:
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
             budget = Budget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
-        order = prefix_order(ids, reads, lengths)[0] if self.shares else None
-        return cut(
-            lengths, budget, rectangles=self.kind == "padded", border=self.border, order=order
-        )
+        order = prefix_order(ids, reads, lengths) if self.shares else None
+        if order is not None:
+            saved = [int((1 - COST_OF_COPY) * shared) for shared in order.shared]
+            return cut(lengths, budget, order=order.rows, saved=saved)
+        return cut(lengths, budget, rectangles=self.kind == "padded", border=self.border)
 
     def num_shared(self, ids: Ragged, reads: Ragged) -> int:
         """Return the number of tokens that passes over all these rows need not compute."""
-        return prefix_order(ids, reads, self.lengths(reads))[1] if self.shares else 0
+        order = prefix_order(ids, reads, self.lengths(reads)) if self.shares else None
+        return 0 if order is None else sum(order.shared)
 
     def of_all_ranks(self, budget: Budget) -> Budget:
         """Return the token budget of a rank times the number of ranks that share a pass."""

@@ -135,7 +135,7 @@ def test_tokens_with_other_experts_are_not_shared() -> None:
 def test_few_equal_tokens_are_not_shared() -> None:
     rows = [[1, *range(10 * row, 10 * row + 9)] for row in range(1, 6)]
     ids, reads = ragged(*rows), last_read(*[10] * 5)
-    assert prefix_order(ids, reads, [10] * 5) == (None, 0)
+    assert prefix_order(ids, reads, [10] * 5) is None
 
 
 def test_samples_of_a_prompt_are_in_one_pass() -> None:
@@ -150,6 +150,13 @@ def test_samples_of_a_prompt_are_in_one_pass() -> None:
     ]
     longest_first = RowPasses("packed").cut(ids, reads, Budget(rows=3))
     assert {len(rows[row]) for row in longest_first[0]} == {6}
+
+
+def test_a_copy_of_a_token_takes_a_quarter_of_it_from_the_budget() -> None:
+    rows = [[*range(start, start + 8), sample] for start in (100, 200) for sample in range(9)]
+    ids, reads = ragged(*rows), last_read(*[9] * 18)
+    cuts = RowPasses("packed", shares=True).cut(ids, reads, Budget(tokens=9 + 7 * 3))
+    assert [len(rows_of_pass) for rows_of_pass in cuts] == [8, 6, 4]
 
 
 def test_operations_count_a_shared_prefix_once(tiny_dir: Path) -> None:
