@@ -58,6 +58,13 @@ def _shifted(state: Tensor, places: int) -> Tensor:
     return (state >> places) & ((1 << (64 - places)) - 1)
 
 
+LOGITS_AT_ONCE = 10_000_000
+"""Logits that are computed together: 64 rows of 152,000 words, which need 0.6 GiB at most.
+
+vLLM's own sampler needs more, and vLLM has profiled that for its largest batch.
+"""
+
+
 def choose_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -68,7 +75,23 @@ def choose_tokens(
     requested, belongs to the distribution after all of them; greedy decoding samples from one
     token. `positions` [rows] are the positions of the tokens in their responses, for the minimum
     length.
+
+    Many rows are computed in parts, so the memory does not grow with them.
     """
+    num_rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
+    parts = [logits.split(num_rows), noise.split(num_rows)]
+    places = [None] * len(parts[0]) if positions is None else positions.split(num_rows)
+    drawn = [_choose(*part, sampling, place) for *part, place in zip(*parts, places, strict=True)]
+    if len(drawn) == 1:
+        return drawn[0]
+    tokens, log_probs = zip(*drawn, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _choose(
+    logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Choose the tokens of rows that are computed together."""
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     drawn = constrained(log_probs, sampling, positions)
@@ -152,8 +175,6 @@ def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
     return (block * _BLOCK + offset).squeeze(1)
 
 
-_TOP_P_ROWS = 64
-"""Rows that top-p looks at together, which bounds its memory."""
 _LIKELIEST = 1024
 """Number of likeliest tokens that a CPU sorts, if they reach top-p, instead of the vocabulary."""
 
@@ -191,8 +212,7 @@ def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
         smallest = probs.topk(sampling.top_k, dim=-1).values[:, -1:]
         probs = probs.masked_fill(probs < smallest, 0.0)
     if sampling.top_p < 1:
-        parts = zip(probs.split(_TOP_P_ROWS), log_probs.split(_TOP_P_ROWS), strict=True)
-        probs = torch.cat([_top_p(*rows, sampling.top_p) for rows in parts])
+        probs = _top_p(probs, log_probs, sampling.top_p)
     if sampling.min_p > 0:
         least = sampling.min_p * probs.max(dim=-1, keepdim=True).values
         probs = probs.masked_fill(probs < least, 0.0)

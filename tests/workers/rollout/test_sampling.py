@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_like.errors import ConfigError
+from workers.rollout import sampling as sampling_module
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import (
     choose_tokens,
@@ -88,6 +89,18 @@ def test_top_p_sorts_only_integers_of_32_bits() -> None:
     with Sorts():
         filtered_probs(torch.log_softmax(torch.randn(4, 5000), -1), sampling(top_p=0.9))
     assert Sorts.dtypes == [torch.int32]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "min_tokens": 1}, {"do_sample": False}])
+def test_rows_in_parts_have_the_tokens_of_rows_together(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, noise = torch.randn(7, 50), torch.rand(7, dtype=torch.float64)
+    arguments = logits, noise, sampling(**settings), torch.arange(7)
+    together = choose_tokens(*arguments)
+    monkeypatch.setattr(sampling_module, "LOGITS_AT_ONCE", 2 * 50)
+    for in_parts, whole in zip(choose_tokens(*arguments), together, strict=True):
+        assert torch.equal(in_parts, whole)
 
 
 @pytest.mark.parametrize("num_tied", [3, 1500])
