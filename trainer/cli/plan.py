@@ -6,7 +6,7 @@ default ppo) and prints the five best placements with their seconds per step and
 keys of the best to paste, and why others lose. Keys that you set keep their values. The others are
 searched: pools, parallel sizes, recomputation, offloading, pass sizes, engines and generators.
 
-  --gpus 16             number of GPUs
+  --gpus 16             number of GPUs; --gpus 16xH100 names their kind, too
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with its
                         numbers: --gib --flops --memory --link --network
   --per-node 8          GPUs per node
@@ -201,6 +201,9 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
                 if (known_option in ON_SAMPLES) != (recipe in ON_SAMPLES)
             ]
             raise ConfigError(f"{name} does not apply to {recipe}; {', '.join(readers)} read it.")
+        count, x, kind = value.partition("x")
+        if option == "gpus" and count and x:
+            value, options["device"] = count, kind
         options[option] = value if option in TEXTS else _number(name, value)
     for option in ("gpus", "device"):
         if option not in options:

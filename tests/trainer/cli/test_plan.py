@@ -103,6 +103,8 @@ def test_what_the_user_has_set_stays(settings: list[str]) -> None:
         (["--gpus=8", "--devise=H100"], "--devise is not an option. Did you mean '--device'"),
         (["--gpus=8", "--device=H1000"], "is not a known GPU. Did you mean 'H100'"),
         (["--gpus=12", "--device=H100"], "give 8 or 16"),
+        (["--gpus=12xH100"], "give 8 or 16"),
+        (["--gpus", "8xH1000"], "is not a known GPU. Did you mean 'H100'"),
         ([*GPUS, "placement=split"], "placement: the plan chooses where roles run; leave the key"),
         ([*GPUS, "--mean-response=600"], "above data.max_response_length=512"),
         ([*GPUS, "actor_rollout_ref.actor.parallel.tp=16"], "does not divide key-value heads (8)"),
