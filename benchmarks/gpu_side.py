@@ -116,6 +116,7 @@ def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any
     from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
 
     strategy = settings.pop("strategy", "fsdp")
+    prompt, response = settings.pop("lengths", (PROMPT, RESPONSE))
     model = ModelConfig(
         path=str(trial.model(size)),
         random_init_seed=0,
@@ -128,7 +129,7 @@ def actor(trial: Trial, size: str, tokens: int, mini_batch: int, **settings: Any
     policy.actor.ppo_mini_batch_size = mini_batch
     policy.actor.use_dynamic_bsz = True
     policy.actor.ppo_max_token_len_per_gpu = tokens
-    worker = actor_worker(policy, trial.device, PROMPT, RESPONSE)
+    worker = actor_worker(policy, trial.device, prompt, response)
     with weights_from_a_seed():
         worker.init_model(100)
     return worker
@@ -219,10 +220,10 @@ def fsdp(trial: Trial) -> Iterator[Figure]:
     begin = time.perf_counter()
     worker = actor(trial, size, tokens, mini_batch)
     yield "build, plain, s", time.perf_counter() - begin
+    log_probs = worker.compute_log_prob(data)[0].batch["old_log_probs"]
     metrics = worker.update_actor(data)
     yield "grad norm, plain", metrics["actor/grad_norm"]
     yield "update, plain, s", trial.seconds(partial(worker.update_actor, data), 3)
-    log_probs = worker.compute_log_prob(data)[0].batch["old_log_probs"]
     del worker
     free(trial)
 
@@ -231,11 +232,11 @@ def fsdp(trial: Trial) -> Iterator[Figure]:
         with sharded_over_one_rank():
             worker = actor(trial, size, tokens, mini_batch, strategy=strategy)
         yield f"build, {strategy}, s", time.perf_counter() - begin
+        gap = (worker.compute_log_prob(data)[0].batch["old_log_probs"] - log_probs).abs().max()
+        yield f"largest log-prob difference, {strategy}", float(gap)
         metrics = worker.update_actor(data)
         yield f"grad norm, {strategy}", metrics["actor/grad_norm"]
         yield f"update, {strategy}, s", trial.seconds(partial(worker.update_actor, data), 3)
-        gap = (worker.compute_log_prob(data)[0].batch["old_log_probs"] - log_probs).abs().max()
-        yield f"largest log-prob difference, {strategy}", float(gap)
 
     engine = worker.engine
     begin = time.perf_counter()
@@ -293,13 +294,14 @@ def memory(trial: Trial) -> Iterator[Figure]:
 
 
 def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
-    """MFU of an update of the 1.5B model."""
+    """MFU of an update, by default of the 1.5B model."""
     from workers.training.mfu import needed_flops, peak_flops
 
     mini_batch = 4 if trial.tiny else 32
     for name, settings in cases.items():
         begin = time.perf_counter()
-        worker = actor(trial, "1.5b", 16384, mini_batch, **settings)
+        settings = {"size": "1.5b", "tokens": 16384, "mini_batch": mini_batch, **settings}
+        worker = actor(trial, **settings)
         data = rows(trial, mini_batch)
         worker.update_actor(data)
         trial.synchronize()
@@ -322,30 +324,71 @@ def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
         free(trial)
 
 
+def shared_prefixes(trial: Trial) -> Iterator[Figure]:
+    """Updates of samples of the same prompts, with prefixes computed once and per row."""
+    prompts, samples, lengths = (2, 2, (16, 16)) if trial.tiny else (4, 8, (1024, 512))
+    data = rows(trial, prompts * samples, *lengths)
+    for column in ("input_ids", "prompts"):
+        ids = data.batch[column]
+        first = ids.view(prompts, samples, -1)[:, :1, : lengths[0]]
+        ids[:, : lengths[0]] = first.expand(-1, samples, -1).reshape(-1, lengths[0])
+    log_probs, seconds = [], []
+    for name, shares in {"shared": True, "per row": False}.items():
+        worker = actor(trial, "1.5b", 16384, len(data), share_prefixes=shares, lengths=lengths)
+        log_probs.append(worker.compute_log_prob(data)[0].batch["old_log_probs"])
+        yield f"{name}: grad norm", worker.update_actor(data)["actor/grad_norm"]
+        if trial.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds.append(trial.seconds(partial(worker.update_actor, data), 2))
+        yield f"{name}: s", seconds[-1]
+        if trial.device == "cuda":
+            yield f"{name}: peak GiB", torch.cuda.max_memory_allocated() / GIB
+        del worker
+        free(trial)
+    yield "shared of per row", seconds[0] / seconds[1]
+    yield "largest log-prob difference", float((log_probs[0] - log_probs[1]).abs().max())
+
+
+def full_gpu(trial: Trial) -> Iterator[Figure]:
+    """An update whose passes do not fit is repeated in smaller ones, with the same gradients."""
+    data = rows(trial, 32)
+    taken = 0
+    for name, tokens in {"4,096 tokens per pass": 4096, "32,768, which do not fit": 32768}.items():
+        worker = actor(trial, "0.5b", tokens, 32, enable_gradient_checkpointing=False)
+        if taken:
+            limit = (taken + 2 * GIB) / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(limit)
+        yield f"{name}: grad norm", worker.update_actor(data)["actor/grad_norm"]
+        yield f"{name}: s", trial.seconds(partial(worker.update_actor, data), 1)
+        taken = torch.cuda.max_memory_allocated()
+        yield f"{name}: peak GiB", taken / GIB
+        del worker
+        free(trial)
+
+
 def profile(trial: Trial) -> Iterator[Figure]:
     """Where the GPU time of an update goes, and what is allocated when memory is at its peak."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     mini_batch = 4 if trial.tiny else 32
-    worker = actor(trial, "1.5b", 16384, mini_batch)
+    worker = actor(trial, "1.5b", 16384, mini_batch, compile="auto")
     data = rows(trial, mini_batch)
     worker.update_actor(data)
-    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (trial.device == "cuda")]
+    kind = ProfilerActivity.CUDA if trial.device == "cuda" else ProfilerActivity.CPU
     begin = time.perf_counter()
-    with profiler(activities=kinds) as trace:
+    with profiler(activities=[kind]) as trace:
         worker.update_actor(data)
         trial.synchronize()
-    yield "profiled update, s", time.perf_counter() - begin
-    events = [event for event in trace.key_averages() if event.self_device_time_total]
-    yield "GPU busy, s", sum(event.self_device_time_total for event in events) / 1e6
-    kernels = [event for event in events if event.device_type.name == "CUDA"]
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    for number, event in enumerate(kernels[:30]):
-        yield (
-            f"kernel {number:02}, {event.key[:90]}",
-            f"{event.self_device_time_total / 1e3:.1f} ms in {event.count} calls",
-        )
+        seconds = time.perf_counter() - begin
+    yield "profiled update, s", seconds
+    calls: dict[str, list[int]] = {}
+    for event in trace.profiler.kineto_results.events():  # `key_averages` takes minutes
+        if event.device_type().name == trial.device.upper():
+            calls.setdefault(event.name(), []).append(event.duration_ns())
+    yield f"{trial.device} busy, s", sum(map(sum, calls.values())) / 1e9
+    for name, times in sorted(calls.items(), key=lambda item: -sum(item[1]))[:40]:
+        yield name[:100].replace(": ", ":"), f"{sum(times) / 1e6:.1f} ms in {len(times)} calls"
     del worker
     free(trial)
     if trial.device == "cuda":
@@ -395,7 +438,14 @@ def mfu_eager(trial: Trial) -> Iterator[Figure]:
 
 def mfu_compiled(trial: Trial) -> Iterator[Figure]:
     """Updates through compiled layers."""
-    yield from updates(trial, {"compiled, recomputed": {"compile": "on"}})
+    yield from updates(
+        trial,
+        {
+            "compiled, recomputed": {"compile": "on"},
+            "7B, 8 layers, compiled, recomputed": {"compile": "on", "size": "7b-8-layers"},
+            "compiled, float8": {"compile": "on", "fp8_linear": True},
+        },
+    )
 
 
 def micro(trial: Trial) -> Iterator[Figure]:
@@ -486,6 +536,8 @@ PARTS: dict[str, Callable[[Trial], Iterator[Figure]]] = {
     "fixed": local_rank_fixed,
     "fsdp": fsdp,
     "memory": memory,
+    "prefixes": shared_prefixes,
+    "full": full_gpu,
     "mfu": mfu_eager,
     "compiled": mfu_compiled,
     "profile": profile,
