@@ -110,7 +110,9 @@ def key_sections() -> dict[str, str]:
         same = [f"The same keys are in {_code(others)}."] if others else []
         rows = _without_repetition(rows, first, first_with_row)
         lists[first] = "\n\n".join([f"## `{first}`", rows, *same])
-    return lists
+    names = [*keys]
+    in_order = sorted(lists, key=lambda name: names.index(name) if name else len(names))
+    return {name: lists[name] for name in in_order}
 
 
 def key_table(page: str) -> str:
@@ -118,7 +120,7 @@ def key_table(page: str) -> str:
     return "\n\n".join(text for name, text in key_sections().items() if key_page(name) == page)
 
 
-ON_ANOTHER_PAGE = ("faults",)
+ON_ANOTHER_PAGE = {"faults": "faults.md"}
 """Keys whose page has a table of what is below them."""
 
 
@@ -147,7 +149,10 @@ def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> st
         name = key.name.rpartition(".")[2] if leaf_names else key.name
         resume = "↻" if key.rules.may_change_on_resume else ""
         value = _values(key, read(default, key.name), docs[key.name])
-        rows.append(f"- `{name}`{resume}{f' ({value})' if value else ''}: {_cell(docs[key.name])}")
+        doc = _cell(docs[key.name])
+        if key.name in ON_ANOTHER_PAGE:
+            doc = f"{doc.rstrip('.')} ([keys]({ON_ANOTHER_PAGE[key.name]}))."
+        rows.append(f"- `{name}`{resume}{f' ({value})' if value else ''}: {doc}")
     return "\n".join(rows)
 
 
@@ -212,13 +217,13 @@ def _section_intro(section: Key, doc: str) -> str:
 SIGNS = (
     (r"\babove (-?[\d.]+)", r">\1"),
     (r"(-?[\d.]+) or (above|more)", r"≥\1"),
-    (r"from ([\d.]+) to ([\d.]+)", r"\1…\2"),
+    (r"from ([\d.]+) to ([\d.]+)", r"\1 to \2"),
     (r" and at most ([\d.]+)", r", ≤\1"),
     (r" and below ([\d.]+)", r", <\1"),
 )
 """Words of a range -> the same in signs."""
 
-LOWER_BOUND = re.compile(r"[>≥][01]")
+LOWER_BOUND = re.compile(r"[>≥](0|1|-1)")
 """A range that goes without saying; the error of a number outside of it gives it."""
 
 
@@ -228,8 +233,11 @@ def _values(key: Key, default: Any, doc: str) -> str:
         return ""
     words = LISTED_ELSEWHERE.get(key.rules.registry or key.rules.choices) or _cell(key.allowed)
     words = words.removesuffix(", or null")
-    if "null" in doc:
-        words = re.sub(", or null.*", "", words)
+    if key.rules.choices and all(f"`{choice}`" in doc for choice in key.rules.choices):
+        words = ""
+    for value in ("null", "-1", "0"):  # the meaning says what it does
+        if re.search(rf"(^|[\s(]){value}\b", doc):
+            words = re.sub(rf", (or |where )?{value}\b.*", "", words)
     for in_words, in_signs in SIGNS:
         words = re.sub(in_words, in_signs, words) if key.range else words
     if key.is_optional and default is not None and not re.search("null", words + doc):

@@ -66,19 +66,19 @@ class TrainerConfig(Section):
     )
     """Trainer class: the recipe's or a subclass."""
     total_epochs: int | None = key(None, above=0, hint="or null for one, or as many as steps take")
-    """Passes over the data."""
+    """Passes over the data; null: one, or as many as `total_training_steps` needs."""
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
-    """Steps of the run; null: those of `total_epochs`."""
-    stop_at: dict[str, float] = key(factory=dict, allows="metric: value")
+    """Steps of the run; null: as many as `total_epochs` has."""
+    stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
     """End the run when a metric reaches its value."""
     nnodes: int = key(1, above=0)
-    """Machines."""
+    """Number of machines."""
     n_gpus_per_node: int = key(1, above=0)
     """Devices per machine (process slots on CPUs)."""
     backend: str = key("ray", choices=("ray", "local"))
-    """Ray, or local processes without Ray."""
+    """`ray`: processes of a Ray cluster; `local`: processes of this machine, without Ray."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
-    """auto uses GPUs if there are any."""
+    """`auto`: GPUs if there are any, otherwise CPUs."""
     seed: int = key(1, at_least=0, may_change_on_resume=False)
     """Seed of data order, sampling and new heads."""
     project_name: str = key("verl_like", allows="a name")
@@ -94,15 +94,17 @@ class TrainerConfig(Section):
     dry_run: bool = key(False)
     """Check the run, print the plan and stop (`verl-like check`)."""
     simulate: str | None = key(
-        None, allows="number and GPU, as 8xH100", read_when=when("dry_run", True)
+        None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
     """Check as if the machines had these GPUs; sets dry_run (`verl-like check --gpus`)."""
     save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
-    """Steps between checkpoints."""
+    """Steps between checkpoints; -1: only by `save_every_minutes`."""
     save_every_minutes: float | None = key(
         SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"
     )
-    """Minutes between checkpoints; a longer run also saves one at its end."""
+    """Minutes between checkpoints; null: only by `save_freq`. A run that lasts longer also saves
+    its last step.
+    """
     save_final: bool = key(True)
     """Save the final model in Hugging Face format."""
     max_ckpt_to_keep: int | None = key(
@@ -112,7 +114,7 @@ class TrainerConfig(Section):
         read_when=SAVES,
         verl="trainer.max_actor_ckpt_to_keep",
     )
-    """Newest checkpoints to keep, in addition to the best one."""
+    """Number of newest checkpoints to keep, in addition to the best one; null: all."""
     async_save: bool = key(
         True, read_when=SAVES, verl="actor_rollout_ref.actor.checkpoint.async_save"
     )
@@ -120,7 +122,9 @@ class TrainerConfig(Section):
     max_restarts: int = key(3, at_least=0)
     """Automatic restarts after a worker is lost."""
     resume_mode: str = key("auto", choices=("auto", "disable", "resume_path"))
-    """auto resumes from the newest checkpoint in the run folder."""
+    """`auto`: resume from the newest checkpoint in the run folder; `resume_path`: from
+    `resume_from_path`; `disable`: do not resume.
+    """
     resume_from_path: str | None = key(
         None, allows="a folder", read_when=when("resume_mode", "resume_path")
     )
@@ -218,10 +222,14 @@ class RunConfig(Section):
         allows="seconds above 0, each",
         may_change_on_resume=True,
     )
-    """Timeouts of waits in seconds; waits longer than warn_s are logged."""
+    """Timeouts in seconds: `connect_s` for joining Ray, `placement_s` for the places of a pool,
+    `start_s` for starting processes, `rendezvous_s` for opening a process group, `call_s` for a
+    call, `collective_s` for a collective of GPUs. `late_s` is the shortest timeout of repeated
+    calls. Waits longer than `warn_s` are logged.
+    """
     resource_pool_spec: dict[str, list[int]] = key(
         factory=dict,
-        allows="pool: processes of each node, or [] for an even share",
+        allows="{pool: [processes on each node]}, or [] for an even share",
         may_change_on_resume=True,
     )
     """Pools, with their processes per node."""
@@ -233,14 +241,14 @@ class RunConfig(Section):
     """CPUs per worker process; null: min(1, CPUs / processes)."""
     pool_resources: dict[str, PoolResources] = key(
         factory=dict,
-        allows="pool: {device, cpus, gpus, resources}",
+        allows="{pool: {device, cpus, gpus, resources}}",
         read_when=SEVERAL_POOLS,
         may_change_on_resume=True,
     )
     """Resources of each process of a pool."""
 
     faults: dict[str, Any] = key(factory=dict, options=FaultsConfig, may_change_on_resume=True)
-    """Injected faults."""
+    """Fault injection."""
 
     @property
     def injected_faults(self) -> FaultsConfig:

@@ -32,7 +32,9 @@ class DataConfig(Section):
         allows="a file, a list, or a number",
         required="give a parquet, JSONL or CSV file, or a list of them",
     )
-    """Files in verl's schema (Parquet, JSONL, CSV), or a number of trajectories."""
+    """Files in verl's schema (Parquet, JSONL, CSV), or, if the environment makes its prompts, a
+    number of trajectories.
+    """
     val_files: Any = key(
         "",
         allows="a file, a list, or a number",
@@ -41,7 +43,7 @@ class DataConfig(Section):
     )
     """Validation files; empty: no validation."""
     custom_cls: UserCodeConfig = key(factory=UserCodeConfig)
-    """Your data set: a callable of data_files, tokenizer and config."""
+    """Your data set: a function or class called with `data_files`, `tokenizer` and `config`."""
     prompt_key: str = key("prompt", allows="a column")
     """Column of the prompts."""
     train_batch_size: int = key(1024, above=0)
@@ -53,7 +55,7 @@ class DataConfig(Section):
         read_when=unless("total_prompts"),
         may_change_on_resume=True,
     )
-    """Prompts of the whole run."""
+    """Prompts of the whole run; null: as many as its steps or epochs need."""
     max_prompt_length: int = key(512, above=0)
     """Longest prompt in tokens."""
     max_response_length: int = key(512, above=0)
@@ -63,15 +65,15 @@ class DataConfig(Section):
     )
     """Shuffle each epoch by `trainer.seed`."""
     sampler: str | None = key(None, allows="a dotted path", read_when=unless("sampler"))
-    """Your function that orders the prompts of an epoch."""
+    """Dotted path of your function that orders the prompts of an epoch."""
     filter_overlong_prompts: bool = key(False)
     """Drop prompts longer than `max_prompt_length`."""
     truncation: str = key("error", choices=("error", "left", "right"))
-    """Overlong prompts: reject them, or cut them left or right."""
+    """Overlong prompts. `error`: reject them; `left`, `right`: cut them on that side."""
     apply_chat_template_kwargs: dict[str, Any] = key(factory=dict, allows="variables")
     """Variables of the chat template, such as {enable_thinking: false}."""
     on_bad_row: str = key("error", choices=("error", "skip"))
-    """Invalid rows: reject them, or skip and count them."""
+    """Invalid rows. `error`: reject them; `skip`: leave them out and count them."""
 
 
 @dataclass(kw_only=True)

@@ -37,13 +37,13 @@ class KLControlConfig(Section):
     """Coefficient of the KL in the reward."""
 
     type: str = key("fixed", choices=("fixed", "adaptive"))
-    """Constant, or adapted so that the KL stays near `target_kl`."""
+    """`fixed`: constant; `adaptive`: adapted so that the KL stays near `target_kl`."""
     kl_coef: float = key(0.001, at_least=0)
-    """Coefficient; its first value if adaptive."""
+    """Coefficient; with `adaptive`, its first value."""
     horizon: int = key(10000, above=0, read_when=when("type", "adaptive"))
     """Samples over which the controller adapts."""
     target_kl: float = key(0.1, above=0, read_when=when("type", "adaptive"))
-    """Target of the controller."""
+    """KL that the controller aims at."""
 
 
 @dataclass(kw_only=True)
@@ -53,11 +53,14 @@ class FilterGroupsConfig(Section):
     enable: bool = key(False)
     """Replace groups with equal scores by new prompts."""
     metric: str = key(
-        "seq_reward", allows="seq_reward or a reward's own number", read_when=when("enable")
+        "seq_reward",
+        allows="seq_reward, or a number that the reward function returns",
+        read_when=when("enable"),
     )
-    """Number that must differ within a group."""
+    """Number that must differ within a group; seq_reward is the score."""
     max_num_gen_batches: int = key(10, above=0, read_when=when("enable"))
-    """Largest number of batches generated per step; then groups with equal scores fill the batch.
+    """Largest number of batches generated per step; after that, groups with equal scores fill the
+    batch.
     """
 
 
@@ -66,11 +69,11 @@ class PolicyFiltrationConfig(Section):
     """PF-PPO: an update resamples the step's samples by score, with replacement."""
 
     reweight_method: str = key("pow", choices=("pow", "max_min", "max_random"))
-    """Probability of a sample: pow, a power of its absolute score; max_min, only the highest and
-    lowest scores; max_random, the highest four times as likely.
+    """How samples are drawn. `pow`: in proportion to a power of the absolute score; `max_min`: only
+    the highest and lowest scores; `max_random`: the highest score four times as often as others.
     """
     weight_pow: float = key(2.0, at_least=0, read_when=when("reweight_method", "pow"))
-    """Exponent; 0 treats all samples alike."""
+    """Exponent of `pow`; 0 treats all samples alike."""
 
 
 @dataclass(kw_only=True)
@@ -78,7 +81,7 @@ class AlgorithmConfig(Section):
     """Computation of advantages from scores."""
 
     adv_estimator: str = key("gae", registry="advantage estimator", read_when=REWARDS_TEACH)
-    """Advantage estimator; gae and coati need a critic."""
+    """Advantage estimator; `gae` and `coati` need a critic."""
     args: dict[str, Any] = key(
         factory=dict,
         arguments_of="adv_estimator",
@@ -102,12 +105,14 @@ class AlgorithmConfig(Section):
     """Rewards that GDPO normalizes separately."""
     gdpo_reward_weights: list[float] | None = key(
         None,
-        allows="a number for each of `gdpo_reward_keys`",
+        allows="one number per key",
         read_when=estimator_takes("gdpo_reward_weights"),
     )
-    """Weights of these rewards; null: 1 each."""
+    """Weights of the `gdpo_reward_keys`; null: 1 each."""
     running_norm: list[str] = key(factory=list, choices=("rewards", "advantages"))
-    """Normalize scores, or advantages (instead of whitening), by running statistics."""
+    """Normalize by running statistics. `rewards`: the scores; `advantages`: the advantages, instead
+    of whitening.
+    """
     use_pf_ppo: bool = key(False)
     """Resample each update's samples by score (PF-PPO)."""
     pf_ppo: PolicyFiltrationConfig = key(
@@ -117,7 +122,7 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = key(factory=FilterGroupsConfig)
     """Dynamic sampling (DAPO)."""
     score_clip: float | None = key(None, above=0, hint="or null to leave scores as they are")
-    """Clamp scores to ±score_clip."""
+    """Clamp scores to ±score_clip; null: no clamp."""
     mask_truncated: bool = key(False)
     """Leave truncated responses out of the losses; their scores still count in their groups."""
     rollout_correction: RolloutCorrectionConfig = key(factory=RolloutCorrectionConfig)
@@ -129,7 +134,7 @@ class AlgorithmConfig(Section):
     kl_penalty_per: str = key(
         "token", choices=("token", "sequence"), read_when=when("use_kl_in_reward")
     )
-    """Subtract each token's KL, or the mean KL at the last token."""
+    """`token`: subtract each token's KL; `sequence`: subtract the mean KL at the last token."""
     kl_ctrl: KLControlConfig = key(factory=KLControlConfig, read_when=when("use_kl_in_reward"))
     """Coefficient of the KL in the reward."""
 
@@ -147,11 +152,11 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     critic_warmup: int = key(
         0, at_least=0, read_when=NO_STEPS_OR_CRITIC, may_change_on_resume=False
     )
-    """First steps, in which only the critic is updated."""
+    """Number of initial steps that update only the critic."""
     max_rollouts_to_keep: int | None = key(100, at_least=1, hint="or null to keep all")
-    """Newest steps whose samples are kept completely."""
+    """Number of newest steps whose samples are all kept; null: all steps."""
     max_batches_to_keep: int = key(0, at_least=0, hint="0 keeps none", read_when=SAVES)
-    """Newest steps whose batches are kept for `replay --stage`."""
+    """Number of newest steps whose batches are kept for `replay --stage`; 0: none."""
 
 
 @dataclass(kw_only=True)
@@ -183,7 +188,7 @@ class PPOConfig(RunConfig, WorkersConfig):
     trainer: PPOTrainerConfig = key(factory=PPOTrainerConfig)
     """The run."""
     faults: dict[str, Any] = key(factory=dict, options=PPOFaultsConfig, may_change_on_resume=True)
-    """Injected faults."""
+    """Fault injection."""
 
     @property
     def injected_faults(self) -> PPOFaultsConfig:

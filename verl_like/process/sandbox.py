@@ -64,7 +64,7 @@ class Sandbox:
     memory_gb: float = key(8.0, above=0)
     """GiB of memory, per process and in total."""
     cpu_s: float = key(60.0, above=0)
-    """CPU seconds per sample; batches have twelve times that."""
+    """CPU seconds per sample; a batch gets twelve times as many."""
     file_gb: float = key(1.0, at_least=0)
     """GiB per file, and for the working folder."""
     processes: int = key(64, above=0)

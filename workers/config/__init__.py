@@ -57,7 +57,7 @@ class ScoringSections(Section):
     """Sections about the scores of samples, in runs with and without training."""
 
     reward: ScoringConfig = key(factory=ScoringConfig)
-    """Rewards: a function, a model or a list, and what holds for all of them."""
+    """Settings for all rewards."""
     environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
     """The environment of a policy that acts in several turns."""
 
@@ -71,7 +71,7 @@ class WorkersConfig(ScoringSections):
     critic: CriticConfig = key(factory=CriticConfig, read_when=HAS_CRITIC)
     """Value model."""
     parallel: ParallelConfig = key(factory=ParallelConfig)
-    """The axes along which the ranks of every role share its model."""
+    """Sizes of the parallel axes, for every role."""
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss in addition to the policy loss."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)

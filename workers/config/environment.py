@@ -34,41 +34,45 @@ class EnvironmentConfig(Section):
     """The environment of a policy, with a separate process for each trajectory."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
-    """Class of the environments, or function of an agent that uses an API; in short
-    `environment=...`.
-    """
-    paths: dict[str, str] = key(factory=dict, allows="paths by names")
-    """Environments by name; the data's column `environment` chooses one. In short
+    """Environment class, or function of an agent that uses an API; in short `environment=...`."""
+    paths: dict[str, str] = key(factory=dict, allows="{NAME: PATH}")
+    """Several environments; the data's column `environment` names one of them. In short
     `environment={NAME: PATH}`.
     """
     kwargs: dict[str, Any] = key(factory=dict, allows="what the class takes", read_when=HAS_CLASS)
-    """Keyword arguments of the class or function; of several environments, by their names."""
+    """Keyword arguments of the class or function. With several environments: a dict by name."""
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
     """Functions that the policy can call; in short `tools=[...]`."""
     call_parser: str | None = key(
         None, allows="the name of a format, or FILE.py:FUNCTION", read_when=PLAYS
     )
-    """Format of tool calls, or a parser; null: by the chat template."""
+    """Format of tool calls, or your parser; null: the format that the chat template implies."""
     overrides: str = key(
         "serve",
         choices=("serve", "override", "reject"),
         read_when=PLAYS,
         may_change_on_resume=True,
     )
-    """Settings in an agent's requests: served if possible, overridden, or rejected."""
+    """Sampling settings in an agent's requests. `serve`: use the supported ones; `override`: use
+    the run's; `reject`: reject those that differ from the run's.
+    """
     endpoint: str | None = key(None, allows="ADDRESS:PORT", hint="or null", read_when=PLAYS)
     """Address where agents in containers or on other machines reach the policy, such as
-    0.0.0.0:8000; a rollout process takes the first free port from there."""
+    0.0.0.0:8000. Each rollout process takes the first free port from there.
+    """
     repeated_requests: str = key("sample", choices=("sample", "reuse"), read_when=PLAYS)
-    """A request that an agent repeats: another turn, or the reply of the first time."""
+    """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.
+    """
     max_turns: int = key(8, above=0, read_when=PLAYS)
-    """Turns per trajectory."""
+    """Largest number of turns per trajectory."""
     max_tokens_per_turn: int | None = key(
         None, above=0, hint="or null for what is left of the response", read_when=PLAYS
     )
-    """Tokens per turn."""
+    """Largest number of tokens per turn; null: what is left of the response."""
     history: str = key("as_drawn", choices=("as_drawn", "as_template"), read_when=PLAYS)
-    """How a turn reads older turns: as sampled, or as the chat template writes them now."""
+    """Older turns in a turn's prompt. `as_drawn`: the sampled tokens; `as_template`: as the chat
+    template writes them now.
+    """
     step_timeout_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)
     """Timeout of a reply in seconds."""
     trajectory_timeout_s: float = key(600.0, above=0, read_when=PLAYS, may_change_on_resume=True)

@@ -84,11 +84,11 @@ class OptimConfig(Section):
     lr: float = key(1e-6, at_least=0)
     """Peak learning rate."""
     lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
-    """Update calls of linear warm-up."""
+    """Update calls of linear warm-up; -1: by `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
-    """Warm-up as a share of all calls."""
+    """Warm-up as a share of all update calls."""
     optimizer: str = key("AdamW", registry="optimizer")
-    """Optimizer; it gets the settings below that it accepts."""
+    """Optimizer; it gets those of the following settings that it accepts."""
     args: dict[str, Any] = key(
         factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"
     )
@@ -98,7 +98,7 @@ class OptimConfig(Section):
     )
     """Decay rates of the two moments."""
     eps: float = key(1e-8, at_least=0, read_when=optimizer_takes("eps"))
-    """Added to the denominator."""
+    """Adam's epsilon, which is added to the denominator."""
     weight_decay: float = key(0.01, at_least=0, read_when=optimizer_takes("weight_decay"))
     """Decoupled weight decay."""
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
@@ -108,7 +108,7 @@ class OptimConfig(Section):
     wsd_decay_ratio: float = key(
         0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
     )
-    """Share of the calls after warm-up in which wsd decays."""
+    """Share of the update calls after warm-up in which `wsd` decays."""
 
 
 @dataclass(kw_only=True)
@@ -117,9 +117,9 @@ class FrozenFSDPConfig(Section):
 
     may_change_on_resume = True
     fsdp_size: int = key(-1, above=0, or_exactly=-1, hint="or -1 for the whole pool")
-    """Ranks per sharding group."""
+    """Ranks per sharding group; -1: the whole pool."""
     param_offload: bool | None = key(None)
-    """Keep parameters in host memory between calls."""
+    """Keep parameters in host memory between calls; null: as `strategy` says."""
 
 
 @dataclass(kw_only=True)
@@ -127,7 +127,7 @@ class FSDPConfig(FrozenFSDPConfig):
     """Sharding of a role's module and its optimizer over its ranks."""
 
     optimizer_offload: bool | None = key(None)
-    """Keep optimizer state in host memory between updates."""
+    """Keep optimizer state in host memory between updates; null: as `strategy` says."""
 
 
 @dataclass(kw_only=True)
@@ -136,17 +136,17 @@ class ParallelConfig(Section):
 
     may_change_on_resume = True
     shard: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all that the other axes leave")
-    """Ranks that shard the weights; the same as `fsdp_size`."""
+    """Ranks that shard the weights; -1: all that the other axes leave. The same as `fsdp_size`."""
     sp: int = key(1, above=0)
-    """Ranks that share the tokens of a row (sequence parallel)."""
+    """Ranks that split the tokens of a row (sequence parallel)."""
     tp: int = key(1, above=0)
-    """Ranks that share every matrix (tensor parallel)."""
+    """Ranks that split every matrix (tensor parallel)."""
     pp: int = key(1, above=0)
-    """Ranks that share the layers (pipeline)."""
+    """Ranks that split the layers (pipeline parallel)."""
     pp_schedule: str = key("1f1b", choices=PP_SCHEDULES, read_when=HAS_STAGES)
-    """Order of passes with pp."""
+    """Order of the passes of a pipeline."""
     ep: int = key(1, above=0)
-    """Ranks that share the experts."""
+    """Ranks that split the experts (expert parallel)."""
 
 
 def role_axes() -> Any:
@@ -164,7 +164,7 @@ class FrozenModelConfig(Section):
     """Number format and distribution of a model that only computes log-probs."""
 
     quantization: str | None = key(None, choices=QUANTIZATIONS)
-    """int8 stores linear weights as int8, whole on each rank."""
+    """`int8`: store linear weights as int8, unsharded on each rank; null: no quantization."""
     fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
     """Sharding that differs from `strategy`."""
     parallel: dict[str, Any] = role_axes()
@@ -191,15 +191,15 @@ class ModelConfig(Section):
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """auto: the newest installed FlashAttention on GPUs, otherwise sdpa (eager if sdpa is wrong for
-    the model).
+    """Attention kernel. `auto`: the newest installed FlashAttention on GPUs, otherwise sdpa (eager
+    if sdpa is wrong for the model).
     """
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Pack rows without padding if the model supports it."""
     share_prefixes: bool = key(
         True, may_change_on_resume=True, verl="actor_rollout_ref.actor.use_prefix_grouper"
     )
-    """Compute a prefix that packed rows of a pass share once, such as the prompt of its samples."""
+    """Compute a prefix only once if several rows of a pass share it, such as a prompt."""
     use_fused_kernels: bool = key(True, may_change_on_resume=True)
     """Compute large logits in chunks."""
     dtype: str = key(
@@ -209,7 +209,7 @@ class ModelConfig(Section):
     compute_dtype: str | None = key(None, choices=DTYPES)
     """Type of passes; null: bfloat16 on GPUs, otherwise `dtype`."""
     compile: str = key("auto", choices=COMPILES, may_change_on_resume=True)
-    """Compile layers with torch.compile; auto: on GPUs."""
+    """Compile layers with torch.compile; `auto`: only on GPUs."""
     fp8_linear: bool = key(False, may_change_on_resume=True)
     """Train linear layers in float8 (Ada, Hopper and newer)."""
     lora_rank: int = key(0, at_least=0)
@@ -219,7 +219,7 @@ class ModelConfig(Section):
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )
-    """Layers with adapters: all linear layers except head and routed experts, or names (q_proj)."""
+    """Layers with adapters: `all-linear` (without head and routed experts), or names ([q_proj])."""
 
 
 @dataclass(kw_only=True)
@@ -232,6 +232,6 @@ class CheckpointConfig(Section):
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """Contents of a checkpoint. A resume needs the first three; hf_model is a Hugging Face
+    """Contents of a checkpoint. A resume needs the first three; `hf_model` is a Hugging Face
     folder.
     """

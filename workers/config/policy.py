@@ -86,31 +86,39 @@ class RolloutCorrectionConfig(Section):
     """Correction for samples of another policy: the rollout engine's, or an older one."""
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
-    """Importance weights: per token, or per sequence as product or geometric mean."""
+    """Importance weights. `token`: per token; `sequence`: the product over the sequence;
+    `geometric`: its geometric mean.
+    """
     rollout_is_threshold: str = key(
         "2.0", allows="a number, or lower_upper such as 0.5_5.0", read_when=WEIGHS_ROLLOUT
     )
-    """One number truncates weights; lower_upper sets weights outside to zero."""
+    """One number: truncate larger weights; lower_upper: set weights outside this range to zero."""
     rollout_is_batch_normalize: bool = key(False, read_when=WEIGHS_ROLLOUT)
     """Divide weights by their mean over the batch."""
     rollout_rs: str | None = key(
-        None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms); several in quotes"
+        None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms)"
     )
-    """Criteria that remove tokens or sequences from the loss."""
+    """Criteria that remove tokens or sequences from the loss; put several in quotes, separated by
+    commas.
+    """
     rollout_rs_threshold: str | None = key(
         None,
-        allows="a number, or lower_upper for k1; one for all, or one each",
+        allows="a number, or lower_upper for k1",
         read_when=unless("rollout_rs"),
     )
-    """Largest k2 or k3; for k1 the range of exp(k1)."""
+    """Largest allowed k2 or k3; for k1, the allowed range of exp(k1). One value for all criteria,
+    or one per criterion.
+    """
     rollout_token_veto_threshold: float | None = key(None, above=0, hint="or null for no veto")
-    """Reject sequences with a token whose ratio is below this."""
+    """Reject sequences with a token whose ratio is below this; null: no veto."""
     bypass_mode: bool = key(False)
     """Use the rollout's log-probs as old log-probs."""
     loss_type: str = key(
         "ppo_clip", choices=("ppo_clip", "reinforce"), read_when=when("bypass_mode")
     )
-    """ppo_clip: `policy_loss.loss_mode`; reinforce: weighted REINFORCE."""
+    """Loss in bypass mode. `ppo_clip`: the loss in `policy_loss.loss_mode`; `reinforce`: weighted
+    REINFORCE.
+    """
 
 
 @dataclass(kw_only=True)
@@ -122,7 +130,7 @@ class RouterReplayConfig(Section):
         choices=("disabled", "R3"),
         hint="the rollout's choices (R2, the actor's own of an earlier pass, is not here)",
     )
-    """R3: the actor uses the experts that the rollout's routers chose."""
+    """`R3`: the actor uses the experts that the rollout's routers chose."""
 
 
 @dataclass(kw_only=True)
@@ -130,8 +138,8 @@ class ActorConfig(ShardedConfig):
     """The update of the policy: mini-batches, loss, optimizer and checkpoints."""
 
     ppo_mini_batch_size: int = key(64, above=0)
-    """Prompts per optimizer step, over all ranks; divides `data.train_batch_size` (unset: the
-    largest divisor up to 64).
+    """Prompts per optimizer step, over all ranks; a divisor of `data.train_batch_size` (by default,
+    the largest one up to 64).
     """
     ppo_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
@@ -141,7 +149,7 @@ class ActorConfig(ShardedConfig):
     """Size micro-batches by tokens. Setting a `…micro_batch_size_per_gpu` turns this off."""
     ppo_max_token_len_per_gpu: int | None = key(
         None,
-        allows="prompt and response, or more",
+        allows="at least prompt and response",
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
@@ -149,7 +157,7 @@ class ActorConfig(ShardedConfig):
     ppo_epochs: int = key(1, above=0)
     """Passes over the batch per update."""
     shuffle: bool = key(False, read_when=SEVERAL_PASSES)
-    """Reshuffle mini-batches in each pass, also the critic's."""
+    """Reshuffle the mini-batches of actor and critic in each pass."""
     clip_ratio: float = key(0.2, above=0, read_when=(ONE_CLIP_RATIO, LOSS_CLIPS))
     """Clip range on both sides."""
     clip_ratio_low: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
@@ -157,7 +165,7 @@ class ActorConfig(ShardedConfig):
     clip_ratio_high: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
     """Upper clip range; null: `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
-    """Dual-clip bound for negative advantages."""
+    """Dual clip: for A < 0, the largest loss is this number times -A."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """The policy loss."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
@@ -165,7 +173,7 @@ class ActorConfig(ShardedConfig):
     loss_scale_factor: float | None = key(
         None, above=0, read_when=when("loss_agg_mode", "seq-mean-token-sum-norm")
     )
-    """Divisor; null: `data.max_response_length`."""
+    """Divisor in `seq-mean-token-sum-norm`; null: `data.max_response_length`."""
     entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
@@ -177,7 +185,9 @@ class ActorConfig(ShardedConfig):
     kl_loss_type: str = key("low_var_kl", choices=KL_ESTIMATORS, read_when=when("use_kl_loss"))
     """KL estimator in the loss."""
     ema_decay: float | None = key(None, at_least=0, below=1, read_when=VALIDATES_OR_SAVES)
-    """Decay of the weights' moving average, for validation and `export --average`."""
+    """Decay of the moving average of the weights, which validation and `export --average` use;
+    null: no average.
+    """
     router_aux_loss_coef: float = key(0.0, at_least=0)
     """Weight of the load-balancing loss of a mixture of experts."""
     router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
@@ -189,7 +199,7 @@ class ActorConfig(ShardedConfig):
     fsdp_config: dict[str, Any] = role_sharding()
     """Sharding that differs from `strategy`."""
     parallel: dict[str, Any] = role_axes()
-    """Axes of the actor that differ from the run's `parallel`."""
+    """The actor's axes that differ from the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """Contents of checkpoints."""
 
@@ -226,7 +236,7 @@ class RefConfig(FrozenModelConfig):
     update_every: int | None = key(None, above=0)
     """Steps between copies of the actor's weights into the reference; null: never."""
     ema_decay: float = key(0.0, at_least=0, below=1, read_when=unless("update_every"))
-    """Share of the reference's weights that a copy keeps."""
+    """Weight of the old reference in each update; 0 copies the actor."""
 
 
 @dataclass(kw_only=True)
@@ -236,7 +246,7 @@ class ActorRolloutRefConfig(Section):
     model: ModelConfig = key(factory=ModelConfig)
     """Model of actor, rollout and reference."""
     actor: ActorConfig = key(factory=ActorConfig)
-    """Training."""
+    """Training of the policy."""
     rollout: RolloutConfig = key(factory=RolloutConfig)
     """Generation."""
     ref: RefConfig = key(factory=RefConfig, read_when=HAS_REFERENCE)
@@ -250,11 +260,11 @@ class PTXConfig(Section):
     train_files: Any = key("", allows="a file, or a list")
     """Files of texts, prompts with responses, or chats."""
     coef: float = key(1.0, at_least=0)
-    """Weight of that loss."""
+    """Weight of this loss."""
     batch_size: int | None = key(None, above=0, hint="or null")
     """Rows per optimizer step, over all ranks; null: `ppo_mini_batch_size`."""
     max_length: int | None = key(None, above=1, hint="or null")
-    """Longest row in tokens; null: prompt and response."""
+    """Longest row in tokens; null: the longest prompt and response together."""
 
 
 @dataclass(kw_only=True)
@@ -295,7 +305,7 @@ class CriticModelConfig(Section):
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: dict[str, Any] = role_sharding()
-    """Sharding that differs from what `critic.strategy` says."""
+    """Sharding that differs from `critic.strategy`."""
 
 
 @dataclass(kw_only=True)
@@ -305,7 +315,7 @@ class CriticConfig(ShardedConfig):
     model: CriticModelConfig = key(factory=CriticModelConfig)
     """Value model. The head of a reward model is reused; otherwise it starts at zero."""
     parallel: dict[str, Any] = role_axes()
-    """Axes of the critic that differ from the run's `parallel`."""
+    """The critic's axes that differ from the run's `parallel`."""
     optim: dict[str, Any] = key(factory=lambda: {"lr": 1e-5}, options=OptimConfig)
     """Settings that differ from the actor's `optim`."""
     ppo_mini_batch_size: int | None = key(None, allows="a divisor of `data.train_batch_size`")
@@ -316,13 +326,13 @@ class CriticConfig(ShardedConfig):
     """Samples per pass and rank."""
     ppo_max_token_len_per_gpu: int | None = key(
         None,
-        allows="prompt and response, or more",
+        allows="at least prompt and response",
         read_when=CUT_BY_TOKENS,
         may_change_on_resume=True,
     )
     """Tokens per pass and rank; null: the actor's."""
     ppo_epochs: int | None = key(None, above=0, hint="or null for the actor's")
-    """Passes over the batch per update."""
+    """Passes over the batch per update; null: the actor's."""
     cliprange_value: float = key(0.5, above=0)
     """Clip range of values."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)

@@ -29,7 +29,7 @@ class OverlongPenaltyConfig(Section):
     """DAPO's soft punishment of responses that come near `data.max_response_length`."""
 
     enable: bool = key(False)
-    """Penalise responses near the length limit."""
+    """Penalize responses near the length limit."""
     len: int = key(0, allows="1 to `data.max_response_length`", read_when=when("enable"))
     """Tokens before the limit in which the penalty grows."""
     penalty_factor: float = key(1.0, at_least=0, read_when=when("enable"))
@@ -70,7 +70,7 @@ class RewardModelConfig(Section):
     path: str = key("", allows="a folder", read_when=when("enable"), verl="reward_model.model.path")
     """Folder of a sequence classifier."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=when("enable"))
-    """int8 stores linear weights as int8, whole on each rank."""
+    """`int8`: store linear weights as int8, unsharded on each rank; null: no quantization."""
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
@@ -95,19 +95,21 @@ class RewardConfig(Section):
     name: str = key("", required="give every reward a name of its own")
     """Name, as in the metric `reward/<name>_score/mean`."""
     kind: str = key("function", choices=REWARD_KINDS)
-    """Your function, a sequence classifier, or an HTTP server."""
+    """`function`: your function; `model`: a sequence classifier; `remote`: an HTTP server."""
     weight: float = key(1.0, allows="a number")
     """Weight in the sum of rewards."""
     normalize: bool = key(False)
     """Normalize scores by batch mean and standard deviation, except in validation."""
     on_failure: str = key("default", choices=ON_FAILURE, read_when=IS_NO_MODEL)
-    """Use `default_score`, leave the sample out of the update, or end the run."""
+    """If scoring fails, `default`: use `default_score`; `skip`: leave the sample out of the update;
+    `fail`: end the run.
+    """
     default_score: float = key(
         0.0, allows="a number", read_when=(IS_NO_MODEL, when("on_failure", "default"))
     )
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
-    """Timeout per sample or request; a batch has twelve times that."""
+    """Timeout per sample or request in seconds; a batch gets twelve times as many."""
     path: str = key("", allows="a .py file, a module, or a model's folder")
     """File or module of the function, or model folder; empty: the row's data_source names a
     built-in rule.
@@ -119,14 +121,14 @@ class RewardConfig(Section):
     )
     """Extra keyword arguments of each call."""
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
-    """int8 stores linear weights as int8."""
+    """`int8`: store linear weights as int8; null: no quantization."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
     """Samples per pass and rank; null: by tokens, like the actor."""
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
     """Server address."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)
-    """samples: `verl-like serve-reward`; openrlhf: query, prompts, labels; openai: chat completion
-    (a judge).
+    """Format of requests. `samples`: as `verl-like serve-reward` reads them; `openrlhf`: query,
+    prompts, labels; `openai`: a chat completion (a judge).
     """
     batch_size: int = key(64, above=0, read_when=IS_REMOTE)
     """Samples per request; one for a judge."""
@@ -184,7 +186,7 @@ class ScoringConfig(Section):
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Timeout per sample; a batch has twelve times that."""
+    """Timeout per sample in seconds; a batch gets twelve times as many."""
     overlong_penalty: OverlongPenaltyConfig = key(
         factory=OverlongPenaltyConfig, verl="reward_model.reward_kwargs.overlong_buffer_cfg"
     )

@@ -74,13 +74,13 @@ class ValidationSamplingConfig(Section):
     n: int = key(1, above=0)
     """Samples per prompt."""
     do_sample: bool = key(False)
-    """false decodes greedily."""
+    """Sample; false: decode greedily."""
     temperature: float = key(1.0, allows="a number", read_when=when("do_sample"))
-    """Temperature."""
+    """Sampling temperature."""
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
-    """Sample from the k most likely tokens."""
+    """Sample from the k most likely tokens; -1: from all."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample from the most likely tokens with this total probability."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability."""
 
 
 @dataclass(kw_only=True)
@@ -88,24 +88,25 @@ class RolloutConfig(Section):
     """Generation of samples: engine, sampling, memory and weight sync."""
 
     name: str = key(AUTO, registry="rollout engine")
-    """Engine; auto: vllm on GPUs if installed, otherwise native."""
+    """Engine. `auto`: vllm on GPUs if it is installed, otherwise native."""
     dtype: str | None = key(None, choices=DTYPES)
     """Type of the engine's weights; null: the trainer's compute type."""
     quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
-    """Rounding of linear weights at each sync: int8 (native and hf on CPUs) or fp8 (vllm on GPUs).
+    """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm on GPUs; null:
+    no rounding.
     """
     n: int = key(1, above=0)
     """Samples per prompt."""
     temperature: float = key(1.0, above=0)
     """Temperature of sampling and of log-prob passes."""
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
-    """Sample from the k most likely tokens."""
+    """Sample from the k most likely tokens; -1: from all."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Sample from the most likely tokens with this total probability."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability."""
     do_sample: bool = key(True)
-    """false decodes greedily."""
+    """Sample; false: decode greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)
-    """Samples decoded together per rank; 1024 by default with vLLM on GPUs."""
+    """Samples decoded together per rank; with vLLM on GPUs the default is 1024."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
     """GiB of KV cache per rank, for native and for vllm on CPUs."""
     keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
@@ -113,31 +114,33 @@ class RolloutConfig(Section):
     max_new_tokens_per_call: int | None = key(
         None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
     )
-    """Tokens per response and call; later calls continue the response."""
+    """Tokens per response and call; later calls continue the response; null: whole responses."""
     sampling_kwargs: dict[str, Any] = key(
         factory=dict,
         allows="min_p, min_tokens, stop_strings, stop_token_ids, logit_bias, truncated_log_probs",
     )
-    """More sampling settings; validation reads only stops."""
+    """More sampling settings. Validation uses only the stop settings."""
     update_weights_bucket_megabytes: float = key(
         16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )
-    """Size of the buckets in which weights travel; 512 by default on GPUs."""
+    """Size of the buckets in which weights are sent; on GPUs the default is 512."""
     sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
-    """Send all weights, or only changed numbers; each side then keeps a copy in host memory."""
+    """`full`: send all weights; `changed`: send only the numbers that changed (each side keeps a
+    copy of the weights in host memory).
+    """
     merge_lora: bool = key(False, read_when=VLLM_TAKES_ADAPTERS)
-    """Send a LoRA policy's merged weights; by default vLLM loads the base and gets the adapter."""
+    """Send a LoRA policy's merged weights; false: vLLM loads the base and gets the adapter."""
     server_urls: list[str] = key(
         factory=list,
         allows="http://HOST:PORT, one for each rank of the rollout",
         read_when=ENGINE_IS_VLLM,
         may_change_on_resume=True,
     )
-    """Running vLLM servers; empty: engines in the rollout's processes."""
+    """Running vLLM servers to use; empty: engines in the rollout's processes."""
     engine_kwargs: dict[str, Any] = key(
-        factory=dict, allows="what vLLM's LLM takes", read_when=VLLM_IS_OURS
+        factory=dict, allows="any argument of vLLM's LLM", read_when=VLLM_IS_OURS
     )
-    """More arguments of vLLM's LLM class."""
+    """More arguments for vLLM's `LLM` class."""
     tensor_model_parallel_size: int = key(
         1, above=0, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
@@ -149,7 +152,7 @@ class RolloutConfig(Section):
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )
-    """Samples per pass of old log-probs and rank."""
+    """Samples per rank and forward pass when old log-probs are computed."""
     val_kwargs: dict[str, Any] = key(
         factory=dict,
         options=ValidationSamplingConfig,

@@ -26,7 +26,7 @@ REFUSED = [
     ("reward_model.rule_weight=1", "Did you mean 'reward.rule_weight'"),
     ("reward.list=[{name: a, weight: x}]", ": weight: Value 'x' .* Float; it takes a number.$"),
     ("critic.ppo_epochs=0", "critic.ppo_epochs=0: it must be above 0, or null for the actor's"),
-    ("trainer.stop_at={reward: high}", "'high' .* Float; it takes metric: value.$"),
+    ("trainer.stop_at={reward: high}", r"'high' .* Float; it takes \{metric: value\}.$"),
     ("trainer.seed=x", "^trainer.seed=x: .* Integer; it takes a whole number, 0 or more.$"),
     ("trainer.dry_run=yess", "^trainer.dry_run=yess: .*; it takes true, false.$"),
     ("trainer.stop_at=reward>0.8", "reward>0.8 cannot be read as a setting.*Quote a text"),
