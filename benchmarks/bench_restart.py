@@ -66,7 +66,7 @@ class Clock(logging.Handler):
         for name, words in (("detected", " failed: "), ("back", " is back after ")):
             if words in text:
                 self.at.setdefault(name, record.created)
-        if results := re.search(r"(\d+) samples .* are kept, (\d+) are made again", text):
+        if results := re.search(r"(\d+) samples .* are kept, (\d+) are repeated", text):
             self.samples = {"kept": int(results[1]), "made_again": int(results[2])}
 
 

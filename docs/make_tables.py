@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -503,6 +504,7 @@ NOT_NEEDED = re.compile(
     r"(always|changes nothing|dropped): .*|changes nothing at .*else dropped: .*"
 )
 REJECTED = re.compile(r"not here: .*|changes nothing at .*; else not here: .*")
+ROLE = re.compile(r"`(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic)\.")
 OF_POLICY = re.compile(r"(?<=`)actor_rollout_ref\.(actor\.)?")
 
 
@@ -521,11 +523,11 @@ def migration_table(
         fates.setdefault(name.partition(" (")[0], set()).add(said)
     renamed: dict[str, list[str]] = {}
     rejected = list[str]()
-    for name, said in rows():
+    for name, said in _of_any_role(rows()):
         flag = name.partition(" (")[0]
         if (flag, OF_POLICY.sub("", said)) in known or NOT_NEEDED.fullmatch(said):
             continue
-        name = name if len(fates[flag]) > 1 else flag
+        name = name if len(fates.get(flag, ())) > 1 else flag
         if REJECTED.fullmatch(said):
             rejected.append(name)
         elif _last_name(flag) != _last_name(said):
@@ -533,8 +535,28 @@ def migration_table(
     lines = [f"- {_joined(names)}: {said}" for said, names in renamed.items()]
     return (
         "\n".join(lines)
-        + f"\n\n**Rejected**, unless the value changes nothing: {_joined(rejected)}."
+        + f"\n\n**Rejected**, unless the value changes nothing: {_joined(_most_general(rejected))}."
     )
+
+
+def _of_any_role(rows: list[list[str]]) -> list[list[str]]:
+    """Join the rows of several roles that have the same names after the role: `*.optim.lr`."""
+    general = [tuple(ROLE.sub("`*.", cell) for cell in row) for row in rows]
+    num_roles = Counter(general)
+    joined = dict.fromkeys(
+        names if num_roles[names] > 1 else tuple(row)
+        for names, row in zip(general, rows, strict=True)
+    )
+    return [list(names) for names in joined]
+
+
+def _most_general(names: list[str]) -> list[str]:
+    """Leave out the names that another name, with a `*`, matches."""
+    return [
+        name
+        for name in names
+        if not any(other != name and fnmatchcase(name, other) for other in names)
+    ]
 
 
 def _last_name(text: str) -> str:

@@ -132,7 +132,7 @@ class Restarts:
     def note_samples(self, step: int, num_kept: int, made_again: int) -> None:
         """Log how many samples of a lost group survived, and how many are generated again."""
         logger.warning(
-            "step %d: %d samples of the lost group are kept, %d are made again.",
+            "step %d: %d samples of the lost group are kept, %d are repeated.",
             *(step, num_kept, made_again),
         )
         self._write(step, samples_kept=num_kept, samples_made_again=made_again)

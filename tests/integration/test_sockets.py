@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def documented() -> set[tuple[str, str]]:
     for line in lines[start:]:
         if not line.startswith("|"):
             break
-        process, addresses = (cell.strip() for cell in line.split("|")[1:3])
-        rows |= {(process, address) for address in addresses.split(", ")}
+        processes, addresses = (cell.strip().split(", ") for cell in line.split("|")[1:3])
+        rows |= set(product(processes, addresses))
     return rows
 
 

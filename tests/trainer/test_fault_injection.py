@@ -101,17 +101,17 @@ def test_a_run_under_every_fault_ends_with_the_numbers_of_an_undisturbed_one(
 def test_the_ledger_says_which_steps_were_made_again(folders: dict[str, Path]) -> None:
     *_, ledger = faults(folders["ppo"])
     assert ledger == {
-        **{"kind": "ledger", "begun": STEPS + 3, "kept": STEPS},
-        **{"made_again": 3, "not_finished": 0},
+        **{"kind": "ledger", "started": STEPS + 3, "completed": STEPS},
+        **{"repeated": 3, "unfinished": 0},
         "samples": {
             **{"made": (STEPS + 3) * PROMPTS * 2, "trained": STEPS * PROMPTS * 2},
-            "dropped": {"step made again": 3 * PROMPTS * 2},
+            "dropped": {"step repeated": 3 * PROMPTS * 2},
         },
     }, "the actor was lost three steps after a checkpoint"
     (line,) = describe_faults(folders["ppo"])
     assert "2 x delay_call, 2 x drop_weight_bucket, 1 x kill_worker; steps: " in line
-    assert f"steps: {STEPS + 3} begun = {STEPS} kept + 3 made again" in line
-    assert "; samples: 132 made = 120 trained + 12 dropped (step made again: 12)" in line
+    assert f"steps: {STEPS + 3} started = {STEPS} completed + 3 repeated" in line
+    assert "; samples: 132 generated = 120 trained + 12 dropped (step repeated: 12)" in line
 
 
 def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
@@ -132,7 +132,7 @@ def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
 
 def test_a_generator_that_is_killed_costs_samples_and_no_step(folders: dict[str, Path]) -> None:
     *_, steps = faults(folders["async"])
-    assert (steps["begun"], steps["made_again"]) == (STEPS, 0)
+    assert (steps["started"], steps["repeated"]) == (STEPS, 0)
     ledger = json.loads((folders["async"] / "async.json").read_text())["ledger"]
     (generator,) = ledger["generators"].values()
     assert generator["trained"] == STEPS * PROMPTS * 2

@@ -78,7 +78,7 @@ def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_
     _, before, after, *_ = disturbed.pids
     assert differing(before, after) == ["rollout"]
     assert disturbed.log.count("are kept") == 1
-    assert "step 2: 4 samples of the lost group are kept, 4 are made again." in disturbed.log
+    assert "step 2: 4 samples of the lost group are kept, 4 are repeated." in disturbed.log
     record = lines(disturbed.folder, "restarts.jsonl")
     lost, samples, _, state = [line for line in record if line["step"] == 2]
     assert "rank 1 of 2" in lost["lost"]
@@ -138,7 +138,7 @@ def test_on_ray_the_same_holds(
     assert numbers(tmp_path) == numbers(whole)
     first, second, failed, last = found.pids
     assert differing(first, second) == ["rollout"]
-    assert "step 1: 4 samples of the lost group are kept, 4 are made again." in found.log
+    assert "step 1: 4 samples of the lost group are kept, 4 are repeated." in found.log
     assert differing(second, failed) == ["ref"]
     assert "group ref (ref_pool) is back after" in found.log
     generated = [event["args"]["step"] for event in calls(tmp_path, "generate_sequences")]

@@ -73,17 +73,17 @@ def verdict_of(trajectory: ReplayedTrajectory) -> str:
     subject = f"trajectory {trajectory.name}, {counts}"
     if trajectory.difference:
         return f"{subject}: differs first in {trajectory.difference}"
-    return f"{subject}: as it was, bit for bit"
+    return f"{subject}: identical, bit for bit"
 
 
 def verdict(result: Replayed, step: int, stage: str) -> str:
     """Describe what was compared, and what differs."""
     subject = f"{stage} of step {step}" if stage else f"step {step}"
-    compared = f"{result.num_metrics} numbers"
+    compared = f"{result.num_metrics} metrics"
     if result.compared_batches:
         compared += f" and the batches of {', '.join(result.compared_batches)}"
     if not result.differences:
-        return f"{subject}: {compared} are as they were, bit for bit"
+        return f"{subject}: {compared} are identical, bit for bit"
 
     lines = [f"{subject}: of {compared}, {len(result.differences)} differ"]
     lines += [f"  {line}" for line in result.differences[:MOST_LINES]]

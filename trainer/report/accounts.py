@@ -124,8 +124,8 @@ def describe_log(log: Mapping[str, Any]) -> str:
 FAULTS_FILE, RESTARTS_FILE = "faults.jsonl", "restarts.jsonl"
 LEDGER = "ledger"
 """The kind of the last line of `faults.jsonl`, which is not a fault."""
-OUTCOMES = ("kept", "made_again", "not_finished")
-"""The possible outcomes of a step that has begun."""
+OUTCOMES = ("completed", "repeated", "unfinished")
+"""The possible outcomes of a step that has started."""
 
 
 def describe_faults(folder: Path) -> list[str]:
@@ -139,12 +139,12 @@ def describe_faults(folder: Path) -> list[str]:
             kinds[line["kind"]] += line.get("count", 1)
     faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
     ledgers = [_ledger_in_words(line) for line in lines if line["kind"] == LEDGER]
-    return ["; ".join([f"faults on purpose: {faults}", *ledgers[-1:]])]
+    return ["; ".join([f"injected faults: {faults}", *ledgers[-1:]])]
 
 
 def _ledger_in_words(line: dict[str, Any]) -> str:
-    became = [f"{line[name]} {name.replace('_', ' ')}" for name in OUTCOMES]
-    words = f"steps: {line['begun']} begun = {' + '.join(became)}"
+    outcomes = [f"{line[name]} {name}" for name in OUTCOMES]
+    words = f"steps: {line['started']} started = {' + '.join(outcomes)}"
     return f"{words}; {_samples_in_words(line['samples'])}" if "samples" in line else words
 
 
@@ -152,7 +152,7 @@ def _samples_in_words(samples: dict[str, Any]) -> str:
     dropped = samples["dropped"]
     reasons = "".join(f" ({reason}: {count})" for reason, count in dropped.items())
     return (
-        f"samples: {samples['made']} made = {samples['trained']} trained + "
+        f"samples: {samples['made']} generated = {samples['trained']} trained + "
         f"{sum(dropped.values())} dropped{reasons}"
     )
 
@@ -172,9 +172,7 @@ def describe_restarts(folder: Path) -> list[str]:
     again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
     samples = ""
     if num_kept + again:
-        samples = (
-            f"; of the samples that lost groups were making {num_kept} kept, {again} made again"
-        )
+        samples = f"; of the unfinished samples of lost groups {num_kept} kept, {again} repeated"
     return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]
 
 
@@ -182,4 +180,4 @@ def describe_lost_steps(num_steps: int) -> str:
     """Describe how many finished steps a restart has lost."""
     if num_steps == 0:
         return "no finished step is lost"
-    return f"{num_steps} finished step{'s' * (num_steps > 1)} made again"
+    return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"

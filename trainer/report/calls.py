@@ -36,7 +36,7 @@ class TracedCall:
 def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[str]]:
     """Return the calls of a run's Chrome trace, ordered by start, and the stages of a step."""
     if not path.is_file():
-        notes.append(f"{path.name} is not there.")
+        notes.append(f"{path.name} is missing.")
         return [], []
     try:
         trace = parse_json(path.read_bytes())

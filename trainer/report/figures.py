@@ -228,7 +228,7 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
     ends = [row + 0.5 for row, pool in enumerate(pools) if pools[row + 1 : row + 2] != [pool]]
     rows: dict[float, str] = {row: f"{pool}  {lane}" for row, (pool, lane) in enumerate(shown)}
     if len({call.pool for call in calls}) > 1:
-        rows[under] = "2 pools or more at work"
+        rows[under] = "2 or more pools at work"
         for start, end, number in pools_at_work(calls):
             if number > 1:
                 drawn.append(Bar(under, start - origin, end - start, OVERLAP_COLOUR, height=0.5))
@@ -253,7 +253,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
         left += share
     words = ", ".join(f"{name} {share:.1f} %" for name, _, share in rows)
     return bars(
-        drawn, {}, 1.3, "per cent of a step", legend, f"Shares of a step's time: {words}", x_end=100
+        drawn, {}, 1.3, "% of a step", legend, f"Shares of a step's time: {words}", x_end=100
     )
 
 
@@ -274,7 +274,7 @@ def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
         drawn,
         dict(enumerate(roles)),
         0.9 + 0.35 * len(roles),
-        "per cent of the wall time",
+        "% of the wall time",
         STATE_COLOURS,
         "Share of the time in which each role was busy, waiting, syncing",
         x_end=100,

@@ -151,7 +151,7 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
         facts.append(("time of all steps", f"{sum(seconds):.1f} s"))
     _, proven = data.series("training/num_proven_samples")
     if proven:
-        facts.append(("samples as they were drawn, by hash", f"{sum(proven):,.0f}"))
+        facts.append(("samples verified by hash", f"{sum(proven):,.0f}"))
     trained, left_out = tokens_of(data.metrics)
     if trained or left_out:
         facts.append(("tokens", describe_tokens(drawn_of(data.metrics), trained, left_out)))

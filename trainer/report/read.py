@@ -152,7 +152,7 @@ def _read_starts(path: Path, notes: list[str]) -> list[RunStart]:
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the JSON objects of a file, line by line; broken lines are noted and left out."""
     if not path.is_file():
-        notes.append(f"{path.name} is not there.")
+        notes.append(f"{path.name} is missing.")
         return []
     rows, broken = json_objects(path)
     if broken:

@@ -46,42 +46,41 @@ def advice_at_end(data: RunData) -> list[str]:
     first, share = (end(data, "response_length/clip_ratio") for end in (_first, _last))
     if share > max(CUT_ANSWERS, first / 2):  # a policy that learns to stop early has no problem
         advice.append(
-            f"{share:.0%} of the answers end at data.max_response_length: a larger one, or a "
-            "reward that asks for shorter answers"
+            f"{share:.0%} of the responses end at data.max_response_length. Raise it, or reward "
+            "shorter responses."
         )
     first, last = _first(data, "actor/entropy"), _last(data, "actor/entropy")
     if first > 0 and last < ENTROPY_LEFT * first:
         advice.append(
-            f"the entropy fell from {first:.3g} to {last:.3g}: the policy says one thing; a lower "
-            "learning rate, a KL to the reference, or actor.entropy_coeff keep it apart"
+            f"the entropy fell from {first:.3g} to {last:.3g}. Lower the learning rate, add a KL "
+            "to the reference, or raise actor.entropy_coeff."
         )
     steps, norms = data.series("actor/grad_norm")
     if steps and not any(norms):
         advice.append(
-            "the gradient norm was 0 in every step, so nothing was learned: do the samples of a "
-            "prompt all have one reward?"
+            "the gradient norm was 0 in every step, so nothing was learned. Do all samples of a "
+            "prompt have the same reward?"
         )
     steps, lowest = data.series("critic/score/min")
     _, highest = data.series("critic/score/max")
     if len(steps) >= FEWEST_STEPS and lowest == highest and len(set(lowest)) == 1:
         advice.append(
-            f"every sample of every step had the reward {lowest[0]:.4g}: is the reward function "
-            "right for these answers? rollouts/ has them"
+            f"every sample of every step had the reward {lowest[0]:.4g}. Is the reward function "
+            "right for these responses? rollouts/ has them."
         )
     clipped, moved = _last(data, "actor/pg_clipfrac"), _last(data, "actor/ppo_kl")
     if clipped > CLIPPED:
         advice.append(
-            f"{clipped:.0%} of the tokens are clipped in an update: a lower actor.optim.lr"
+            f"{clipped:.0%} of the tokens are clipped in an update. Lower actor.optim.lr."
         )
     elif abs(moved) > KL_JUMP:
-        advice.append(f"an update moves the policy by a KL of {moved:.3g}: a lower actor.optim.lr")
+        advice.append(f"an update moves the policy by a KL of {moved:.3g}. Lower actor.optim.lr.")
     calls, errors = (_last(data, f"agents/num_{x}/mean") for x in ("calls", "call_errors"))
     if errors > FAILED_CALLS * calls:
         advice.append(
-            f"{errors / calls:.0%} of the tool calls are answered by an error: rollouts/ has them "
-            "in their turns"
+            f"{errors / calls:.0%} of the tool calls fail. rollouts/ has the errors in the turns."
         )
-    return [f"look at: {line}" for line in advice]
+    return [f"warning: {line}" for line in advice]
 
 
 def _time(data: RunData) -> str:
@@ -136,7 +135,7 @@ def _best_validations(data: RunData) -> Iterator[str]:
             continue
         best = max(finite)
         step = max(step for step, value in zip(steps, values, strict=True) if value == best)
-        last = "" if step == steps[-1] else f", {values[-1]:.4g} at the last"
+        last = "" if step == steps[-1] else f", {values[-1]:.4g} at the end"
         yield f"best {name}: {best:.4g} after step {step:.0f}{last}"
 
 

@@ -102,7 +102,7 @@ ENTROPY_GROWN = 3.0
 """An alarm is raised above this multiple of the first entropy: the policy may be collapsing."""
 FAR_FROM_REFERENCE = (
     "the policy is far from its reference. Look at the samples in rollouts/ for a reward that is "
-    "gamed, and at the KL's coefficient."
+    "gamed, and at the KL coefficient."
 )
 LARGEST: dict[str, tuple[float, str]] = {
     "actor/ppo_kl": (
@@ -114,8 +114,8 @@ LARGEST: dict[str, tuple[float, str]] = {
     "actor/reward_kl_penalty": (10.0, FAR_FROM_REFERENCE),
     "training/rollout_probs_diff_mean": (
         0.05,
-        "rollout and trainer give the same token other probabilities. Look at rollout.dtype and "
-        "rollout.quantization, how old the samples are (async_training.max_staleness), and "
+        "rollout and trainer give the same token different probabilities. Look at rollout.dtype "
+        "and rollout.quantization, how old the samples are (async_training.max_staleness), and "
         "algorithm.rollout_correction.",
     ),
 }
@@ -136,14 +136,14 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts
     if at_first > 0 and now < ENTROPY_LEFT * at_first:
         yield (
             "entropy gone",
-            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy repeats one "
+            f"actor/entropy is {now:.3g} (at first {at_first:.3g}): the policy repeats one "
             "response. Look at the samples in rollouts/, then at actor.optim.lr, "
             "actor.entropy_coeff, and a KL to the reference.",
         )
     if at_first > 0 and now > ENTROPY_GROWN * at_first:
         yield (
             "entropy grown",
-            f"actor/entropy is {now:.3g}, {at_first:.3g} at first: the policy becomes random. "
+            f"actor/entropy is {now:.3g} (at first {at_first:.3g}): the policy becomes random. "
             "Look at the samples in rollouts/, at actor.optim.lr, and whether "
             "actor.entropy_coeff is too large.",
         )

@@ -7,7 +7,7 @@ does not have its earlier faults again.
 `faults.jsonl` of the run folder has a line for each fault. Its last line accounts for the steps
 and, from the sample log, for their samples:
 
-    begun = kept + made again + not finished
+    started = completed + repeated + unfinished
     made = trained + dropped (by reason)
 """
 
@@ -42,9 +42,9 @@ class FaultInjection:
         self._struck: set[tuple[str, int]] = set()
         self._first: int | None = None
         """The step after which the run began."""
-        self._begun: list[int] = []
+        self._started: list[int] = []
         """Steps of this attempt."""
-        self._num_begun = self._made_again = 0
+        self._num_started = self._num_repeated = 0
 
     def on_init_end(self, trainer: Any) -> None:
         """Begin an attempt."""
@@ -70,15 +70,15 @@ class FaultInjection:
             self._first = step
             if step == 0:
                 (self._folder / FAULTS_FILE).unlink(missing_ok=True)
-        self._made_again += sum(1 for begun in self._begun if begun > step)
-        self._begun = []
+        self._num_repeated += sum(1 for started in self._started if started > step)
+        self._started = []
 
     def before_step(self, groups: WorkerGroups, step: int) -> None:
         """Inject the faults of a step that begins."""
         if not self._settings.has_faults:
             return
-        self._begun.append(step)
-        self._num_begun += 1
+        self._started.append(step)
+        self._num_started += 1
         if draw := self._draw("delay", self._settings.delay_call, step):
             # while rank 0 of a role sleeps, its next calls and those that need them are late
             role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
@@ -98,13 +98,15 @@ class FaultInjection:
         lines, _ = json_objects(self._folder / "metrics.jsonl")
         steps = [int(line["step"]) for line in lines]
         done = [step for step in steps if step > self._first]
-        unfinished = [step for step in self._begun[-1:] if step not in done]
-        became = dict(zip(OUTCOMES, (len(done), self._made_again, len(unfinished)), strict=True))
+        unfinished = [step for step in self._started[-1:] if step not in done]
+        outcomes = dict(
+            zip(OUTCOMES, (len(done), self._num_repeated, len(unfinished)), strict=True)
+        )
         in_order = done == list(range(self._first + 1, self._first + 1 + len(done)))
-        if not in_order or self._num_begun != sum(became.values()):
+        if not in_order or self._num_started != sum(outcomes.values()):
             raise LedgerError(
-                f"the steps of a run with injected faults do not add up: {self._num_begun} were "
-                f"started, {became}; metrics.jsonl has steps {done} after step {self._first}. "
+                f"the steps of a run with injected faults do not add up: {self._num_started} were "
+                f"started, {outcomes}; metrics.jsonl has steps {done} after step {self._first}. "
                 f"The faults are in {self._folder / FAULTS_FILE}."
             )
         extra = {}
@@ -112,7 +114,7 @@ class FaultInjection:
             self._samples.log.drop_after(self._first + len(done), STEP_NOT_FINISHED)
             if totals := self._samples.log.totals():
                 extra = {"samples": totals}
-        self._write({"kind": LEDGER, "begun": self._num_begun, **became, **extra})
+        self._write({"kind": LEDGER, "started": self._num_started, **outcomes, **extra})
 
     def _draw(self, kind: str, chance: float, step: int) -> Random | None:
         """Return the random numbers of a fault in this step, or None if there is no new fault."""

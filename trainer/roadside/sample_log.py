@@ -31,8 +31,8 @@ IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 """The state of an open sample: in generation, in a buffer, in the trainer's current step."""
 EMPTY = "no token"
 USER_CODE = "by code of the run's own"
-MADE_AGAIN = "made again after a resume"
-STEP_AGAIN, STEP_NOT_FINISHED = "step made again", "step not finished"
+MADE_AGAIN = "repeated after a resume"
+STEP_AGAIN, STEP_NOT_FINISHED = "step repeated", "step unfinished"
 HOUSE = {"trainer", "abc", "typing", "builtins"}
 """Packages of this project's classes."""
 NAMED = 8

@@ -147,7 +147,7 @@ def check_rules(data_sources: Iterable[str]) -> None:
     for source in sorted(set(data_sources)):
         if source not in REWARDS:
             raise ConfigError(
-                f"no rule reward for data_source {source!r}. {GIVE_REWARD}. The names that have "
+                f"no reward rule for data_source {source!r}. {GIVE_REWARD}. The names that have "
                 f"rules: {', '.join(sorted(REWARDS))}.{nearest(source, REWARDS)}"
             )
         if REWARDS[source] is math and find_spec("math_verify") is None:

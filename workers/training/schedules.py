@@ -45,7 +45,7 @@ def constant(progress: float) -> float:
 
 @LR_SCHEDULES.register("cosine")
 def cosine(progress: float, min_lr_ratio: float) -> float:
-    """From the peak to `min_lr_ratio` of it along half a cosine.
+    """Half a cosine from the peak rate to `min_lr_ratio` times the peak.
 
     Source: SGDR without restarts, arXiv 1608.03983
     """
@@ -55,7 +55,7 @@ def cosine(progress: float, min_lr_ratio: float) -> float:
 
 @LR_SCHEDULES.register("linear")
 def linear(progress: float, min_lr_ratio: float) -> float:
-    """From the peak to `min_lr_ratio` of it on a straight line.
+    """A straight line from the peak rate to `min_lr_ratio` times the peak.
 
     Source: BERT, arXiv 1810.04805, appendix A.2
     """
@@ -64,10 +64,10 @@ def linear(progress: float, min_lr_ratio: float) -> float:
 
 @LR_SCHEDULES.register("wsd")
 def warmup_stable_decay(progress: float, min_lr_ratio: float, wsd_decay_ratio: float) -> float:
-    """The peak; in the last `wsd_decay_ratio` of the calls, a straight line to `min_lr_ratio` of
-    it.
+    """The peak rate, then a straight line to `min_lr_ratio` times the peak in the last
+    `wsd_decay_ratio` of the steps.
 
-    Source: MiniCPM (WSD), arXiv 2404.06395; the straight line: arXiv 2405.18392
+    Source: MiniCPM (WSD), arXiv 2404.06395; straight line: arXiv 2405.18392
     """
     remaining = min(1.0, (1.0 - progress) / wsd_decay_ratio)
     return min_lr_ratio + (1.0 - min_lr_ratio) * remaining

@@ -342,7 +342,7 @@ def test_a_resumed_buffer_makes_again_what_was_open() -> None:
     resumed = make_buffer(max_staleness=4)
     resumed.load_state_dict(state, None)
     assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
-    assert resumed.log.accounts[0].dropped == {"made again after a resume": 6}
+    assert resumed.log.accounts[0].dropped == {"repeated after a resume": 6}
     resumed.log.check()
 
 
@@ -354,7 +354,7 @@ def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
     resumed.load_state_dict(state, tmp_path)
     assert [begin(resumed).uids[0] for _ in range(2)] == ["2", "6"]
     assert resumed.depth == 4
-    assert resumed.log.accounts[0].dropped == {"made again after a resume": 2}
+    assert resumed.log.accounts[0].dropped == {"repeated after a resume": 2}
     resumed.log.check()
 
 

@@ -63,7 +63,7 @@ def test_its_books_close_and_nothing_is_left(
     kinds = {fault["kind"] for fault in faults}
     assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call"}
     assert steps["kept"] == STEPS
-    assert steps["begun"] == STEPS + steps["made_again"]
+    assert steps["started"] == STEPS + steps["repeated"]
     assert sum(ledger["trainers"].values()) == STEPS * SAMPLES
     for generator in ledger["generators"].values():
         assert generator["made"] == generator["trained"] + sum(generator["dropped"].values())

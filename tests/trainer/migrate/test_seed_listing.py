@@ -55,6 +55,6 @@ def test_the_listing_is_quoted_as_it_stands(call: str, section: str) -> None:
 
 
 def test_the_makers_of_the_listing_score_and_have_weights_from_version_1(section: str) -> None:
-    assert "`async_training.score_on=generator` is their structure" in section
+    assert "`async_training.score_on=generator` reproduces ColossalChat's structure" in section
     assert "as version 1 before the first prompt" in section
     assert "version 0" not in section

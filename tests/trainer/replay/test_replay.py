@@ -254,11 +254,11 @@ def test_the_command_ends_with_what_was_compared(
     monkeypatch.setattr(command, "replay", lambda *_, **__: next(results))
     command.main([str(made), "--step=3"])
     said = capsys.readouterr().out
-    assert said == ("step 3: 80 numbers and the batches of update are as they were, bit for bit\n")
+    assert said == ("step 3: 80 metrics and the batches of update are identical, bit for bit\n")
     with pytest.raises(SystemExit, match="1"):
         command.main([str(made), "--step=3", "--stage=update"])
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "update of step 3: of 80 numbers, 30 differ"
+    assert said[0] == "update of step 3: of 80 metrics, 30 differ"
     assert said[-1] == "  and 10 more"
 
 

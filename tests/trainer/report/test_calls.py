@@ -94,7 +94,7 @@ def test_the_page_tells_of_cuts_and_counts_trained_steps(
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     page = write_report(folder).read_text()
-    assert "Dotted: a validation, a checkpoint or a restart" in page
+    assert "Dotted lines mark a validation, a checkpoint or a restart" in page
     assert '<span class="soft">steps</span><b>4</b>' in page
     assert {call.step for call in last_steps(read_run(folder).calls, 3)} == {2, 3, 4}
 
@@ -116,8 +116,8 @@ def test_a_thousand_ranks_make_the_page_hardly_longer_than_sixteen(
         rows = "".join(f"pool  n{n}  8 GPUs  actor  8  8\n" for n in range(num_ranks // 8))
         folder.joinpath("placement.txt").write_text(f"pool  node  devices  roles  n  CPUs\n{rows}")
         pages[num_ranks] = write_report(folder).read_text()
-    assert "<summary>128 nodes of pools</summary>" in pages[1024]
-    assert "<summary>2 nodes of pools" not in pages[16]
+    assert "<summary>128 rows</summary>" in pages[1024]
+    assert "<summary>2 rows" not in pages[16]
     assert len(pages[1024]) < 1.5 * len(pages[16])
     assert pages[1024].count("<title>") < 100
 

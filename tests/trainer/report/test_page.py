@@ -138,7 +138,7 @@ def test_a_half_written_folder_gives_a_report_that_says_so(tmp_path: Path) -> No
     page = page_of(folder)
     assert "metrics.jsonl: 1 of 3 lines are half written" in page
     assert "timeline.json is half written" in page
-    assert "placement.txt is not there" in page
+    assert "placement.txt is missing" in page
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_legends_stand_above_the_curves(figures: None, monkeypatch: pytest.Monke
 
 def test_a_timeline_of_one_pool_says_nothing_of_several(figures: None, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 2)
-    assert "2 pools or more at work" in write_report(folder).read_text()
+    assert "2 or more pools at work" in write_report(folder).read_text()
     timeline = (folder / "timeline.json").read_text()
     (folder / "timeline.json").write_text(timeline.replace("critic_pool", "actor_rollout_ref_pool"))
     page = write_report(folder).read_text()
@@ -271,7 +271,7 @@ def test_a_pipe_or_a_device_in_the_place_of_the_timeline_is_left_out(tmp_path: P
     timeline = folder / "timeline.json"
     timeline.unlink()
     timeline.symlink_to("/dev/zero")
-    assert "timeline.json is not there" in page_of(folder)
+    assert "timeline.json is missing" in page_of(folder)
     timeline.unlink()
     os.mkfifo(timeline)
-    assert "timeline.json is not there" in page_of(folder)
+    assert "timeline.json is missing" in page_of(folder)

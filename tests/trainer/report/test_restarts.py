@@ -28,8 +28,7 @@ def test_restarts_are_counted_by_step_and_samples_by_their_fate(
     record.wait_for_next(WorkerDiedError("rank 0 is gone"), 5)
     record.note_samples(5, 0, 8)
     assert describe_restarts(tmp_path) == [
-        "restarts: 2, in step 3, 5; of the samples that lost groups were making 6 kept, "
-        "10 made again"
+        "restarts: 2, in step 3, 5; of the unfinished samples of lost groups 6 kept, 10 repeated"
     ]
 
 
@@ -41,7 +40,7 @@ def test_it_is_said_where_the_state_came_from_and_what_that_has_cost(
         record.begin(goes_on_after, source)
     assert describe_restarts(tmp_path) == [
         "restarts: 2, in step 3, 9; in step 3 with the state of actor rank 1, no finished step is "
-        "lost; in step 9 with the state of global_step_6, 2 finished steps made again"
+        "lost; in step 9 with the state of global_step_6, 2 finished steps repeated"
     ]
 
 

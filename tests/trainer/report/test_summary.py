@@ -1,4 +1,4 @@
-"""The last lines of a run: where the time went, the best validation, what to look at."""
+"""The last lines of a run: where the time went, the best validation, warnings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Pat
     lines = [STEP | {"val-core/x/mean@1": score} for score in scores]
     assert summary(run_of(tmp_path, *lines)) == [
         "3 steps of 2 s: gen 60 %, update 30 %, other 10 %",
-        "best val-core/x/mean@1: 0.75 after step 1, 0.5 at the last",
+        "best val-core/x/mean@1: 0.75 after step 1, 0.5 at the end",
     ]
 
 
@@ -65,14 +65,14 @@ def test_of_equal_validations_the_last_is_the_best(tmp_path: Path) -> None:
     assert summary(run_of(tmp_path, *lines))[1] == "best val-core/x: 0.5 after step 2"
 
 
-def test_a_good_run_has_nothing_to_look_at(tmp_path: Path) -> None:
+def test_a_good_run_has_no_warning(tmp_path: Path) -> None:
     assert advice_at_end(run_of(tmp_path, *[STEP] * 12)) == []
 
 
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"response_length/clip_ratio": 0.5}, "50% of the answers end at data.max_response_length"),
+        ({"response_length/clip_ratio": 0.5}, "50% of the responses end at data.max"),
         ({"actor/entropy": 0.01}, "the entropy fell from 2 to 0.01"),
         ({"actor/pg_clipfrac": 0.4}, "40% of the tokens are clipped in an update"),
         ({"actor/ppo_kl": -0.5}, "an update moves the policy by a KL of -0.5"),
@@ -82,7 +82,7 @@ def test_a_number_beyond_its_limit_is_named_with_what_helps(
     tmp_path: Path, numbers: dict[str, float], words: str
 ) -> None:
     (line,) = advice_at_end(run_of(tmp_path, *[STEP] * 6, *[STEP | numbers] * 6))
-    assert line.startswith(f"look at: {words}")
+    assert line.startswith(f"warning: {words}")
 
 
 def test_a_policy_that_learns_to_end_its_answers_is_well(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_run_prints_it_at_its_end_and_the_report_shows_it(
     run_of(tmp_path, *[STEP | {"actor/grad_norm": 0.0}] * 6)
     close_run(tmp_path, None)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["6 steps of 2 s", "look at", "report"]
+    assert [line.split(":")[0] for line in lines] == ["6 steps of 2 s", "warning", "report"]
     assert f"<li>{lines[0]}</li>" in write_report(tmp_path).read_text()
 
 

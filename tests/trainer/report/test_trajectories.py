@@ -64,7 +64,7 @@ def test_many_turns_and_trajectories_stay_a_small_file(tmp_path: Path) -> None:
     assert text.count('<div class="turn drawn">') == TRAJECTORIES_PER_STEP * MOST_TURNS / 2
     assert f"… {1000 - MOST_TURNS} more" in text
     caps = (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN)
-    assert re.findall(r"\d+", text[text.index("Of at most") :])[:4] == [*map(str, caps)]
+    assert re.findall(r"\d+", text[text.index("Shown are at most") :])[:4] == [*map(str, caps)]
     assert path.stat().st_size < 2**20
 
 
@@ -101,4 +101,4 @@ def test_the_summary_says_how_trajectories_ended_and_what_fails(tmp_path: Path) 
         "a trajectory: 3 turns, 1 s (engine 30%, environment 60%, waiting 10%); "
         "ended: terminated 75%, length 25%" in lines
     )
-    assert any(line.startswith("look at: 75% of the tool calls") for line in lines)
+    assert any(line.startswith("warning: 75% of the tool calls") for line in lines)

@@ -101,8 +101,8 @@ def test_a_resume_drops_what_was_open_unless_it_is_restored() -> None:
     log = SampleLog()
     log.load_state_dict(filled().state_dict())
     log.check()
-    assert log.accounts[0].dropped == {"made again after a resume": 4}
-    assert log.left_out["made again after a resume"] == 20
+    assert log.accounts[0].dropped == {"repeated after a resume": 4}
+    assert log.left_out["repeated after a resume"] == 20
     log.restore(0, dict(zip(pairs("b"), [8, 12], strict=True)))
     log.begin(0, pairs("c"))
     assert log.open(QUEUED) == pairs("b")

@@ -270,7 +270,7 @@ def test_a_function_in_a_file_gets_its_keyword_arguments(
 
 
 def test_data_without_a_rule_are_refused(make_manager: Any) -> None:
-    with pytest.raises(ConfigError, match="no rule reward for data_source 'openai/gsm8'"):
+    with pytest.raises(ConfigError, match="no reward rule for data_source 'openai/gsm8'"):
         make_manager(sources=["openai/gsm8"])
 
 
