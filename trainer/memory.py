@@ -70,24 +70,24 @@ def memory_table(
         numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
         cells = [_gib(number) for number in (*numbers, role.kv_cache, role.host)]
         lines.append((role.role, role.pool, role.types, *cells))
-    at_most = "" if brief else " on each device at most"
+    at_most, per_device = ("", "") if brief else ("at most ", " per device")
     sums = [
-        f"{pool}: {_gib(total)} GiB{at_most}{_verdict(roles, pool, total, devices)}"
+        f"{pool}: {at_most}{_gib(total)} GiB{per_device}{_verdict(roles, pool, total, devices)}"
         for pool, total in pool_bytes(roles).items()
     ]
     if not brief:
         asleep = [role.role for role in roles if role.sleeps]
-        sums += [f"{role}: asleep while others of its pool compute" for role in asleep]
+        sums += [f"{role}: sleeps while other roles of its pool compute" for role in asleep]
     for pool in dict.fromkeys(role.pool for role in roles if role.copies):
         copies = sum(role.copies for role in roles if role.pool == pool)
         sums.append(
-            f"{pool}: {_gib(copies)} GiB of host memory for each device to write checkpoints from "
+            f"{pool}: {_gib(copies)} GiB of host memory per device for checkpoints "
             "(trainer.async_save)"
         )
     if brief:
         return f"Memory at most: {'; '.join(sums)}"
     device = devices.card or devices.type
-    title = f"Memory (GiB on each device, {device}, from shapes; rows of full length)"
+    title = f"Memory (GiB per device, {device}, from shapes; rows of full length)"
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 
 
@@ -112,7 +112,7 @@ def _room(usable: float, device_bytes: int) -> str:
     """Describe the usable GiB of a device."""
     if usable == device_bytes:
         return f"{device_bytes / GIB:.1f}"
-    return f"{usable / GIB:.1f} ({device_bytes / GIB:.1f} less a reserve)"
+    return f"{usable / GIB:.1f} ({device_bytes / GIB:.1f} minus a reserve)"
 
 
 def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bool:
@@ -136,6 +136,6 @@ def check_fit(
                 if role.pool == pool
             )
             raise ConfigError(
-                f"Pool {pool!r} does not fit: its roles take {_gib(total)} GiB on each device, "
+                f"Pool {pool!r} does not fit: its roles take {_gib(total)} GiB per device, "
                 f"which has {_room(usable, device_bytes)}. {parts}. {ways_out}"
             )

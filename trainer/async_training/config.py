@@ -63,17 +63,17 @@ class AsyncSettings(Section):
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Ranks that train."""
     sample_routes: list[list[int]] | None = key(None, allows="a list of [generator, trainer]")
-    """Which generator's samples go to which trainer rank; null: even."""
+    """Pairs: this generator sends samples to this trainer rank. Null distributes evenly."""
     weight_routes: list[list[int]] | None = key(None, allows="a list of [trainer, generator]")
-    """Which trainer rank sends weights to which generator; null: even."""
+    """Pairs: this trainer rank sends weights to this generator. Null distributes evenly."""
     generator_settings: dict[Any, GeneratorSettings] = key(
         factory=dict, allows=f"number of a generator: {{{', '.join(vars(GeneratorSettings()))}}}"
     )
     """Settings of a generator that differ from `actor_rollout_ref.rollout`."""
-    prompts_per_call: int | None = key(None, above=0, hint="or null for a batch in equal parts")
+    prompts_per_call: int | None = key(None, above=0, hint="or null to divide a batch evenly")
     """Prompts per call of a generator; null divides each batch among the generators."""
     max_inflight_samples: int | None = key(
-        None, above=0, hint="or null for what max_staleness lets be open"
+        None, above=0, hint="or null for as many as max_staleness allows"
     )
     """Limit of samples that are queued or in generation."""
     on_buffer_full: str = key("wait", choices=("wait", "evict_oldest"))

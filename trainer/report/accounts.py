@@ -48,8 +48,14 @@ def describe_tokens(drawn: int, trained: int, left_out: Mapping[str, int], queue
 
 
 STATES = ("busy", "waiting", "syncing")
-ACCOUNT = ("made", "trained", "queued", "dropped", "in_flight")
-"""The columns of the account of a generator's samples."""
+ACCOUNT = {
+    "made": "generated",
+    "trained": "trained",
+    "queued": "queued",
+    "dropped": "dropped",
+    "in_flight": "in flight",
+}
+"""Fields of the account of a generator's samples -> their headings in the table."""
 MOST_GENERATORS = 16
 """The most rows for generators."""
 PREFIX = "async/"
@@ -108,7 +114,7 @@ def ledger_table(generators: Mapping[str, Mapping[str, Any]]) -> list[list[str]]
     if len(rows) > 1:
         rows["all"] = total
     table = [[who, *(str(counts[name]) for name in ACCOUNT)] for who, counts in rows.items()]
-    return [["samples", *(name.replace("_", " ") for name in ACCOUNT)], *table] if rows else []
+    return [["samples", *ACCOUNT.values()], *table] if rows else []
 
 
 def describe_log(log: Mapping[str, Any]) -> str:

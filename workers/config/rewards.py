@@ -92,7 +92,7 @@ IS_JUDGE = when("protocol", "openai")
 class RewardConfig(Section):
     """One reward: the source of its scores, its weight, and the treatment of failures."""
 
-    name: str = key("", required="give every reward a name of its own")
+    name: str = key("", required="give every reward its own name")
     """Name, as in the metric `reward/<name>_score/mean`."""
     kind: str = key("function", choices=REWARD_KINDS)
     """`function`: your function; `model`: a sequence classifier; `remote`: an HTTP server."""
@@ -109,10 +109,10 @@ class RewardConfig(Section):
     )
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=IS_NO_MODEL)
-    """Timeout per sample or request in seconds; a batch gets twelve times as many."""
+    """Timeout per sample or request, in seconds; the timeout of a batch is 12 times longer."""
     path: str = key("", allows="a .py file, a module, or a model's folder")
-    """File or module of the function, or model folder; empty: the row's data_source names a
-    built-in rule.
+    """File or module of the function, or model folder. If it is empty, the row's data_source
+    names a built-in rule.
     """
     function: str = key("compute_score", allows="a name", read_when=IS_FUNCTION)
     """Name in that file or module."""
@@ -131,7 +131,7 @@ class RewardConfig(Section):
     prompts, labels; `openai`: a chat completion (a judge).
     """
     batch_size: int = key(64, above=0, read_when=IS_REMOTE)
-    """Samples per request; one for a judge."""
+    """Samples per request; a judge always gets one."""
     retries: int = key(4, at_least=0, read_when=IS_REMOTE)
     """Retries after a temporary failure."""
     token_env: str = key("", allows="a variable's name", read_when=IS_REMOTE)
@@ -139,9 +139,9 @@ class RewardConfig(Section):
     template: str = key(
         "", allows="text with {prompt} and {solution_str}", read_when=(IS_REMOTE, IS_JUDGE)
     )
-    """Prompt of the judge; braces take any field of a sample."""
+    """Prompt of the judge. It can contain any field of a sample in braces."""
     model: str = key("", allows="a model's name", read_when=(IS_REMOTE, IS_JUDGE))
-    """Model name for the judge's server."""
+    """Model name that a judge's request contains."""
 
 
 def _functions_of_the_user(_: Any, run: Any) -> bool:
@@ -186,7 +186,7 @@ class ScoringConfig(Section):
     default_score: float = key(0.0, allows="a number", read_when=(NO_REWARD_LIST, RULES_SCORE))
     """Score of failed calls."""
     timeout_s: float = key(10.0, above=0, read_when=(NO_REWARD_LIST, RULES_SCORE))
-    """Timeout per sample in seconds; a batch gets twelve times as many."""
+    """Timeout per sample in seconds; the timeout of a batch is 12 times longer."""
     overlong_penalty: OverlongPenaltyConfig = key(
         factory=OverlongPenaltyConfig, verl="reward_model.reward_kwargs.overlong_buffer_cfg"
     )

@@ -143,5 +143,5 @@ def test_rows_are_checked_by_the_name_of_their_recipe(
     folder = f"trainer.default_local_dir={tmp_path}/run"
     main(["sft", "--full", *settings, f"model.path={tiny_dir}/model", folder])
     text = capsys.readouterr().out
-    assert "Memory (GiB on each device" in text
+    assert "Memory (GiB per device" in text
     assert ALL_FOUND in text

@@ -37,7 +37,7 @@ def test_a_command_for_gpus_is_checked_without_any(
     run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=8xH100"))
     said = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
     assert f"devices: 8 of kind H100 on {nodes} machine(s)" in said
-    assert "(79.0 less a reserve): fits" in said
+    assert "(79.0 minus a reserve): fits" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -57,7 +57,7 @@ def test_a_dry_run_fits_the_passes_before_it_shows_them(
     assert ALL_FOUND in said
     default = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
     with pytest.raises(
-        ConfigError, match=r"does not fit: .* which has 0\.0 \(4\.0 less a reserve\)"
+        ConfigError, match=r"does not fit: .* which has 0\.0 \(4\.0 minus a reserve\)"
     ):
         run(config_of(tiny_dir, tmp_path, *settings, default))
 
@@ -74,7 +74,7 @@ def test_a_folder_without_weights_is_enough(tiny_dir: Path, tmp_path: Path) -> N
 
 
 def test_what_the_simulated_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"does not fit: .* which has 0\.0 \(4\.0 less"):
+    with pytest.raises(ConfigError, match=r"does not fit: .* which has 0\.0 \(4\.0 minus"):
         run(config_of(tiny_dir, tmp_path, "trainer.simulate=4x4GiB"))
     more = ("trainer.simulate=4xH100", "trainer.n_gpus_per_node=8", "data.train_batch_size=8")
     with pytest.raises(VerlLikeError, match="=8 GPUs, and trainer.simulate=4xH100 has 4"):

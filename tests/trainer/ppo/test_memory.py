@@ -54,8 +54,8 @@ def script_config(model: Path, *more: str) -> PPOConfig:
 def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> None:
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
     assert "float32 / bfloat16" in text
-    of = re.escape("of 73.6 (80.0 less a reserve)")
-    assert re.findall(rf"_pool: \d+\.\d GiB on each device at most, {of}: (.*)", text) == [
+    of = re.escape("of 73.6 (80.0 minus a reserve)")
+    assert re.findall(rf"_pool: at most \d+\.\d GiB per device, {of}: (.*)", text) == [
         "fits",
         "fits",
     ]
@@ -163,7 +163,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     )
     words = (
-        r"does not fit: .* which has 73\.6 \(80\.0 less a reserve\)\. "
+        r"does not fit: .* which has 73\.6 \(80\.0 minus a reserve\)\. "
         r"actor: .* in a call; rollout: .*checkpointing=true"
     )
     with pytest.raises(ConfigError, match=words):
@@ -223,7 +223,7 @@ def test_fitted_passes_leave_a_reserve_at_every_width(
     roles = role_memories(config, "cuda", CARD)
     if pool_bytes(roles)["global_pool"] > 0.92 * CARD:
         assert tokens_per_pass(config) == prompt + response
-        with pytest.raises(ConfigError, match=r"73\.6 \(80\.0 less a reserve\)"):
+        with pytest.raises(ConfigError, match=r"73\.6 \(80\.0 minus a reserve\)"):
             check_memory(config, GPU)
     else:
         check_memory(config, GPU)
@@ -347,5 +347,5 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     assert copies("actor_rollout_ref.model.lora_rank=8")["actor"] < copies()["actor"] / 100
     assert copies("trainer.async_save=false") == {}
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
-    said = r"actor_rollout_ref_pool: 19.3 GiB of host memory for each device to write checkpoints"
+    said = r"actor_rollout_ref_pool: 19.3 GiB of host memory per device for checkpoints"
     assert re.search(said, text)

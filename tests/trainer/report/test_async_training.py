@@ -67,7 +67,7 @@ def test_an_async_run_has_its_figures_and_ledger(tmp_path: Path) -> None:
     ledger = re.search(r'id="ledger".*?</table>', page, re.DOTALL)
     assert ledger is not None
     cells = re.findall(r"<t[dh][^>]*>([^<]*)<", ledger[0])
-    assert cells[:6] == ["samples", "made", "trained", "queued", "dropped", "in flight"]
+    assert cells[:6] == ["samples", "generated", "trained", "queued", "dropped", "in flight"]
     assert cells[6:12] == ["generator 0", "64", "48", "8", "4", "4"]
     assert cells[-6:] == ["all", "96", "80", "8", "4", "4"]
 

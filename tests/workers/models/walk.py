@@ -43,7 +43,7 @@ ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))
 Alone = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]
 """Transformers' log-probs and entropys of every row, and the gradient."""
 PARTS = ("training", "checkpointing", "native", "export")
-"""Columns of the docs' table."""
+"""Parts of an entry in `docs/data/models.json`."""
 DECODED = 20
 """Tokens that an engine draws after each prompt: all rows pass every window."""
 LARGEST_ERROR = 3e-5
@@ -82,7 +82,7 @@ def walk(case: str, folder: Path) -> dict[str, str]:
 
 
 def outcome(found: dict[str, str]) -> tuple[str, ...]:
-    """Return the entry of `docs/models.md`, part by part."""
+    """Return the entry of `docs/data/models.json`, part by part."""
     return tuple(_cell(part, found.get(part, "")) for part in PARTS)
 
 
