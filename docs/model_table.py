@@ -115,7 +115,8 @@ def model_table() -> str:
         groups: dict[str, list[str]] = {}
         for name in FAMILIES[family].split():
             rows, _, native, _ = tested[name]
-            cells = f"{rows} | {'yes' if native == 'yes' else 'no'}"
+            can_decode = {"yes": "yes", "hf": "no"}[native] if rows != "rejected" else "–"
+            cells = f"{rows} | {can_decode}"
             groups.setdefault(cells, []).append(f"`{name}`")
         heads = [family, *[""] * len(groups)]
         for head, (cells, names) in zip(heads, groups.items(), strict=False):
