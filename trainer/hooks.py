@@ -14,8 +14,8 @@ called whenever a validation is due, which may be before the first step:
     on_train_begin
         on_step_begin
         on_stage_begin  on_stage_end            (around every stage)
-            on_sample_begin  on_samples  on_sample_end     (in the stage that makes samples)
-            on_filter  on_update                           (in the stage that learns from them)
+            on_sample_begin  on_samples  on_sample_end     (in the stage that generates)
+            on_filter  on_update                           (in the stage that trains on them)
         on_validate_begin  on_validate_end
         on_step_end
         on_save_end                             (after a step, once a checkpoint is committed)
@@ -59,7 +59,7 @@ class Hooks:
                 ) from error
 
     def on_init_end(self) -> None:
-        """Called when models are built and have the weights with which the run begins."""
+        """Called when models are built and have their initial weights."""
 
     def on_train_begin(self) -> None:
         """Called before the first step, and before the validation that may precede it."""
@@ -74,7 +74,7 @@ class Hooks:
         """Called after a stage with its result."""
 
     def on_sample_begin(self) -> None:
-        """Called before the samples of a step are made."""
+        """Called before the samples of a step are generated."""
 
     def on_samples(self, batch: DataProto) -> None:
         """Called with newly generated samples; a step may generate several times."""

@@ -111,7 +111,7 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def wrote_all(cls, config: Any) -> bool:
-        """Return whether a run whose last step is saved has written all its files."""
+        """Return whether all output files exist; called when the last step is already saved."""
         return True
 
     @classmethod
@@ -145,8 +145,10 @@ class Trainer(Hooks, ABC):
     def clock(self, stage: str) -> AbstractContextManager[None]:
         """Measure the wall time of a stage, `timing_s/<stage>`, and collect its calls.
 
-        with self.clock("update"):
-            ...
+        Example:
+
+            with self.clock("update"):
+                ...
         """
         return self.run.clock(stage, self.stage_of)
 
@@ -204,7 +206,7 @@ class Trainer(Hooks, ABC):
     def replace_lost(self, error: WorkerDiedError) -> None:
         """Replace groups that were lost during a step; raise the error if that is not possible.
 
-        Their roles load the models of their folders.
+        The new workers load their models from the model folders.
         """
         if not any(map(self.run.can_replace, self.groups)):
             raise error

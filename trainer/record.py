@@ -1,9 +1,11 @@
 """The record of one run: the state that its loop and stages share, in every recipe.
 
-run = Run(config, groups)
-trainer = MyTrainer(run, *inputs)
-with run.clock("update"):
-    ...                           # run.timing["update"], and the calls that ended within
+Example:
+
+    run = Run(config, groups)
+    trainer = MyTrainer(run, *inputs)
+    with run.clock("update"):
+        ...                           # run.timing["update"], and the calls that ended within
 """
 
 from __future__ import annotations

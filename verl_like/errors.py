@@ -6,11 +6,11 @@ VerlLikeError
 ├── DispatchError (TypeError)          a call that a group cannot split or collect
 ├── ConfigError (ValueError)           a setting that cannot work
 ├── PlacementError (ValueError)        pools, roles and devices that do not fit together
-│   └── NoRoomError                    the living nodes have too little for a pool
+│   └── NoRoomError                    the available nodes lack resources for a pool
 ├── WorkerError (RuntimeError)         something went wrong in or around a worker process
 │   ├── WorkerDiedError                the process is gone
 │   └── WaitTimeoutError (TimeoutError) a wait with a name passed its deadline
-├── RewardError (RuntimeError)         a reward that may not fail has failed
+├── RewardError (RuntimeError)         a reward failed too often, or its scores are NaN
 ├── CallbackError (RuntimeError)       a user's callback has raised
 ├── RolloutError (RuntimeError)        generation was rejected or failed
 │   └── LostSamplesError               also a WorkerDiedError: samples were unfinished
@@ -55,7 +55,7 @@ class PlacementError(VerlLikeError, ValueError):
 
 
 class NoRoomError(PlacementError):
-    """The living nodes lack resources for a pool; another node would help."""
+    """The available nodes lack resources for a pool; another node would help."""
 
 
 class WorkerError(VerlLikeError, RuntimeError):
@@ -71,7 +71,7 @@ class WaitTimeoutError(WorkerError, TimeoutError):
 
 
 class RewardError(VerlLikeError, RuntimeError):
-    """A reward failed whose `on_failure` does not allow it."""
+    """A reward failed more often than its settings allow, or its scores are NaN or infinite."""
 
 
 class CallbackError(VerlLikeError, RuntimeError):

@@ -29,8 +29,10 @@ from verl_like.errors import ConfigError
 class PPO(PythonRun):
     """PPO and its variants: a policy learns from rewards for its responses.
 
-    run = PPO("Qwen/Qwen3-0.6B", ["Say a joke."], lambda response: len(response), lr=1e-6)
-    run.fit(steps=10)
+    For example, ten steps with the length of the response as the reward:
+
+        run = PPO("Qwen/Qwen3-0.6B", ["Say a joke."], lambda response: len(response), lr=1e-6)
+        run.fit(steps=10)
     """
 
     recipe = "trainer.ppo.recipe.PPO"
@@ -110,9 +112,9 @@ class PPO(PythonRun):
         """Run `steps` more steps, or without `steps`, to the end that the keys set.
 
         The run continues from the newest checkpoint of the run folder, and saves one after its last
-        step. You can also pass `num_episodes` of `max_timesteps` rollouts each. Then
-        `update_timesteps` rollouts make one step (`data.train_batch_size`), and a shorter last step
-        is trained, too.
+        step. For ColossalChat scripts: `num_episodes` x `max_timesteps` is the total number of
+        rollouts, and `update_timesteps` is the number per training step (`data.train_batch_size`).
+        A shorter last step is trained, too.
         """
         counts = {
             "num_episodes": num_episodes,
@@ -176,8 +178,10 @@ class PPO(PythonRun):
 class GRPO(PPO):
     """GRPO: samples of one prompt are compared with each other, without a critic.
 
-    run = GRPO("Qwen/Qwen3-0.6B", prompts, reward, n=8, lr=1e-6, save_to="runs/grpo")
-    run.fit(steps=100)
+    For example, with 8 samples per prompt:
+
+        run = GRPO("Qwen/Qwen3-0.6B", prompts, reward, n=8, lr=1e-6, save_to="runs/grpo")
+        run.fit(steps=100)
     """
 
     presets = {"algorithm": "grpo"}
@@ -217,12 +221,13 @@ class RowsRun(PythonRun):
     ) -> None:
         """Write the arguments to the run folder, and check the configuration.
 
-        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`. -
-        `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
-        iterable of them), or file names. - `callbacks`: objects with hooks of `trainer.hooks`,
-        called with the trainer first. - `save_to`: the run folder; `devices`: processes per node.
-        All keywords from `lr` to `logger` have the configuration's default if they are None. -
-        `keys`: keys of the configuration, or names of TRL such as `output_dir`.
+        - `model`: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
+        - `rows`, `val_rows`: dicts with the recipe's columns (a list, a `datasets.Dataset`, any
+          iterable of them), or file names.
+        - `callbacks`: objects with hooks of `trainer.hooks`, called with the trainer first.
+        - `save_to`: the run folder; `devices`: processes per node. All keywords from `lr` to
+          `logger` have the configuration's default if they are None.
+        - `keys`: keys of the configuration, or names of TRL such as `output_dir`.
 
         `model` and `rows` may be passed by name. If a model is passed by position, `model={...}`
         sets keys of the section `model`.
@@ -239,7 +244,9 @@ class RowsRun(PythonRun):
 class SFT(RowsRun):
     """Supervised fine-tuning on texts, chats, or dicts with prompt and response.
 
-    SFT("Qwen/Qwen3-0.6B", [{"prompt": "2 + 2", "response": "4"}], lr=1e-5).fit(steps=10)
+    For example, on one row:
+
+        SFT("Qwen/Qwen3-0.6B", [{"prompt": "2 + 2", "response": "4"}], lr=1e-5).fit(steps=10)
     """
 
     recipe = "trainer.sft.recipe.SFT"
@@ -248,7 +255,10 @@ class SFT(RowsRun):
 class RewardModel(RowsRun):
     """A reward model, trained on pairs: dicts with chosen, rejected and usually prompt.
 
-    RewardModel("Qwen/Qwen3-0.6B", [{"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}]).fit()
+    For example, on one pair:
+
+        pair = {"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}
+        RewardModel("Qwen/Qwen3-0.6B", [pair]).fit()
     """
 
     recipe = "trainer.reward_model.recipe.REWARD_MODEL"
@@ -257,7 +267,9 @@ class RewardModel(RowsRun):
 class DPO(RowsRun):
     """DPO and other preference losses, on pairs like those of `RewardModel`.
 
-    DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
+    For example, with pairs for validation:
+
+        DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
     """
 
     recipe = "trainer.preference.recipe.DPO"

@@ -4,8 +4,8 @@
 PPO that generates and trains at the same time: generators sample on their own pools, and the
 trainer takes batches from a buffer and sends weights back. All keys of `verl-like ppo`, and:
 
-  async_training.generators=2      rollout groups; or async_training.topology=2m1t
-  async_training.max_staleness=1   largest age of a sample in weight versions; 0 is synchronous
+  async_training.generators=2      number of generators; or async_training.topology=2m1t
+  async_training.max_staleness=1   weight versions that a sample may lag behind; 0: synchronous
   verl-like async --cfg all        every key with its meaning
 """
 
@@ -95,7 +95,7 @@ def _workers(config: AsyncConfig) -> dict[str, str]:
 
 
 def _other_weights(config: AsyncConfig) -> str:
-    """Name the key of an asynchronous run because of which samples may come from other weights."""
+    """Return the setting that lets samples come from different weights, or ""."""
     async_training = config.async_training
     if async_training.max_staleness:
         staleness = f"async_training.max_staleness={async_training.max_staleness}"

@@ -8,8 +8,8 @@ raise, tries the reward on a few rows, and prints who runs where and what fits.
                        memory of another GPU
   --full               also print the calls of a step and which of them overlap, every batch size,
                        the memory of every role, the metrics to watch, every changed key with its
-                       meaning, and the keys that have no effect. It is printed before the files
-                       are read, so it needs no data
+                       meaning, and the keys that have no effect. The plan is printed before data
+                       files are read, so they need not exist
   --measured RUN_DIR   with async: predict the time of a step from the seconds of a PPO run
                        (implies --full)
 

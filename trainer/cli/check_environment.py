@@ -2,9 +2,9 @@
            [--row JSON] [--kwargs JSON] [--tools FILE.py:FUNCTION ...] [--step-s SECONDS]
 
 Plays an environment without a model. Each TEXT is the policy's response in a turn; the last one is
-repeated. It prints the observations, the time of a step, and the reward of a trajectory that does
-not end. It checks that the same seed gives the same trajectory, also next to another one. If the
-environment raises, takes longer than --step-s (30) or is otherwise wrong, the exit code is 1.
+repeated. It prints the observations, the time per step, and the reward at the end or after --turns
+turns. It checks that the same seed gives the same trajectory, also when two run concurrently. If
+the environment raises, takes longer than --step-s (30) or is otherwise wrong, the exit code is 1.
 
   verl-like check-environment guess.py:Guess --say 5 3 8
 """

@@ -2,11 +2,12 @@
            [--kind policy|value|preference|estimator] [--set KEY=VALUE ...] [--skip RELATION ...]
 
 Calls a loss or an advantage estimator on small batches that are cut, padded, permuted and filled
-with rubbish in ways that must not matter, forward and backward. It names the first relation that
-does not hold, with the smallest batch that shows it and the likely cause; the exit code is then 1.
+with garbage in ways that must not change the result, forward and backward. It names the first
+relation that does not hold, with the smallest batch that shows it and the likely cause; the exit
+code is then 1.
 
   verl-like check-loss my_losses.py:my_loss        your own; parameters are filled by their names
-  verl-like check-loss vanilla                     one of ours
+  verl-like check-loss vanilla                     a built-in loss
   verl-like check-loss trl:grpo --set epsilon=0.1  TRL's or verl's, installed next to this package
 """
 

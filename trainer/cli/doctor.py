@@ -1,8 +1,8 @@
 """usage: verl-like doctor
 
-Prints one line per requirement of a run: ok, FAIL, or - for what only some runs need. A FAIL line
-ends with the command that fixes it. It takes about half a minute; the exit code is 1 if anything
-required fails. With two or more GPUs, two ranks make an FSDP step on them.
+Prints one line per requirement of a run: ok, FAIL, or - (missing, but only some runs need it). A
+FAIL line ends with the command that fixes it. The check takes about half a minute; the exit code is
+1 if anything required fails. With two or more GPUs, it also runs one FSDP step on two of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GB = 2.0**30
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """CUDA's major version -> the oldest NVIDIA driver that programs built for it run with."""
 PROBE_LIMIT_S = 300
-"""Much more than the 30 s of a probe on an idle machine, because a machine may be busy."""
+"""A probe takes 30 s on an idle machine; a busy machine needs more."""
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,22 @@
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     save a model's best responses for sft or dpo
-  check [RECIPE] [key=value..]  check a run and print its plan, without a start
-  plan [key=value ...]          choose GPUs for every role before you rent any
-  bench overlap|job [...]       predict the gain of `async`; a job's speed
+  check [RECIPE] [key=value..]  check settings and print the plan, but start nothing
+  plan [key=value ...]          propose GPUs for every role
+  bench overlap [...]           predict the speed-up of async training
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss on every split of a batch
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
-  serve MODEL, serve-reward     serve a model to tinker scripts; serve a reward
-  migrate SYSTEM FILE           translate a script of verl, TRL, ... to our keys
+  serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward function
+  migrate SYSTEM FILE           translate a script of verl, TRL, ... to verl-like
   report RUN_DIR                write RUN_DIR/report.html again
   compare RUN RUN ...           compare runs: settings, curves, times
   replay RUN --step K           repeat a step of a run, to compare or debug
   eval MODEL [key=value ...]    validate a model or a run's model
   chat MODEL                    talk to a model or a run's model
   export CHECKPOINT OUT         write a trained model as a Hugging Face folder
-More: COMMAND --help; down to best-of-n --cfg all, all keys; --version
+Also: COMMAND --help; COMMAND --cfg all (ppo to best-of-n) for all keys; --version
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ def main() -> None:
     # end silently on such an error
     serves = ("serve", "serve-reward")
     works = command in ("check", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
-    works = works or [command, *arguments[:1]] == ["bench", "job"]
     if not works or {*ASKS_FOR_HELP, "--cfg"} & set(arguments):
         exit_on_broken_pipe()
     if command == "help":

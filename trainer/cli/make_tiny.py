@@ -2,8 +2,8 @@ r"""usage: verl-like make-tiny DIR [--sums] [--seed N] [--num-train N] [--num-va
            [--hidden-size N] [--num-layers N]
 
 Writes a tiny model to DIR/model, and prompts to DIR/train.parquet and DIR/val.parquet. Without
---sums, the model is a Llama with random weights and a token per character. Prompts ask for a
-letter, and the reward is its share of the response.
+--sums, the model is a Llama with random weights and a token per character. Each prompt asks for a
+letter; the reward is the fraction of that letter in the response.
 
   --sums        sums instead, such as "What is 3 + 4?", in GSM8K's format; the model already solves
                 about a third of them

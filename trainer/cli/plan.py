@@ -3,19 +3,20 @@ r"""usage: verl-like plan [RECIPE] --gpus 16 --device H100 [key=value ...]
 Proposes on which GPUs each role should run, from the model's config.json and data sheets only. It
 takes the same key=value settings as `verl-like RECIPE` (ppo, async, sft, reward-model or dpo; by
 default ppo) and prints the five best placements with their seconds per step and their memory, the
-keys of the best to paste, and why others lose. Keys that you set keep their values. The others are
-searched: pools, parallel sizes, recomputation, offloading, pass sizes, engines and generators.
+keys of the best to paste, and why others were not chosen. Keys that you set keep their values. The
+others are searched: pools, parallel sizes, recomputation, offloading, pass sizes, engines and
+generators.
 
   --gpus 16             number of GPUs; --gpus 16xH100 names their kind, too
-  --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with its
-                        numbers: --gib --flops --memory --link --network
+  --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with
+                        --gib, --flops (per s), --memory, --link, --network (bytes per s)
   --per-node 8          GPUs per node
-  --mean-prompt 200     tokens per prompt; by default half of data.max_prompt_length
-  --mean-response 400   tokens per response; by default half of data.max_response_length
-  --mean-length 300     tokens per row of sft, reward-model or dpo; by default half of the most
+  --mean-prompt 200     tokens per prompt; default: half of data.max_prompt_length
+  --mean-response 400   tokens per response; default: half of data.max_response_length
+  --mean-length 300     tokens per row of sft, reward-model or dpo; default: half of data.max_length
   --lengths FILE        tokens of responses or rows, as a JSON list, instead of a mean
-  --rewards 2.5         seconds per step in which the driver scores
-  --environment 8       seconds per sample in which it waits for its environment
+  --rewards 2.5         seconds per step that reward functions take
+  --environment 8       seconds per sample that the environment takes
 
   verl-like plan --gpus 16 --device H100 actor_rollout_ref.model.path=y
   verl-like plan sft --gpus 8 --device A100 model.path=y

@@ -7,14 +7,15 @@ samples, same numbers. It prints every metric and every saved batch that differs
 exit code is then 1. RUN is only read.
 
   --stage update     only that stage, with its input that trainer.max_batches_to_keep saved in
-                     RUN, or otherwise with one that the earlier stages make again
+                     RUN; otherwise the earlier stages recompute it
   --break            open the debugger right before; roles of one process run in this process, so
                      breakpoint() also works in their code
   --from-start       if no earlier checkpoint exists: repeat all K steps from the beginning
   --trajectory UID   only the samples of that uid in rollouts/, played against the observations
                      that trainer.max_batches_to_keep saved in RUN; names the first different token
-  --live             play against the live environment; names the first different observation
-  --backend run      use the run's backend; local needs no cluster, with as many processes
+  --live             use the live environment; names the first different observation
+  --backend run      use the run's backend; local (the default) needs no cluster and has the same
+                     number of processes
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Settings, `key=value` as on the command line: parsed by Hydra, and written from keywords.
 
-settings = flat_settings(PPOConfig, {"data": {"train_batch_size": 8}, "algorithm": "grpo"})
-overrides_of(settings)          # ["data.train_batch_size=8", "algorithm=grpo"]
-parse("data.train_batch_size=8").value()        # 8
+Example:
+
+    settings = flat_settings(PPOConfig, {"data": {"train_batch_size": 8}, "algorithm": "grpo"})
+    overrides_of(settings)          # ["data.train_batch_size=8", "algorithm=grpo"]
+    parse("data.train_batch_size=8").value()        # 8
 """
 
 from __future__ import annotations

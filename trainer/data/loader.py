@@ -111,10 +111,10 @@ MakeBatch = Callable[[Sequence[R], Sequence[str]], DataProto]
 
 
 class RowLoader(Generic[R]):
-    """Endless rows, epoch after epoch, in an order from the seed; it can be resumed."""
+    """Endless rows, epoch after epoch, in an order that the seed determines; resumable."""
 
     def __init__(self, rows: Sequence[R], seed: int, make_batch: MakeBatch[R]) -> None:
-        """`make_batch` pads rows to a batch, with their uids."""
+        """`make_batch` pads rows with their uids to a batch."""
         self.rows, self._seed, self.make_batch = rows, seed, make_batch
         self._num_taken = 0
 

@@ -4,13 +4,13 @@
     loader = RowLoader(rows, seed, partial(pair_batch, pad_token_id=tokenizer.pad_token_id))
     batch = loader.take(64)             # [64, 2, T] columns, as `workers.training.readings` has it
 
-A row has these columns, and may have a `margin` by which the chosen response is better:
+A row has one of these sets of columns. A `margin` may tell how much better the chosen response is:
 
-- `prompt`, `chosen` and `rejected`: a prompt with two responses (rm-static's columns); - `chosen`
-and `rejected` as chats, with the prompt's messages at the beginning of both or in `prompt`; -
-`chosen` and `rejected` as texts: whole dialogues with a common beginning (Anthropic-HH's).
+- `prompt`, `chosen` and `rejected`: a prompt with two responses (rm-static's columns).
+- `chosen` and `rejected` as chats, with the prompt's messages at the start of both or in `prompt`.
+- `chosen` and `rejected` as texts: whole dialogues with a common beginning (Anthropic-HH's).
 
-For KTO responses are good or bad on their own (`read_labelled`): a row is a `prompt` with a
+For KTO, responses are good or bad on their own (`read_labelled`): a row is a `prompt` with a
 `completion` (or `response`), a text or messages, and a `label`, which is true (or 1) if the
 response is good. A pair makes two rows. Each row also has the response to another prompt after its
 own prompt. The seed chooses it once per run, so a reference computes its log-probs only once.

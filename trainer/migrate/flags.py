@@ -6,32 +6,36 @@
 
 A table is a YAML file in this folder, such as `trl.yaml`, with a row for each flag:
 
-    name other_name: {always: "what is the case here, whatever the value"}
-    name: some.key                                  # our key with the same meaning
+    name other_name: {always: "built-in behaviour, whatever the value"}
+    name: some.key                                  # the key here with the same meaning
     name: {key: some.key, values: {theirs: ours}}   # a value may become several settings
     name: {set: {some.key: "{}", other.key: "{1}", third.key: "{other}", fourth.key: "{a / b}"}}
 
 `{}` is the flag's value, `{1}` the second of several values, `{other}` the value of another flag.
 Anything else in braces is a Python expression over the values of flags; a flag that is not
-given is its `default` or None. A name may hold `*`. A row may also have:
+given has its `default` or None. A name may contain `*`. A row may also have:
 
     new         a later spelling
     default     their value without the flag, which is then set here
-    needs       an expression: the flag counts only if it holds
+    needs       an expression: the flag is ignored unless it is true
     at          values at which the flag changes nothing
-    otherwise   why other values than those in `values` are rejected
-    absent      there is no counterpart: what to do instead; the experiment is the same without it
-    refused     there is no counterpart, and the experiment would be another one without it
+    otherwise   why values that are not in `values` are rejected
+    absent      no equivalent: what to do instead; the experiment is the same without the flag
+    refused     no equivalent, and the experiment would be different without the flag
     with        a rule translates the flag, together with others, into these keys
 
-Rules take several flags together. They are the list `rules` of a section and apply before the rows,
-in their order, each only if the expression `when` holds. A rule may have:
+Rules translate several flags together. They are the list `rules` of a section and apply before the
+rows, in their order, each only if the expression `when` is true. A rule may have:
 
-    let name -> expression, for this rule and all later ones set settings, as a row has them of
-    flags that become these settings where they are given told what becomes these settings, if it is
-    no flag theirs their default: the settings hold as well if none of the flags is given row a flag
-    that its row translates at this point drop keys that this rule deals with; a name may hold `*`
-    dropped what to say of each of them always, absent, refused, error a line with values in braces
+    let         name -> expression, for this rule and all later ones
+    set         settings, as in a row
+    of          flags that become these settings if they are given
+    told        what becomes these settings, if it is not a flag
+    theirs      their default: the settings also apply if none of the flags is given
+    row         a flag that its row translates at this point
+    drop        keys that this rule handles; a name may contain `*`
+    dropped     the message for each dropped key
+    always, absent, refused, error      a message with values in braces
 """
 
 from __future__ import annotations

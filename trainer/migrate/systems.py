@@ -1,7 +1,9 @@
 """Translate commands of other frameworks, without the settings that the run does not read.
 
-for done in migrate("verl", "run.sh"):
-    print(done.command())
+Example:
+
+    for done in migrate("verl", "run.sh"):
+        print(done.command())
 """
 
 from __future__ import annotations

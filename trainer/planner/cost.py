@@ -98,7 +98,7 @@ BYTES_REACHED = 0.7
 CALL_S = 0.2
 """Overhead of each call in seconds, in addition to its passes."""
 DECODE_LAYER_S = 60e-6
-"""Seconds per layer and decoding step besides memory traffic."""
+"""Seconds per layer and decoding step in addition to memory traffic."""
 ALL_REDUCE_S = 15e-6
 """Seconds of a small all-reduce in a node."""
 PCIE = 32e9

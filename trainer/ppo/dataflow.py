@@ -87,7 +87,10 @@ class Graph:
     nodes: list[CallNode] = field(default_factory=list)
 
     def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
-        """Add a call on the workers of a role, or of roles of its kind, if the run has any."""
+        """Add a call on the role's workers, if the run has any.
+
+        With several generators, the call covers all roles of that kind.
+        """
         mapping = expand_roles(self.config.role_mapping)
         pools = [pool for name, pool in mapping.items() if self.config.kind_of(name) == role]
         if pools:
@@ -191,7 +194,7 @@ def _in_words(group: Sequence[CallNode], between: str) -> str:
 
 
 def _pairs_in_words(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return, by the way in which independent calls run, a line for each stage with such calls."""
+    """Return title -> lines, one line per stage whose calls are independent of each other."""
     pairs: dict[str, list[tuple[CallNode, CallNode]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
     for first, second in side_by_side(nodes, after):
         apart = INLINE if first.is_inline else AT_ONCE

@@ -4,19 +4,19 @@
                 [key=value ...]        or python -m trainer.main_ppo, in a checkout
 
 Placement    placement=colocate|split|standalone
-             resource_pool_spec.critic_pool=[2]  processes per node, over the preset
+             resource_pool_spec.critic_pool=[2]  processes per node; overrides the preset
              resource_pool_spec.my_pool=[1] role_mapping.rollout=my_pool  your own
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
-Where        trainer.backend=ray|local  ray.address=HOST:PORT
-Look first   verl-like check key=value ... checks the run and prints its plan
-Several      --multirun trainer.seed=1,2   (a folder for each in the run folder)
-Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings, below your keys
+Backend      trainer.backend=ray|local  ray.address=HOST:PORT
+Dry run      verl-like check key=value ... checks the run and prints its plan
+Sweep        --multirun trainer.seed=1,2   (a folder for each in the run folder)
+Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings; your keys override them
              algorithm.adv_estimator=gae|grpo  algorithm.use_kl_in_reward=true
-             correction=decoupled_seq_is|bypass_ppo_clip|…  for older samples
+             correction=decoupled_seq_is|bypass_ppo_clip|…  off-policy correction
 Length       trainer.total_training_steps=100  trainer.total_epochs=1
 
 Keys         verl-like ppo algorithm=grpo --cfg job    what this run reads
-             verl-like ppo --cfg all                   every key there is
+             verl-like ppo --cfg all                   every key
 Completion   eval "$(verl-like -sc install=bash)"
 An unknown key is an error that names the nearest keys.
 """
@@ -103,7 +103,7 @@ def complete(
 ) -> tuple[P, Sequence[str]]:
     """Settle mini-batches, passes and the correction where the user did not set them.
 
-    `inexact_weights` is the reason why samples of this recipe may come from other weights.
+    `inexact_weights` says why the rollout's weights may differ from the trainer's, or is "".
     """
     notices = []
     size = config.data.train_batch_size
@@ -142,7 +142,7 @@ def complete(
 
 
 def needs_correction(config: PPOConfig) -> str:
-    """Return why the rollout samples from another policy than the trainer's, or ""."""
+    """Return why the rollout's policy differs from the trainer's, or ""."""
     rollout = config.actor_rollout_ref.rollout
     key, quantization = "quantization", rollout.quantization
     if not quantization and rollout.name == "vllm":

@@ -1,4 +1,4 @@
-"""The fifth stage: send the actor's weights to the rollout and to a following reference.
+"""The fifth stage: send the actor's weights to the rollout, and to a reference that is updated.
 
 The reference is updated after the weight sync, so the next step's KL is to the new reference. A
 validation may use the moving average of the weights (`actor.ema_decay`).
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class PolicyWeights(Protocol):
     """The actor's weights as numbered versions for the roles that generate.
 
-    metrics = weights.send_next()      # the fifth stage
+    Example:
+
+        metrics = weights.send_next()      # the fifth stage
     """
 
     version: int
@@ -58,7 +60,7 @@ class RolloutWeights:
 
 
 def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metrics:
-    """Send the actor's weights to the reference if one is due after this step."""
+    """Send the actor's weights to the reference if an update is due after this step."""
     policy = config.actor_rollout_ref
     every = policy.ref.update_every
     if "ref" not in groups or every is None or step % every:

@@ -1,4 +1,4 @@
-"""Preference training: `trainer.rows` on pairs of responses, or on good and bad ones.
+"""Preference training: `trainer.rows` on pairs of responses, or on responses labelled good or bad.
 
     reference of all rows, once ─> rows ─> (KTO: KL on mismatched responses) ─> update ─> next rows
 
@@ -67,7 +67,7 @@ def settle_ends(
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
-    """Return the rows, each with a second response: that of another prompt."""
+    """Return the rows, each with the response of a different prompt."""
     result: list[NumberedRow] = []
     for number, row in rows:
         assert isinstance(row, LabelledRow), "pairs have no mismatched response"
@@ -101,7 +101,7 @@ def labelled_columns(
 
 
 ONE_ROW = 1e-6
-"""A tolerance below the share of one row, because sums of shares are not exact."""
+"""Rounding tolerance of `desirable`, smaller than the share of one row."""
 
 
 class PreferenceTrainer(RowTrainer[NumberedRow]):

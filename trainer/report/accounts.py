@@ -1,8 +1,8 @@
 """Summaries of a run from its folder: tokens, generators, injected faults and restarts.
 
-The seconds of an asynchronous run are in the steps of `metrics.jsonl`, and the account of its
-samples is in `async.json`, which is written at the end of the run. Tokens: sampled = trained + left
-out (by reason).
+The seconds of an asynchronous run are in the steps of `metrics.jsonl`. Its sample counts are in
+`async.json`, which is written at the end of the run. Tokens: sampled = trained + left out (by
+reason).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _samples_in_words(samples: dict[str, Any]) -> str:
 
 
 def describe_restarts(folder: Path) -> list[str]:
-    """Describe the restarts, and the samples that lost groups were making, in one line, if any."""
+    """Describe the restarts and the affected samples in one line; none without restarts."""
     lines, _ = json_objects(folder / RESTARTS_FILE)
     steps = [str(line.get("step")) for line in lines if "lost" in line]
     if not steps:

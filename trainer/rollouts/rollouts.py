@@ -1,7 +1,9 @@
 """Samples with their scores, for recipes that generate: PPO, best of n, evaluation.
 
-batch = rollouts.generate(prompts)                # a response for every row
-batch, metrics = rollouts.score(batch)            # token_level_scores, and metrics
+Example:
+
+    batch = rollouts.generate(prompts)                # a response for every row
+    batch, metrics = rollouts.score(batch)            # token_level_scores, and metrics
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Rollouts:
         return self.run.groups["rollout"]
 
     def prompt_columns(self, batch: DataProto, role: str) -> DataProto:
-        """Return the columns that a rollout reads, and for environments those of the data's row."""
+        """Return the columns that a rollout reads; environments also get those of the data row."""
         columns = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
         if plays(self.config):
             rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
@@ -97,7 +99,7 @@ class Rollouts:
         return join_results(batch, [self.launch_rewards(batch, normalize).get()])
 
     def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
-        """Return a future of `token_level_scores`: all rewards run at once, summed by weight."""
+        """Return a future of `token_level_scores`: all rewards, run concurrently and weighted."""
         roles = {reward.name: role for role, reward in model_rewards(self.config).items()}
         check = self.run.groups.check_idle
         return self.rewards.launch(
@@ -113,7 +115,7 @@ class Rollouts:
     def write(
         self, name: str, batch: DataProto, fields: dict[str, list[Any]] | None = None
     ) -> None:
-        """Write the samples of this step as text to the folder `name`, and thin older steps'."""
+        """Write this step's samples as text to the folder `name`; shorten files of older steps."""
         folder, step = self.run.folder / name, self.run.step
         write_samples(folder, step, batch, self.tokenizer, fields)
         num_whole = getattr(self.config.trainer, "max_rollouts_to_keep", None)
@@ -155,9 +157,8 @@ def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
         if cls is RolloutWorker or vars(cls).get("is_frozen", False):
             replaceable.add(role)
     if "ref" in replaceable and config.actor_rollout_ref.ref.update_every is not None:
-        replaceable.discard(
-            "ref"
-        )  # this reference follows the actor with delay, so no other role has its weights
+        # the reference lags behind the actor, so its weights exist nowhere else
+        replaceable.discard("ref")
     return frozenset(replaceable)
 
 

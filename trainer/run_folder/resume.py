@@ -1,8 +1,8 @@
 """Find the checkpoint to resume: the folder's newest undamaged one, or the one that the user names.
 
-resume = ResumePoint(config)          # rejects a folder that this run cannot resume
-resume.cut_back()                     # removes everything after the committed step
-state = resume.load(groups)           # None: there is nothing to resume
+    resume = ResumePoint(config)          # rejects a folder that this run cannot resume
+    resume.cut_back()                     # removes everything after the committed step
+    state = resume.load(groups)           # None: there is nothing to resume
 
 A checkpoint's marker has a digest of every input: data, model folders, and code of rewards with the
 user's modules that it imports. A resumed run with other contents is rejected.
@@ -49,7 +49,7 @@ TRACKIO_RUN = "trackio_run.txt"
 IS_LAST = "is_last_step"
 """The key of the driver's state that marks the run's last step."""
 OF_STEPS = ("rollouts", "validation", "batches")
-"""Folders of a run with a file or a folder for each step."""
+"""Subfolders with one file or folder per step."""
 logger = logging.getLogger(__name__)
 
 

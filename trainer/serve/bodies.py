@@ -77,7 +77,7 @@ class Prompt(Body):
 
 
 class SamplingBody(Body):
-    """Sampling parameters; without `stop`, samples end at the end of sequence."""
+    """Sampling parameters; without `stop`, samples end at the end-of-sequence token."""
 
     max_tokens: PositiveInt | None = None
     seed: int | None = None

@@ -99,7 +99,7 @@ class RequestLoss:
 def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
     """Return the datums of a request, with the inputs that the loss reads.
 
-    A forward pass needs them only for a loss that is a sum over tokens, which it computes.
+    A forward-only request needs them only if its loss is a sum over tokens.
     """
     if not message.data:
         raise BatchError("the request has no datums.")

@@ -14,10 +14,11 @@ A tensor column is dense, or `Ragged`: rows of different lengths without their p
     data.set_columns({"advantages": column})
     data.batch["responses"]                     # verl's layout: see `batch`
 
-Only `union`, `rename`, `reorder`, `padding`, `set_columns` and `to` change the batch, which they
-return, and `pop`. Other methods change neither the batch nor the caller's containers. Selecting
-rows copies them: if a slice shared memory with its parent, a write into a mini-batch would change
-the batch, and one row would keep a whole batch alive. Selecting columns shares them.
+`union`, `rename`, `reorder`, `padding`, `set_columns` and `to` change the batch in place and return
+it. `pop` also changes it, and returns what it removed. All other methods change neither the batch
+nor the caller's containers. Selecting rows copies them: if a slice shared memory with its parent, a
+write into a mini-batch would change the batch, and one row would keep a whole batch alive.
+Selecting columns shares them.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Deadlines:
     connect_s: float = 120.0
     """Until Ray's cluster is joined, or started here."""
     placement_s: float = 120.0
-    """Until the cluster gives a pool its places."""
+    """Until the cluster has allocated a pool's processes."""
     start_s: float = 180.0
     """Until the processes have started and constructed their roles."""
     rendezvous_s: float = 300.0
@@ -71,8 +71,8 @@ class Deadlines:
     collective_s: float = 1800.0
     """For each collective of GPUs, after its first rank; then NCCL ends the process."""
     late_s: float = 60.0
-    """The shortest limit of a method's later calls: ten times the median of its earlier calls, or
-    this if it is longer."""
+    """Lower bound of the limit for a method's later calls, which is otherwise ten times the median
+    duration of its earlier calls."""
     warn_s: float = 60.0
     """The age at which a wait is logged for the first time, then at twice that age, and so on."""
     grace_s: float = 8.0

@@ -1,9 +1,11 @@
 """The base class of every backend's transport, which carries calls to worker processes.
 
-pending = transport.submit(rank, call, parts)   # references to payload and header
-ready = transport.wait(references, seconds)     # the references that are answered
-value = transport.fetch(reference)              # the value, or the error of a dead process
-transport.kill(rank)                            # for an injected fault
+Example:
+
+    pending = transport.submit(rank, call, parts)   # references to payload and header
+    ready = transport.wait(references, seconds)     # the references that are answered
+    value = transport.fetch(reference)              # the value, or the error of a dead process
+    transport.kill(rank)                            # for an injected fault
 """
 
 from __future__ import annotations
@@ -143,9 +145,9 @@ class Transport(ABC):
 
     @staticmethod
     def share(value: Any) -> tuple[Any, Any]:
-        """Store a large value once; return a reference for calls, and what keeps it alive.
+        """Store a large value once, in a backend that has an object store.
 
-        A backend with an object store puts the value there.
+        Return a reference to pass to calls, and the object that keeps the value alive.
         """
         return value, None
 

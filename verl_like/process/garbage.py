@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OF_PYTHON = 10_000
-"""More frozen objects than Python itself has after its start (375 in 3.12)."""
+"""More frozen objects than a fresh interpreter has (375 in Python 3.12)."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def pause_collection() -> Iterator[None]:
 
 
 class FrozenObjects:
-    """Objects that were frozen before, for longer than a run."""
+    """Remembers whether the process had frozen objects before the run."""
 
     are_known = False
 

@@ -51,7 +51,7 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _F_GETPIPE_SZ = 1032  # fcntl names it only on Linux
 _BLOCKS = 8
-"""The size that each file counts for at least, in the system's units of 512 bytes."""
+"""Smallest size that a file counts as, in blocks of 512 bytes."""
 
 
 def supervise(

@@ -278,14 +278,16 @@ def create_colocated_worker_raw_cls(
 ) -> type[ColocatedWorker]:
     """Return a base class for your worker that calls the other roles of its process.
 
-    class Hybrid(create_colocated_worker_raw_cls({"actor": actor, "critic": critic})):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def both(self, x):
-            return self.critic.sub(self.actor.add(x))
+    For example, with a method that calls both roles:
 
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Hybrid))
-    group.both(1)
-    group.fuse(["actor", "critic"])    # group.actor.add(1), as well as group.actor_add(1)
+        class Hybrid(create_colocated_worker_raw_cls({"actor": actor, "critic": critic})):
+            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+            def both(self, x):
+                return self.critic.sub(self.actor.add(x))
+
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Hybrid))
+        group.both(1)
+        group.fuse(["actor", "critic"])    # group.actor.add(1), as well as group.actor_add(1)
     """
     if not class_dict:
         raise PlacementError("create_colocated_worker_raw_cls needs at least one role.")

@@ -76,7 +76,7 @@ class Environment:
         return np.random.default_rng(self.rng_seed)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
-        """Start with the columns of the data's row; return the first observation, or None.
+        """Start an episode from a row of the data; return the first observation, or None.
 
         With several players, return a dict: player -> its first observation. These players speak.
         """
@@ -92,13 +92,13 @@ class Environment:
 
 
 class Adapter(Environment):
-    """An environment that covers many ids: `environment=PREFIX:ID`.
+    """An environment class for many environments, chosen by an id: `environment=PREFIX:ID`.
 
         class Level(Adapter):                   # environment=levels.py:Level:7
             def reset(self, row, rng):
                 return f"level {self.id}"
 
-    A subclass is created for the id of a run.
+    Each run gets a subclass with its `id` and `kwargs`.
     """
 
     id: ClassVar[str]

@@ -1,7 +1,7 @@
 """Injected faults of environments (`faults.kill_environment`, `faults.delay_environment`).
 
-The seed, the trajectory's noise key and the number of the answer determine which answers get a
-fault, independent of rank and time. Faults affect only the first environment of a trajectory, so
+The seed, the trajectory's noise key and the index of the reply determine which replies get a fault,
+independent of rank and time. Faults affect only the first environment of a trajectory, so
 its restart runs without faults.
 """
 
@@ -16,7 +16,7 @@ KINDS = KILL, DELAY = "kill_environment", "delay_environment"
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities of injected faults per answer."""
+    """Probabilities of injected faults per reply."""
 
     kill_environment: float = 0.0
     delay_environment: float = 0.0
@@ -36,7 +36,7 @@ class Faults:
         )
 
     def strike(self, kind: str, key: int, answer: int) -> bool:
-        """Return True if this answer gets a fault of this kind."""
+        """Return True if this reply gets a fault of this kind."""
         chance = getattr(self, kind)
         return chance > 0 and Random(f"{self.seed}/{kind}/{key}/{answer}").random() < chance
 

@@ -93,7 +93,7 @@ OF_IDS = {
 
 
 class RejectedRequest(Exception):
-    """A request that is answered by an error in OpenAI's format."""
+    """A request whose HTTP response is an error in OpenAI's format."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
@@ -183,20 +183,20 @@ class Request:
     with_usage: bool = False
     model: str = MODEL
     is_retry: bool = field(default=False, compare=False)
-    """True if OpenAI's client repeats the request, after waiting too long for an answer."""
+    """True if OpenAI's client repeats the request, after waiting too long for a response."""
 
 
 Answers = list[tuple[str, dict[str, Any]]]
-"""The name of each completion that answers a request, and its sampled content."""
+"""Names of a request's completions, each with its sampled content."""
 
 
 class AgentSession:
-    """The requests of an agent and their answers; each player has its own conversation."""
+    """The requests of an agent and their responses; each player has its own conversation."""
 
     def __init__(
         self, parser: Parser = parse, players: Sequence[str] = (), reuses: bool = False
     ) -> None:
-        """Create the session; with `reuses`, a repeated request gets its first answer."""
+        """Create the session; with `reuses`, a repeated request gets its first response."""
         self.name = secrets.token_hex(16)
         """The key of the session."""
         self.parser, self.reuses = parser, reuses
@@ -233,7 +233,7 @@ class AgentSession:
         return self._conversations[model]
 
     def ask(self, request: Request) -> Answers:
-        """Wait for the answers to a request: the names of the completions, and their contents."""
+        """Wait for the completions of a request; return their names and contents."""
         return self.of_model(request.model).ask(request)
 
     def end(self, result: Any) -> None:
@@ -269,7 +269,7 @@ class AgentSession:
 
 
 class Conversation:
-    """The requests of one player in order, and their answers."""
+    """The requests of one player in order, and their responses."""
 
     def __init__(self, session: AgentSession, player: str, events: queue.SimpleQueue[Any]) -> None:
         self._session, self._player, self._events = session, player, events
@@ -283,7 +283,7 @@ class Conversation:
         self._tools: list[dict[str, Any]] = []
         self._num_turns = 0
         self._calls: dict[str, Any] = {}
-        """Facts about the calls in the last answer, for the next event."""
+        """Information about the calls in the last response, for the next event."""
         self._recent: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
         """The latest requests, which a client may repeat."""
 
@@ -312,9 +312,9 @@ class Conversation:
         return end | self._take_calls()
 
     def ask(self, request: Request) -> Answers:
-        """Wait for the answers to a request: the names of the completions, and their contents.
+        """Wait for the completions of a request; return their names and contents.
 
-        A request that a client repeats gets the answers of the first time.
+        A request that a client repeats gets the first responses again.
         """
         with self._lock:
             known = [future for earlier, future in self._recent if earlier == request]
@@ -564,7 +564,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion(request: Request, answers: Answers) -> dict[str, Any]:
-    """Return the body of an answer, named after the last choice."""
+    """Return the body of an HTTP response, named after the last choice."""
     num_read = sum(answer.get("num_read", 0) for _, answer in answers)
     num_drawn = sum(answer.get("num_drawn", 0) for _, answer in answers)
     usage = {
@@ -600,7 +600,7 @@ def _choice(request: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chunks(request: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a complete answer as the chunks of a stream."""
+    """Return a complete HTTP response as the chunks of a stream."""
     header = {**whole, "object": "chat.completion.chunk"}
     del header["usage"]
     parts = []
@@ -663,7 +663,7 @@ def open_to_others(session: AgentSession) -> None:
 class _AgentHandler(BaseHTTPRequestHandler):
     server: AgentEndpoint
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or an answer waits 40 ms for the header's acknowledgement
+    disable_nagle_algorithm = True  # or a response waits 40 ms for the header's acknowledgement
 
     def do_GET(self) -> None:  # noqa: N802 - name in the standard library
         self._serve(self._models)

@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO without the gradient of a few tokens that would reduce the entropy most."""
+"""Clip-Cov: PPO that zeroes the gradient of a few tokens that would reduce the entropy most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _choose_tokens(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """Choose the tokens of a mini-batch that lose their gradient: a few with high covariance."""
+    """Choose the tokens whose gradient is zeroed: a few of a mini-batch, with high covariance."""
     inside = response_mask.bool()
     covariance = token_covariance(advantages, old_log_prob, inside)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)

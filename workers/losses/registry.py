@@ -42,9 +42,9 @@ AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
 @dataclass(frozen=True)
 class LossFacts:
-    """Facts about a policy loss for the checks of a configuration.
+    """Properties of a policy loss, for the checks of a configuration.
 
-    Your own loss has only the first two.
+    A loss of your own can declare only the first two fields.
 
     A loss with `choose_tokens` has a parameter `chosen_tokens`. If it is called without it, it
     chooses among the tokens of the call.
@@ -65,11 +65,11 @@ class LossFacts:
     holds_weights: bool = False
     """True if a weight in the loss has no gradient, so finite differences do not apply."""
     longer_count_more: tuple[str, ...] = ()
-    """Names of the loss under which a sequence's weight is its number of tokens."""
+    """Registered names under which longer sequences weigh more."""
 
 
 def facts_of(policy_loss: PolicyLoss) -> LossFacts:
-    """Return the declared facts of a loss."""
+    """Return the declared properties of a loss."""
     facts: LossFacts = getattr(policy_loss, "facts", LossFacts())
     return facts
 

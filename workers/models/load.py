@@ -1,9 +1,9 @@
 """Load weights from a Hugging Face folder into an empty module, one tensor at a time.
 
 Each rank of a sharded module reads its own slices, and buffers whole, from safetensors or mapped
-`.bin` files. Weights that a checkpoint stores in other pieces (`workers.models.checkpoint_format`)
-are assembled one at a time. Unused entries and weights without an entry are rejected, because a
-model with default weights would silently compute wrong numbers.
+`.bin` files. Weights that a checkpoint stores in a different layout
+(`workers.models.checkpoint_format`) are assembled one at a time. Unused entries and weights without
+an entry are rejected, because a model with default weights would silently compute wrong numbers.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Routers:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Context in which routers choose as `replay` says; by themselves before it is called."""
+        """Context in which routers use the choices of `replay`, or their own until it is called."""
         self.replay(None)
         with ExitStack() as stack:
             for router, mode in zip(self.routers, self.modes, strict=True):
@@ -109,11 +109,10 @@ class Routers:
         self.replay(None)
 
     def replay(self, chosen: Tensor | None) -> None:
-        """Set the choices of passes from now on, [tokens, layers, choices]; None means the routers'
-        own.
+        """Set the choices [tokens, layers, choices] of passes from now on; None: the routers' own.
 
-        Choices below 0 are also the routers' own. They stay until the next call, because gradient
-        checkpointing runs layers again.
+        Choices below 0 also mean the routers' own. The choices stay until the next call, because
+        gradient checkpointing runs layers again.
         """
         layers = [None] * len(self.modes) if chosen is None else chosen.long().unbind(dim=1)
         for mode, choices in zip(self.modes, layers, strict=True):

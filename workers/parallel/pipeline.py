@@ -84,7 +84,7 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
 def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
     """Return the largest number of a rank's passes that wait for their backward passes.
 
-    Under gpipe all passes of a mini-batch wait; they count as many as there are ranks.
+    Under gpipe all passes of a mini-batch wait; this counts one per rank.
     """
     waiting = most = 0
     for action in schedule(kind, rank, num_ranks, 4 * num_ranks if kind != "gpipe" else num_ranks):

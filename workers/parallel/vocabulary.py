@@ -1,7 +1,7 @@
 """A vocabulary that is split over the ranks of a group, and statistics of its logits.
 
-Logits are never gathered. Each rank has the logits of its words, and after one maximum four numbers
-per token are summed over the ranks. Gradients need no further communication.
+Logits are never gathered. Each rank has the logits of its tokens. After one maximum, four numbers
+per row are summed over the ranks. Gradients need no further communication.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from verl_like.tensor_ops.logprobs import gradient_of_logits, row_chunks, scaled
 
 @dataclass(frozen=True)
 class Words:
-    """The words of this rank, divided like rows of a DTensor: the last ranks may have fewer."""
+    """The tokens of this rank, divided like rows of a DTensor: the last ranks may have fewer."""
 
     first: int
     count: int
     most: int
-    """Number of words of the rank with the most."""
+    """Number of tokens of the rank with the most."""
     group: dist.ProcessGroup
 
     @classmethod
     def of(cls, vocabulary: int, group: dist.ProcessGroup) -> Words:
-        """Return this rank's words of a vocabulary of that size."""
+        """Return this rank's tokens of a vocabulary of that size."""
         most = -(-vocabulary // group.size())
         first = min(group.rank() * most, vocabulary)
         return cls(first, min(most, vocabulary - first), most, group)
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions among the rank's words, and a mask of the words of other ranks."""
+        """Return positions among the rank's tokens, and a mask of the tokens of other ranks."""
         places = ids - self.first
         is_other = (places < 0) | (places >= self.count)
         return places.masked_fill(is_other, 0), is_other
 
     def has(self, token: int) -> bool:
-        """True if the rank has the word of this token."""
+        """True if the rank has the logit of this token."""
         return self.first <= token < self.first + self.count
 
 
@@ -119,7 +119,7 @@ def stats_of_words(
     entropy: bool = False,
     sum_pi_squared: bool = False,
 ) -> dict[str, Tensor]:
-    """Return `log_probs` of the labels, and the requested statistics, of logits [rows, own words].
+    """Return `log_probs` of the labels, and the requested statistics, of logits [rows, own tokens].
 
     The backward pass overwrites the logits; sums of squared probabilities have no gradient.
     """

@@ -1,4 +1,4 @@
-"""Program of a process that runs programs of a model, one test at a time.
+"""The process that runs model-written programs, one test at a time.
 
     python -m verl_like.process.child workers.rewards.program FD on|off
 

@@ -180,7 +180,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_average(self, on: bool) -> None:
-        """Swap in the moving average, or the weights; do not train with the average."""
+        """Swap in the moving average, or swap it out; do not train while it is swapped in."""
         assert self.average is not None, "the driver asks for an average only under actor.ema_decay"
         if on:
             self.average.swap_in()
@@ -189,7 +189,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:
-        """Return a hash of the full weights; with `as_sent`, of those that rollouts receive."""
+        """Return a hash of the full weights, or `as_sent`: of the weights that rollouts receive."""
         if as_sent and self.sends_adapter:
             return checksum_of(self.engine.full_trained_tensors())
         return self.engine.weights_checksum(self.sent_dtype if as_sent else None)

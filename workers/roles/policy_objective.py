@@ -1,8 +1,10 @@
 """The policy's objective in one update: surrogate loss, entropy bonus, KL to the reference.
 
-objective = PolicyObjective(worker.settings, data)
-update(engine, data, objective.loss, ...)
-metrics |= objective.metrics(engine.groups.batch)
+Example:
+
+    objective = PolicyObjective(worker.settings, data)
+    update(engine, data, objective.loss, ...)
+    metrics |= objective.metrics(engine.groups.batch)
 """
 
 from __future__ import annotations

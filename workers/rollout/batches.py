@@ -1,9 +1,9 @@
 """Convert rows of prompts to samples for an engine, and samples to rows of a batch.
 
 Each row carries a hash of what the engine read and sampled (`draw_hash`), which the trainer checks
-before the update (`check_draws`). It covers the prompt, the response, the version of the weights
-for each token, which also marks observed tokens, and the begins of segments. So no tokenizer, stage
-or hook can change a sample unnoticed.
+before the update (`check_draws`). The hash covers the prompt, the response, the weight version of
+each token (which also marks observed tokens), and where segments start. So no tokenizer, stage or
+hook can change a sample unnoticed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def batch_of(
     truncated: bool = False,
     no_choices: Tensor | None = None,
 ) -> DataProto:
-    """Return rows with the prompts and responses of these samples; `widths` are those of both.
+    """Return rows with the prompts and responses of these samples; `widths` are their widths.
 
     `version` is the engine's version, for responses without sampled tokens. If `no_choices` (an
     empty tensor of expert choices) is given, the batch has a column of the choices for every token.
@@ -134,7 +134,7 @@ def draw_hash(sample: Sample) -> int:
 
 
 def check_draws(batch: DataProto) -> dict[str, float]:
-    """Reject rows that were changed since sampling, or that train observed tokens; return metrics.
+    """Reject rows that changed since sampling, or whose loss has observed tokens; return metrics.
 
     A batch from another engine has no hashes, and is not checked.
     """

@@ -59,7 +59,7 @@ def _shifted(state: Tensor, places: int) -> Tensor:
 
 
 LOGITS_AT_ONCE = 10_000_000
-"""Logits that are computed together: 64 rows of 152,000 words, which need 0.6 GiB at most.
+"""Logits that are computed together: 64 rows of a vocabulary of 152,000 need 0.6 GiB at most.
 
 vLLM's own sampler needs more, and vLLM has profiled that for its largest batch.
 """

@@ -92,10 +92,12 @@ class BackgroundSaves(Worker):
 class FileCopies(FileWriter):
     """The files of one checkpoint of a role on one rank; small files are written immediately.
 
-    copies.begin(folder)
-    write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
-    files = copies.write()                                    # in another thread
-    copies.hurry(is_wanted)                                   # from a third
+    Example:
+
+        copies.begin(folder)
+        write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
+        files = copies.write()                                    # in another thread
+        copies.hurry(is_wanted)                                   # from a third
     """
 
     def __init__(self, least_bytes: int = LEAST_BYTES) -> None:

@@ -63,11 +63,13 @@ class ModelSettings:
 class ModelPart:
     """An option of a model that installs itself; each method does nothing by default.
 
-    for part in parts: part.check(model)        # before there is a module
-    for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
-    ...                                         # the module is sharded and gets its weights
-    for part in parts: part.finish(model)
-    with part.computing(): part.fed(feed)       # around passes, and before each
+    Example:
+
+        for part in parts: part.check(model)        # before there is a module
+        for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
+        ...                                         # the module is sharded and gets its weights
+        for part in parts: part.finish(model)
+        with part.computing(): part.fed(feed)       # around passes, and before each
     """
 
     def check(self, model: Model) -> None:

@@ -1,8 +1,10 @@
 """Forward and backward passes of a model over the micro-batches of a batch.
 
-passes = Passes(model, reading)
-columns = passes.forward(rows, budget, wanted)      # inside `model.running()`
-shares = passes.train(mini_batch, budget, loss)     # gradients add up
+Example:
+
+    passes = Passes(model, reading)
+    columns = passes.forward(rows, budget, wanted)      # inside `model.running()`
+    shares = passes.train(mini_batch, budget, loss)     # gradients add up
 """
 
 from __future__ import annotations
@@ -158,8 +160,10 @@ class AllLayers:
 
     `PipelineLayers` has the same methods for a rank that has some of the layers.
 
-    layers.train(passes, micro_batches, compute, loss)     # gradients add up
-    metrics = layers.from_last(metrics)                     # from the rank with the last layer
+    Example:
+
+        layers.train(passes, micro_batches, compute, loss)     # gradients add up
+        metrics = layers.from_last(metrics)                     # from the rank with the last layer
     """
 
     has_last = True

@@ -1,6 +1,8 @@
 """Readings: the outputs of a model's passes, one number per response token or per row.
 
-reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes run here
+Example:
+
+    reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes run here
 """
 
 from __future__ import annotations

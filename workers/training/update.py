@@ -1,6 +1,8 @@
 """One update of a model: epochs over mini-batches, from `forward_backward` and `optim_step`.
 
-metrics = update(engine, data, loss, mini_batch_size=64, budget=Budget(rows=8), epochs=2)
+Example:
+
+    metrics = update(engine, data, loss, mini_batch_size=64, budget=Budget(rows=8), epochs=2)
 """
 
 from __future__ import annotations

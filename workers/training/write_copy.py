@@ -53,7 +53,7 @@ def write_file(
 
 
 def rest(seconds: float) -> None:
-    """Sleep after `seconds` of work, for other processes; exit if nobody wants the file."""
+    """Sleep after `seconds` of work, for other processes; exit if the file is no longer needed."""
     if select.select([sys.stdin], [], [], min(REST * seconds, LONGEST_REST_S))[0]:
         os._exit(1)
 

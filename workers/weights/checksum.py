@@ -84,8 +84,8 @@ _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the factors of a chunk's words and of chunks.
 
-    Those of words are odd numbers without an arithmetic progression, as in splitmix64. Those of
-    chunks are falling powers of one number, and end with 1.
+    The factors of words are odd numbers without an arithmetic progression, as in splitmix64. The
+    factors of chunks are decreasing powers of one number, and end with 1.
     """
     mixed = torch.arange(1, DEVICE_CHUNK + 1, device=device) * _FACTORS[0]
     mixed = (mixed ^ (mixed >> 30)) * _FACTORS[1]

@@ -1,9 +1,11 @@
 """Run a task's commands: in a container, or in folders of the sandbox.
 
-shell = Container("docker", task, settings)      # or LocalShell(task)
-shell.run("pwd").stdout
-shell.put_tests(task / "tests")                  # at /tests
-shell.close()
+Example:
+
+    shell = Container("docker", task, settings)      # or LocalShell(task)
+    shell.run("pwd").stdout
+    shell.put_tests(task / "tests")                  # at /tests
+    shell.close()
 """
 
 from __future__ import annotations

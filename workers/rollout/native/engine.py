@@ -1,14 +1,15 @@
 """The embedded rollout engine: a decode loop over any full-attention Hugging Face causal LM.
 
-`native.proof` determines when the engine is built if it supports a class.
+When the engine is built, `module_forward.check_decoding` tests with a tiny model whether the
+model's class is supported.
 
     waiting prompts --prefill, in groups--> slots of the KV cache
     slots           --decode, one token per pass--> finished samples leave, waiting prompts enter
 
 In float32 a sample's tokens and log-probs have the same bits in any batch. At least
-`linear.fewest_rows` rows are always computed (fewer rows change the bits of a linear layer), on one
-CPU thread (several threads divide the rows by their number). Attention covers whole blocks of
-columns (`native.kv_cache`), and the noise is keyed by the sample (`rollout.sampling`).
+`direct_forward.fewest_rows` rows are always computed (fewer rows change the bits of a linear
+layer), on one CPU thread (several threads divide the rows by their number). Attention covers whole
+blocks of columns (`native.kv_cache`), and the noise is keyed by the sample (`rollout.sampling`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Scheduler of the native engine: its samples, and their slots in the KV cache.
 
-waiting samples --prefill, in groups--> slots of the KV cache
-slots           --decode, a token per pass--> finished samples leave, waiting samples enter
+A sample moves through three places:
+
+    waiting samples --prefill, in groups--> slots of the KV cache
+    slots           --decode, a token per pass--> finished samples leave, waiting samples enter
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A vLLM server as a rollout engine: the work of `rollout.vllm.engine` over HTTP.
+"""A vLLM server as a rollout engine: does what `rollout.vllm.engine` does, over HTTP.
 
-The user starts the server (`serve_command`) with our `WorkerExtension` in its workers. Prompts and
-sampled tokens travel as ids (`/inference/v1/generate`). Our sampler samples tokens from each
-sample's noise, and its tables provide log-probs and versions. Weights are sent to the server's
-ranks as from an actor to a rollout (`workers.weights.channel`), while its scheduler is paused.
+The user starts the server (`serve_command`) with the `WorkerExtension` of this package in its
+workers. Prompts and sampled tokens travel as ids (`/inference/v1/generate`). The package's sampler
+draws each token from its sample's noise, and records log-probs and versions. Weights are sent to
+the server's ranks as from an actor to a rollout (`workers.weights.channel`), while its scheduler is
+paused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Options of a model: each is a part that installs itself.
 
-for part in parts: part.check(model)        # before there is a module
-for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
-...                                         # the module is sharded and gets its weights
-for part in parts: part.finish(model)
-with part.computing(): part.fed(feed)       # around passes, and before each
+Example:
+
+    for part in parts: part.check(model)        # before there is a module
+    for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
+    ...                                         # the module is sharded and gets its weights
+    for part in parts: part.finish(model)
+    with part.computing(): part.fed(feed)       # around passes, and before each
 
 `layers` has the parts of one call. Every other part has a file, which is imported only if the part
 is used.
