@@ -88,7 +88,7 @@ def test_every_run_passes_the_checks_of_a_run_on_simulated_gpus(
     (part,) = [part for part in hour.parts(machine, configs) if part.name == name]
     said = hour.dry_run(part, machine, "H100")
     assert said.splitlines()[-1] == ALL_FOUND
-    assert f"devices: {num_gpus} of kind H100" in said
+    assert f"Devices: {num_gpus} x H100" in said
 
 
 def part_that(hour: ModuleType, code: str, limit_s: int = 30, **more: object) -> object:

@@ -229,11 +229,11 @@ def describe_plan(
     )
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
     if trainer_cls.leaves_model(config):
-        left = "NO MODEL is left at the end: trainer.save_final=false, trainer.save_freq=-1."
+        left = "warning: no model will be saved (trainer.save_final=false, trainer.save_freq=-1)."
         if trainer.save_final:
-            left = f"The model after the last step: {trainer.default_local_dir}/{MODEL}"
+            left = f"Final model: {trainer.default_local_dir}/{MODEL}"
         elif trainer.save_freq > 0:
-            left = "trainer.save_final=false: the trained model is in checkpoints alone."
+            left = "trainer.save_final=false: the trained model is only in checkpoints."
         parts.append(left)
     if not full:
         parts.append("`verl-like check --full` prints all of the plan.")
@@ -275,7 +275,7 @@ def check_trainer(cls: type[Trainer]) -> None:
     check_methods(cls, base, f"trainer.cls={cls.__module__}.{cls.__qualname__}", names)
 
 
-ALL_FOUND = "No problem was found that shows before processes start."
+ALL_FOUND = "No problems found. (Some problems can only appear once processes run.)"
 
 
 def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
@@ -290,19 +290,19 @@ def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
         worker_class(config, role)
     start = ResumePoint(config).start
     if start is not None:
-        lines.append(f"the run goes on from {start}")
+        lines.append(f"The run resumes from {start}")
     folder = config.trainer.default_local_dir  # it is not created here
     blocks = blocking_path(Path(folder))
     if blocks is not None:
         raise ConfigError(
-            f"trainer.default_local_dir={folder} cannot be written: {blocks} is no folder that "
-            "this user may write in. Give another one."
+            f"trainer.default_local_dir={folder} cannot be written: you cannot write to "
+            f"{blocks}. Choose another folder."
         )
     for name in config.trainer.logger:
         if name in BUILT_IN and name != "console" and find_spec(name) is None:
             lines.append(
-                f"trainer.logger names {name}, which is not installed: the run goes on without. "
-                f"pip install 'verl-like[{name}]'"
+                f"trainer.logger names {name}, which is not installed: the run continues without "
+                f"it. pip install 'verl-like[{name}]'"
             )
 
     with ExitStack() as at_end:

@@ -430,7 +430,10 @@ class Loop:
             folder = record.checkpoints.write_model(record.step, record.groups[trainer.role])
             print(f"model: {folder}", flush=True)
         elif not committed(record.folder):
-            print("NO MODEL is left: trainer.save_final=false, and no checkpoint", flush=True)
+            print(
+                "warning: no model was saved: trainer.save_final=false, and no checkpoint",
+                flush=True,
+            )
 
 
 def stateful(observers: Sequence[Any]) -> list[Any]:

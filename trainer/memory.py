@@ -26,8 +26,8 @@ from workers.memory import (
 from workers.parallel.sharding import dims_of
 
 HEAD = (
-    *("role", "pool", "weights / compute", "weights", "gradients", "moments"),
-    *("whole layers", "activations", "KV cache", "of it in host memory"),
+    *("role", "pool", "weights / compute", "weights", "gradients", "optimizer state"),
+    *("gathered layers", "activations", "KV cache", "in host memory"),
 )
 
 
@@ -70,14 +70,14 @@ def memory_table(
         numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
         cells = [_gib(number) for number in (*numbers, role.kv_cache, role.host)]
         lines.append((role.role, role.pool, role.types, *cells))
-    at_most, per_device = ("", "") if brief else ("at most ", " per device")
     sums = [
-        f"{pool}: {at_most}{_gib(total)} GiB{per_device}{_verdict(roles, pool, total, devices)}"
+        f"{pool}{'' if brief else ':'} {_gib(total)} GiB{'' if brief else ' per device at peak'}"
+        f"{_verdict(roles, pool, total, devices)}"
         for pool, total in pool_bytes(roles).items()
     ]
     if not brief:
         asleep = [role.role for role in roles if role.sleeps]
-        sums += [f"{role}: sleeps while other roles of its pool compute" for role in asleep]
+        sums += [f"{role}: sleeps while the other roles of its pool run" for role in asleep]
     for pool in dict.fromkeys(role.pool for role in roles if role.copies):
         copies = sum(role.copies for role in roles if role.pool == pool)
         sums.append(
@@ -85,7 +85,7 @@ def memory_table(
             "(trainer.async_save)"
         )
     if brief:
-        return f"Memory at most: {'; '.join(sums)}"
+        return f"Peak memory per device: {'; '.join(sums)}"
     device = devices.card or devices.type
     title = f"Memory (GiB per device, {device}, from shapes; rows of full length)"
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
@@ -101,7 +101,8 @@ def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devi
     if devices.bytes is None:
         return ""
     usable = _usable(roles, pool, devices.type, devices.bytes)
-    return f", of {_room(usable, devices.bytes)}: {'fits' if total <= usable else 'does NOT fit'}"
+    verdict = "fits" if total <= usable else "does NOT fit"
+    return f" ({_room(usable, devices.bytes)}: {verdict})"
 
 
 def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_bytes: int) -> float:
@@ -111,8 +112,8 @@ def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_byt
 def _room(usable: float, device_bytes: int) -> str:
     """Describe the usable GiB of a device."""
     if usable == device_bytes:
-        return f"{device_bytes / GIB:.1f}"
-    return f"{usable / GIB:.1f} ({device_bytes / GIB:.1f} minus a reserve)"
+        return f"{device_bytes / GIB:.1f} GiB are usable"
+    return f"{usable / GIB:.1f} of {device_bytes / GIB:.1f} GiB are usable"
 
 
 def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bool:
@@ -131,11 +132,11 @@ def check_fit(
         usable = _usable(roles, pool, device_type, device_bytes)
         if total > usable:
             parts = "; ".join(
-                f"{role.role}: {_gib(role.kept)} kept, {_gib(role.call)} in a call"
+                f"{role.role}: {_gib(role.kept)} GiB resident and {_gib(role.call)} GiB in a call"
                 for role in roles
                 if role.pool == pool
             )
             raise ConfigError(
-                f"Pool {pool!r} does not fit: its roles take {_gib(total)} GiB per device, "
-                f"which has {_room(usable, device_bytes)}. {parts}. {ways_out}"
+                f"Pool {pool!r} does not fit: its roles need {_gib(total)} GiB per device; "
+                f"{_room(usable, device_bytes)}. {parts}. {ways_out}"
             )

@@ -65,7 +65,7 @@ def test_a_caller_learns_to_answer_what_its_tool_tells(tmp_path: Path, forked_py
 def test_an_agents_requests_are_trained(tmp_path: Path, forked_python: Path) -> None:
     said, steps = train("agent", tmp_path, forked_python, "trainer.total_training_steps=2")
     assert "'bbb'" in said  # played without a model first
-    assert "the same seed plays the same game" in said
+    assert "the same seed gives the same trajectory" in said
     for step in steps:
         assert step["agents/num_turns/mean"] == 2
         assert step["agents/ended/terminated"] == 1

@@ -75,7 +75,7 @@ def test_where_nothing_is_wrong_it_says_what_there_is(
     assert said.endswith(f"\n{ALL_FOUND}\n")
     assert " on this machine\n" in said
     assert ("1 rows to train on" if name in ON_ROWS else " prompts") in said
-    assert (name in ON_ROWS) or "rewards, tried on 8 rows with their ground truth" in said
+    assert (name in ON_ROWS) or "Reward check: 8 rows with their ground truth" in said
 
 
 EDGES = {
@@ -136,7 +136,7 @@ BAD_OF_PPO = [
     ),
     (
         "reward.function.path={tmp}/my.py reward.function.name=fails",
-        "gives no score for any of 8 rows whose answer is their own ground truth|failed",
+        "failed for all 8 rows|failed",
     ),
     (
         "reward.function.path={tmp}/my.py reward.function.name=splits "

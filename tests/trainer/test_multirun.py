@@ -52,7 +52,7 @@ def test_a_failing_job_does_not_end_the_others(
     assert "ValueError: of the user's own" in said.err
     assert "HYDRA_FULL_ERROR" not in said.err
     assert "\ntrainer.seed=2  its traceback is above\n" in said.out
-    assert "What came out" in said.out
+    assert "Results" in said.out
     assert (tmp_path / "comparison.html").is_file()
 
 

@@ -24,7 +24,7 @@ REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
 CRITIC_COPY_WORKER = "workers.roles.critic.CriticCopyWorker"
 ASYNC_TRAINER = "trainer.async_training.step.AsyncTrainer"
 """The trainer of an asynchronous run; a user's trainer is a subclass of it."""
-BY_NUMBERS = when("topology", None, otherwise="async_training.topology gives the numbers")
+BY_NUMBERS = when("topology", None, otherwise="async_training.topology sets both numbers")
 HAS_MAX_AGE = When(
     "`sampler` is version_window or your own",
     lambda async_training, _: (

@@ -44,10 +44,11 @@ PHASES = {"gen": "generate", "score": "score", "update": "update", "sync": "sync
 WORTH_IT = 1.05
 """Smallest speed-up that is worth an asynchronous run; within this factor, runs count as equal."""
 ADVICE = {
-    "weights": "Taking weights limits it then: send only what changed of them.",
-    "staleness bound": "The staleness bound limits it then: a wider one, or smaller pieces.",
-    "generators": "The generators limit it then: with one generator more a step takes {:.3g} s.",
-    "trainer": "The trainer limits it then: with one trainer more a step takes {:.3g} s.",
+    "weights": "Weight sync is then the bottleneck: set actor_rollout_ref.rollout.sync=changed.",
+    "staleness bound": "The staleness bound is then the bottleneck: raise "
+    "async_training.max_staleness, or use smaller chunks.",
+    "generators": "Generation is then the bottleneck: one more generator gives {:.3g} s per step.",
+    "trainer": "The trainer is then the bottleneck: one more trainer gives {:.3g} s per step.",
 }
 """Limit of a run -> advice to make it faster."""
 
@@ -182,7 +183,7 @@ def overlap(arguments: Sequence[str]) -> None:
     lines = [
         *(fit(f"{note[0].upper()}{note[1:]}.", width) for note in notes),
         f"generation of a batch {means['generate']:.3g} s; scores {means['score']:.3g} s; "
-        f"update and all else {means['update']:.3g} s; weights taken {means['sync']:.3g} s",
+        f"update and everything else {means['update']:.3g} s; weight sync {means['sync']:.3g} s",
         "",
         *_table(rows, width),
         "",
@@ -202,8 +203,8 @@ def advise(phases: Phases, rows: Sequence[PredictedRun]) -> str:
     best = min(alike, key=lambda row: row.setup.max_staleness)
     if best.speed_up < WORTH_IT:
         return (
-            f"Asynchronous training would not help this job: at best {best.speed_up:.2f} times as "
-            "fast as the synchronous run, since one phase takes nearly all of a step."
+            f"Asynchronous training would not help this job: at best {best.speed_up:.2f}x the "
+            "speed of the synchronous run, because one phase takes nearly all of a step."
         )
     setup = best.setup
     larger = {
@@ -212,10 +213,10 @@ def advise(phases: Phases, rows: Sequence[PredictedRun]) -> str:
     }
     after = simulate(phases, larger.get(best.limit, setup)).seconds
     return (
-        f"Take async_training.generators={setup.num_generators} "
+        f"Recommended: async_training.generators={setup.num_generators} "
         f"async_training.trainers={setup.num_trainers} "
-        f"async_training.max_staleness={setup.max_staleness}: {best.prediction.seconds:.3g} s a "
-        f"step, {best.speed_up:.2f} times as fast as the synchronous run. "
+        f"async_training.max_staleness={setup.max_staleness}: {best.prediction.seconds:.3g} s per "
+        f"step, {best.speed_up:.2f}x the speed of the synchronous run. "
         f"{ADVICE[best.limit].format(after)}"
     )
 

@@ -70,14 +70,14 @@ def explain(
     assert issubclass(trainer_cls, PPOTrainer), "only PPO and its variants are explained"
     overridden = overridden_stages(trainer_cls)
     sections = {
-        "What a step does": describe(config, max_columns, overridden).splitlines(),
+        "Calls of a step": describe(config, max_columns, overridden).splitlines(),
         **generators_sections(config, max_columns, measured),
-        "Who runs where": placement_lines(config, max_columns),
-        "How much": batch_table(config, max_columns).splitlines(),
-        "On a device": plan_text(config, max_columns).splitlines(),
-        "What to watch": watch_lines(config),
+        "Placement": placement_lines(config, max_columns),
+        "Batch sizes": batch_table(config, max_columns).splitlines(),
+        "Memory per device": plan_text(config, max_columns).splitlines(),
+        "Metrics to watch": watch_lines(config),
         "Changed from the defaults": change_lines(config),
-        "No effect in this run": [
+        "Keys without effect": [
             f"{', '.join(keys)}: {reason}" for reason, keys in unused_keys(config).items()
         ],
     }
@@ -94,11 +94,14 @@ def generators_sections(
     if not isinstance(config, AsyncConfig):
         return {}
     if not measured:
-        ask = "Add --measured RUN_DIR, the folder of a PPO run, to predict the seconds of a step."
-        return {"Generators and trainers": plan_lines(config, max_columns), "How fast": [ask]}
+        ask = "Add --measured RUN_DIR, the folder of a PPO run, to predict the seconds per step."
+        return {
+            "Generators and trainers": plan_lines(config, max_columns),
+            "Predicted speed": [ask],
+        }
     phases, notes = measured_phases(measured)
     fast = [prediction_line(config, phases), *notes]
-    return {"Generators and trainers": plan_lines(config, max_columns), "How fast": fast}
+    return {"Generators and trainers": plan_lines(config, max_columns), "Predicted speed": fast}
 
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
@@ -111,17 +114,17 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
     pools = config.resource_pool_spec.items()
     if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):
         lines.append(
-            "all pools are the driver's own process, so calls run in turns: trainer.backend=ray, "
-            "or two processes a pool, lets them overlap"
+            "All pools are the driver's own process, so calls run sequentially. "
+            "trainer.backend=ray, or two processes per pool, lets them overlap."
         )
     elif len(pools) > 1:
-        lines.append("calls on different pools run at the same time")
+        lines.append("Calls on different pools run concurrently.")
     else:
         lines.append(
-            "there is one pool, so nothing overlaps but rewards: placement=split gives the "
-            "critic its own"
+            "There is one pool, so only rewards overlap with other calls. placement=split gives "
+            "the critic a pool of its own."
         )
-    return lines + [f"roles on {pool} share its processes and take turns" for pool in shared]
+    return lines + [f"Roles on {pool} share its processes and take turns." for pool in shared]
 
 
 def watch_lines(config: PPOConfig) -> list[str]:
@@ -185,7 +188,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.gpus:
         settings.append(f"trainer.simulate={options.gpus}")
     if options.measured and name != "async":
-        raise ConfigError(f"--measured={options.measured} predicts only `check async ...`.")
+        raise ConfigError(f"--measured={options.measured} works only with `verl-like check async`.")
     recipe: Recipe[Any] = load_object(RECIPES[name], name)
     plan = partial(full_plan, measured=options.measured)
     start = partial(check, plan=plan if options.full or options.measured else None)

@@ -100,21 +100,20 @@ def check(
             min(len(first.answers), len(again.answers)),
         )
         problems.append(
-            f"the same seed gives another trajectory, first in answer {turn}: draw only "
-            "from the rng that reset gets, or from self.rng, and not from a clock, a "
-            "file or another process."
+            f"the same seed gives a different trajectory, from reply {turn} on: use only the rng "
+            "that reset gets, or self.rng, and not a clock, a file or another process."
         )
     else:
-        lines.append("the same seed plays the same game, alone and beside another")
+        lines.append("the same seed gives the same trajectory, also next to a concurrent one")
     if other.problem:
         problems.append(other.problem)
     if other.answers[0] != first.answers[0]:
         problems.append(
             "two samples of a prompt begin with different observations, so they cannot be "
-            "compared: in reset, draw only from its rng."
+            "compared: in reset, use only its rng."
         )
     else:
-        lines.append("the samples of a prompt begin alike")
+        lines.append("all samples of a prompt start with the same observation")
     return lines, problems
 
 

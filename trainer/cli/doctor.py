@@ -190,7 +190,7 @@ def check_gpus(torch: Requirement) -> Finding:
     cuda, driver = cuda_of_torch(), gpus[0].driver_major
     way_out = _torch_for(driver, torch)
     if cuda is None:
-        problem = f"{shown}, but torch is built for the CPU alone"
+        problem = f"{shown}, but torch is built for CPUs only"
         return Finding("GPUs", problem, way_out, is_optional=True)
     oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if driver < oldest:
@@ -222,7 +222,7 @@ def check_allocator() -> Finding:
         names = " ".join(setting.partition("=")[0] for setting in chosen)
         return Finding(
             "allocator",
-            f"{', '.join(chosen)} is left as it is, so processes do not set the allocator to keep "
+            f"{', '.join(chosen)} is set, so processes do not configure the allocator to keep "
             "freed memory, which makes training on CPUs faster",
             f"unset {names}",
             is_optional=True,
@@ -232,7 +232,7 @@ def check_allocator() -> Finding:
 
 def check_machine() -> Iterator[Finding]:
     """Check CPUs, memory, shared memory and disk."""
-    yield Finding("CPUs", f"{usable_cores()}; roles on different pools overlap from 2 on")
+    yield Finding("CPUs", f"{usable_cores()}; at least 2 are needed for pools to overlap")
     memory, total = free_memory_gb(), memory_gb("MemTotal:")
     if memory is not None:
         few = (
@@ -290,9 +290,11 @@ def show(items: Iterable[Finding]) -> None:
     for finding in items:
         print_or_exit(fit(str(finding), terminal_width(), "      "))
         failed += bool(finding.fix) and not finding.is_optional
-    passed = "all that a run needs works"
+    passed = "all required checks pass"
     print_or_exit(
-        f"{failed} of these fail; each line ends with what fixes it" if failed else passed
+        f"{failed} required check{'s' * (failed > 1)} failed; the command after → fixes each"
+        if failed
+        else passed
     )
     sys.exit(bool(failed))
 

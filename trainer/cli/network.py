@@ -85,7 +85,7 @@ def wrong_settings(
                 fix,
             )
         elif not any(networks[name] for names in chosen.values() for name in names):
-            yield f"{variable}={value}: without an address; those that have one: {there}", fix
+            yield f"{variable}={value}: no address; interfaces with one: {there}", fix
 
     value = env.get("NCCL_IB_HCA")
     if value and env.get("NCCL_IB_DISABLE", "0") == "0":
@@ -115,7 +115,7 @@ def name_that_leads_nowhere(env: Mapping[str, str], networks: Mapping[str, str])
         return None
     return (
         f"this machine's name, {name}, resolves to {address or 'nothing'}: on several machines "
-        "gloo would listen there, where no other reaches it",
+        "gloo would listen there, and other machines could not reach it",
         f"export GLOO_SOCKET_IFNAME={usable[0]}",
     )
 

@@ -70,11 +70,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def verdict_of(trajectory: ReplayedTrajectory) -> str:
     """Describe whether a trajectory came out equal."""
-    counts = f"{trajectory.num_tokens} tokens drawn in {trajectory.num_turns} turns"
+    counts = f"{trajectory.num_tokens} tokens sampled in {trajectory.num_turns} turns"
     subject = f"trajectory {trajectory.name}, {counts}"
     if trajectory.difference:
-        return f"{subject}: differs first in {trajectory.difference}"
-    return f"{subject}: identical, bit for bit"
+        return f"{subject}: first difference: {trajectory.difference}"
+    return f"{subject}: identical bit for bit"
 
 
 def verdict(result: Replayed, step: int, stage: str) -> str:
@@ -84,7 +84,7 @@ def verdict(result: Replayed, step: int, stage: str) -> str:
     if result.compared_batches:
         compared += f" and the batches of {', '.join(result.compared_batches)}"
     if not result.differences:
-        return f"{subject}: {compared} are identical, bit for bit"
+        return f"{subject}: all {compared} are identical bit for bit"
 
     lines = [f"{subject}: of {compared}, {len(result.differences)} differ"]
     lines += [f"  {line}" for line in result.differences[:MOST_LINES]]

@@ -100,7 +100,7 @@ def groups_by_seed(runs: Sequence[ComparedRun]) -> dict[str, list[ComparedRun]]:
 Rows = list[list[str]]
 BEST = "best"
 SAME = "The configurations are the same."
-END = "Ends are means of the last tenth of a metric's values; ± is the deviation over the seeds."
+END = "Ends are means over the last tenth of the values; ± is the standard deviation over seeds."
 END_SHARE = 0.1
 LOWER_IS_BETTER = ("*/loss", "loss", "timing_s/step")
 """Metrics whose lowest value is the best; a policy's loss (`actor/pg_loss`) is not among them."""
@@ -122,9 +122,9 @@ def comparison_text(runs: Sequence[ComparedRun], width: int | None) -> str:
 
     sections = {
         "Runs": draw_table(overview(runs), width),
-        "What is set differently": drawn(differences(runs)) or [SAME],
-        "What came out": [*drawn(results(runs)), END],
-        "Where the time of a step went": drawn(phases(runs)),
+        "Settings that differ": drawn(differences(runs)) or [SAME],
+        "Results": [*drawn(results(runs)), END],
+        "Time per step": drawn(phases(runs)),
     }
     for names, rows in placements(runs):
         sections[f"Placement of {names}"] = drawn(rows, num_titles=len(rows[0]))

@@ -144,7 +144,9 @@ def annotated_yaml(
     docs = field_docs(schema) if meanings else {}
     lines = [*_lines(without_keys(tree, left_out), "", keys, docs)]
     if left_out:
-        lines.append(f"# {len(left_out)} more keys, which nothing reads in this run: --cfg all")
+        lines.append(
+            f"# {len(left_out)} more keys have no effect in this run; show them with --cfg all"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -61,7 +61,7 @@ class DataConfig(Section):
     max_response_length: int = key(512, above=0)
     """Longest response in tokens."""
     shuffle: bool = key(
-        True, read_when=when("sampler", None, otherwise="data.sampler says the order")
+        True, read_when=when("sampler", None, otherwise="data.sampler sets the order")
     )
     """Shuffle each epoch by `trainer.seed`."""
     sampler: str | None = key(None, allows="a dotted path", read_when=unless("sampler"))

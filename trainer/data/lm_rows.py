@@ -176,10 +176,10 @@ def cut_rows(
             row = row._replace(sides=[side.cut(max_length) for side in row.sides])
         if teaches(row.sides):
             good.append(row)
-    skipped = f", {num_bad} bad ones skipped" if num_bad else ""
+    skipped = f", {num_bad} malformed and skipped" if num_bad else ""
     return good, (
-        f"{key} holds {len(rows) + num_bad} {kind}{skipped}; {num_cut} were cut to {max_length} "
-        f"tokens, and of these {len(rows) - len(good)} dropped, since nothing was left of {lost}"
+        f"{key}: {len(rows) + num_bad} {kind}{skipped}; {num_cut} truncated to {max_length} "
+        f"tokens; {len(rows) - len(good)} dropped because no token of {lost} was left"
     )
 
 
@@ -211,7 +211,7 @@ def read_lm_rows(
         encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
     rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "their loss")
     if not rows:
-        raise ConfigError(f"{story}: no row is left to train on.")
+        raise ConfigError(f"{story}. No row is left to train on.")
     logger.info("%s", story)
     return [row.sides[0] for row in rows]
 

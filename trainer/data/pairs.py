@@ -74,7 +74,7 @@ def read_pairs(
     lost = "a response or of the difference"
     rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, lost)
     if not rows:
-        raise ConfigError(f"{story}: no pair is left to train on.")
+        raise ConfigError(f"{story}. No pair is left to train on.")
     logger.info("%s", story)
     return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]
 

@@ -81,9 +81,9 @@ class PromptSet:
         """Returns the players of a row's environment, if a run has several players."""
         longest = max(lengths, default=0)
         self.story = (
-            f"data.{setting} has {len(lengths)} prompts of at most {longest} tokens; longer than "
-            f"data.max_prompt_length={config.max_prompt_length}: {self.num_overlong} dropped, "
-            f"{self.num_cut} cut"
+            f"data.{setting}: {len(lengths)} prompts of at most {longest} tokens; "
+            f"{self.num_overlong} dropped and {self.num_cut} truncated "
+            f"(data.max_prompt_length={config.max_prompt_length})"
         )
 
     def __len__(self) -> int:
@@ -240,7 +240,8 @@ class PromptLoader:
                 f"{self.prompts.story}. The remaining {len(self.prompts)} do not fill a batch of "
                 f"data.train_batch_size={self._config.train_batch_size}."
             )
-        logger.info("%s; %d do not fill a batch", self.prompts.story, self.num_left_over)
+        skipped = f"; the last {self.num_left_over} of each epoch are skipped (incomplete batch)"
+        logger.info("%s%s", self.prompts.story, skipped if self.num_left_over else "")
         if self.validation is not None:
             logger.info("%s", self.validation.story)
 

@@ -142,13 +142,15 @@ def describe_devices(config: RunConfig) -> str:
     trainer, joins = config.trainer, joined_cluster(config)
     if trainer.simulate is not None:
         kind = _devices_here(config)
+        where = f"each of {trainer.nnodes} machines" if trainer.nnodes > 1 else "1 machine"
         return (
-            f"devices: {trainer.n_gpus_per_node} of kind {kind} on {trainer.nnodes} machine(s), as "
-            f"trainer.simulate={trainer.simulate} says; what is installed there was not looked at"
+            f"Devices: {trainer.n_gpus_per_node} x {kind} on {where} "
+            f"(trainer.simulate={trainer.simulate}; the software there was not checked)"
         )
     if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
-        return f"devices: those of the Ray cluster {joins or 'here'}, not looked at"
-    return f"devices: {trainer.n_gpus_per_node} of kind {_devices_here(config)} on this machine"
+        where = joins or "on this machine"
+        return f"Devices: those of the Ray cluster {where}, which were not checked"
+    return f"Devices: {trainer.n_gpus_per_node} x {_devices_here(config)} on this machine"
 
 
 def _devices_here(config: RunConfig) -> str:

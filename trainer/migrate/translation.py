@@ -87,14 +87,14 @@ class Translation:
             defaults.setdefault(flag, []).append(f"{key}={self.settings[key]}")
         paragraphs = {
             "Renamed": self.renamed,
-            "Their defaults that differ from ours": [
+            "Defaults of the other framework that differ": [
                 f"{flag} -> {', '.join(ours)}" for flag, ours in defaults.items()
             ],
             "Part of the above, or without effect in that run": self.joined,
-            "Left out, as nothing reads it in that run": self.unread,
-            "Always so here": self.always,
-            "Not here": self.absent,
-            "Set by the script for the run; export it where it matters here": self.environment,
+            "Dropped: no effect in this run": self.unread,
+            "Built-in behaviour": self.always,
+            "Not supported": self.absent,
+            "Environment variables of the script; export those that you need": self.environment,
             "Notice": self.notices,
         }
         told = [

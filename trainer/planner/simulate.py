@@ -221,8 +221,9 @@ def measured_phases(folder: str | Path) -> tuple[Phases, list[str]]:
     )
     if generated & trained:
         notes.append(
-            "its generators and trainers share devices: what follows is for generators that have "
-            "as many again for themselves; with half of them each, both take about twice as long"
+            "in this run, generation and training share devices. The prediction assumes that "
+            "generators get as many devices of their own. If you split the same devices in half, "
+            "both take about twice as long"
         )
     return phases, notes
 
@@ -273,6 +274,5 @@ def prediction_line(config: AsyncConfig, phases: Phases) -> str:
     prediction = simulate(phases, setup)
     shares = {role: f"{states['busy']:.0%}" for role, states in sorted(prediction.shares.items())}
     busy = ", ".join(f"{role} {share}" for role, share in shares.items())
-    return (
-        f"{prediction.seconds:.3g} s a step; busy: {busy}; limited by: {bottleneck(phases, setup)}"
-    )
+    limit = bottleneck(phases, setup)
+    return f"{prediction.seconds:.3g} s per step; busy: {busy}; limited by: {limit}"

@@ -16,8 +16,8 @@ SHOWN = 5
 MOST_LOSERS = 10
 MOST_GPUS = 4096
 ASSUMED = (
-    f"Seconds are calculated, not measured. They assume that GPUs reach {FLOPS_REACHED:g} of "
-    f"their operations per second and {BYTES_REACHED:g} of their memory bandwidth."
+    f"Seconds are calculated, not measured. They assume {FLOPS_REACHED:.0%} of the peak FLOPS and "
+    f"{BYTES_REACHED:.0%} of the peak memory bandwidth."
 )
 
 
@@ -28,7 +28,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         raise fits_nowhere(job)
     best, rejected = sifted(job, placements)
     if not best:
-        raise ConfigError(f"No placement is valid. The fastest by numbers: {rejected[0]}")
+        raise ConfigError(f"All placements are rejected. The fastest one: {rejected[0]}")
     first, is_single = best[0], len(job.roles) == 1
     losers = [
         *(_other_layouts(job, best) if is_single else _other_partitions(job, placements, best))
@@ -38,7 +38,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     samples = job.rows(trained).samples
     steps = job.config.trainer.total_training_steps
     if steps is None:
-        length = "set trainer.total_training_steps to see the hours of the run"
+        length = "set trainer.total_training_steps to estimate the duration"
     else:
         length = f"the run of {steps:,} steps takes {steps * first.step / 3600:,.1f} hours"
     speed = f"Placement 1: {samples / first.step:,.1f} samples per second; {length}."
@@ -48,10 +48,8 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         "\n".join([*draw_table(_table(job, best), max_columns), speed]),
         _listed("Keys of placement 1:", job.overrides(first)),
         memory_table(roles, devices, max_columns),
-        _listed(
-            f"Why other {'layouts' if is_single else 'placements'} lose:", losers[:MOST_LOSERS]
-        ),
-        _listed("A run would reject:", rejected),
+        _listed(f"Slower {'layouts' if is_single else 'placements'}:", losers[:MOST_LOSERS]),
+        _listed(f"Rejected {'layouts' if is_single else 'placements'}:", rejected),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -86,13 +84,13 @@ def fits_nowhere(job: Job) -> ConfigError:
     way_out = (
         f"{number:,} of these GPUs are enough"
         if number <= MOST_GPUS
-        else f"{MOST_GPUS:,} of these GPUs are not enough either: take larger ones"
+        else f"{MOST_GPUS:,} of these GPUs are not enough either: use larger ones"
     )
     role_model = next(role_model for role_model in job.models.values() if role_model.trains)
     model = role_model.key.removesuffix(".path")
     return ConfigError(
         f"No placement fits on {job.num_gpus:,} x {job.device.name} of {job.device.gib:g} GiB. "
-        f"GiB on each at least, without other roles: {', '.join(needs)}. {way_out}; or take "
+        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. Or use "
         f"shorter rows, LoRA ({model}.lora_rank), or {model}.dtype=bfloat16."
     )
 
@@ -102,7 +100,7 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 
 
 def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
-    lines = [("", "seconds", *job.stages, "GiB", "limited by", "placement")]
+    lines = [("", "seconds", *job.stages, "max GiB", "limited by", "placement")]
     for number, placement in enumerate(best, 1):
         most = max(pool.bytes for pool in placement.pools) / GIB
         stages = [f"{seconds:.1f}" for seconds in placement.seconds]

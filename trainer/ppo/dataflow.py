@@ -28,22 +28,22 @@ from workers.columns import reads_of, rm_column
 from workers.config import model_rewards
 
 REUSE_NOTICE = (
-    "notice: old log-probs are not computed in a pass of their own: an update is one optimizer "
-    "step on samples of the current policy, so its own forward pass gives them"
+    "notice: old log-probs need no separate pass: an update is one on-policy optimizer step, and "
+    "its forward pass gives them"
 )
 
 STEP_1_NOTICE = (
-    "notice: only step 1 computes them, to measure the error of the int8 reference before the "
-    "actor changes"
+    "notice: step 1 still computes old log-probs, to measure the rounding error of the int8 "
+    "reference before the actor changes"
 )
 
 BYPASS_NOTICE = (
     "notice: old log-probs are the rollout's (bypass_mode): the actor does not compute them"
 )
 
-AT_ONCE = "at the same time"
-ON_ONE_POOL = "one after another, because they share a pool"
-INLINE = "one after another, in the driver's process"
+AT_ONCE = "Concurrent"
+ON_ONE_POOL = "Sequential, because they share a pool"
+INLINE = "Sequential, in the driver's process"
 """Pools in the driver's own thread (`RunConfig.is_inline`) run before all later calls."""
 
 STAGES = frozenset("step sample draw generate balance score estimate update sync call".split())
@@ -212,7 +212,7 @@ def overlaps(config: PPOConfig) -> str:
     """Describe the calls of a step that run at the same time, and the stages that run inline."""
     nodes = step_nodes(config)
     pairs = _pairs_in_words(nodes, edges(nodes))
-    lines = [f"{AT_ONCE}:{line.removeprefix(' ')}" for line in pairs[AT_ONCE]]
+    lines = [f"{AT_ONCE} in{line.removeprefix(' ')}" for line in pairs[AT_ONCE]]
     if pairs[INLINE]:
         stages = ", ".join(line.split(":")[0].strip() for line in pairs[INLINE])
         lines.append(f"{INLINE}: {stages}")

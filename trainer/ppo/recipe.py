@@ -80,7 +80,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
     name = config.algorithm.adv_estimator
     estimator = registry_of("advantage estimator").look_up(name)
     if has_only_teacher(config):
-        inactive["critic"] = "a teacher alone gives the advantages"
+        inactive["critic"] = "only the teacher provides advantages"
     elif "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):

@@ -89,15 +89,15 @@ def batch_line(config: PPOConfig) -> str:
     data, num_samples = config.data, config.actor_rollout_ref.rollout.n
     tokens = data.max_prompt_length + data.max_response_length
     return (
-        f"A step: {data.train_batch_size:,} prompts, {num_samples} "
-        f"sample{'s' if num_samples > 1 else ''} of each, at most {tokens:,} tokens; mini-batches "
+        f"Step: {data.train_batch_size:,} prompts x {num_samples} "
+        f"sample{'s' if num_samples > 1 else ''}, up to {tokens:,} tokens each; mini-batches "
         f"of {config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
     )
 
 
 HEAD = (
-    *("", "ranks", "prompts", "samples", "tokens at most"),
-    *("samples per rank", "tokens per rank at most", "samples at once", "tokens at once"),
+    *("", "ranks", "prompts", "samples", "max tokens"),
+    *("samples per rank", "max tokens per rank", "samples per pass", "tokens per pass"),
 )
 
 
@@ -125,7 +125,7 @@ def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
         )
         lines.append((row.part, *(f"{cell:,}" for cell in cells), *micro))
     title = (
-        f"Batch sizes ({num_samples} sample{'s' if num_samples > 1 else ''} per prompt, {width} "
-        "tokens at most each)"
+        f"Batch sizes ({num_samples} sample{'s' if num_samples > 1 else ''} per prompt, up to "
+        f"{width} tokens each)"
     )
     return "\n".join([title, *draw_table(lines, max_columns, flush_right=True)])

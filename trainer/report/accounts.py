@@ -42,9 +42,9 @@ def describe_tokens(drawn: int, trained: int, left_out: Mapping[str, int], queue
     total = sum(left_out.values())
     reasons = "; ".join(f"{reason}: {num:,}" for reason, num in left_out.items())
     parts = [f"{trained:,} trained", *([f"{queued:,} queued"] if queued else [])]
-    parts.append(f"{total:,} left out" + (f" ({reasons})" if reasons else ""))
+    parts.append(f"{total:,} excluded" + (f" ({reasons})" if reasons else ""))
     sign = "=" if drawn == trained + queued + total else "≠"
-    return f"{drawn:,} drawn {sign} {' + '.join(parts)}"
+    return f"{drawn:,} sampled {sign} {' + '.join(parts)}"
 
 
 STATES = ("busy", "waiting", "syncing")
@@ -178,7 +178,7 @@ def describe_restarts(folder: Path) -> list[str]:
     again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
     samples = ""
     if num_kept + again:
-        samples = f"; of the unfinished samples of lost groups {num_kept} kept, {again} repeated"
+        samples = f"; samples of lost groups: {num_kept} kept, {again} regenerated"
     return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]
 
 

@@ -46,40 +46,43 @@ def advice_at_end(data: RunData) -> list[str]:
     first, share = (end(data, "response_length/clip_ratio") for end in (_first, _last))
     if share > max(CUT_ANSWERS, first / 2):  # a policy that learns to stop early has no problem
         advice.append(
-            f"{share:.0%} of the responses end at data.max_response_length. Raise it, or reward "
+            f"{share:.0%} of the responses reach data.max_response_length. Raise it, or reward "
             "shorter responses."
         )
     first, last = _first(data, "actor/entropy"), _last(data, "actor/entropy")
     if first > 0 and last < ENTROPY_LEFT * first:
         advice.append(
-            f"the entropy fell from {first:.3g} to {last:.3g}. Lower the learning rate, add a KL "
-            "to the reference, or raise actor.entropy_coeff."
+            f"the entropy fell from {first:.3g} to {last:.3g}: the policy has collapsed to few "
+            "responses. Lower the learning rate, add a KL to the reference, or raise "
+            "actor_rollout_ref.actor.entropy_coeff."
         )
     steps, norms = data.series("actor/grad_norm")
     if steps and not any(norms):
         advice.append(
-            "the gradient norm was 0 in every step, so nothing was learned. Do all samples of a "
-            "prompt have the same reward?"
+            "the gradient norm was 0 in every step, so nothing was learned. Check whether all "
+            "samples of a prompt have the same reward."
         )
     steps, lowest = data.series("critic/score/min")
     _, highest = data.series("critic/score/max")
     if len(steps) >= FEWEST_STEPS and lowest == highest and len(set(lowest)) == 1:
         advice.append(
-            f"every sample of every step had the reward {lowest[0]:.4g}. Is the reward function "
-            "right for these responses? rollouts/ has them."
+            f"every sample of every step had the reward {lowest[0]:.4g}. Check the reward "
+            "function against the samples in rollouts/."
         )
     clipped, moved = _last(data, "actor/pg_clipfrac"), _last(data, "actor/ppo_kl")
     if clipped > CLIPPED:
         advice.append(
-            f"{clipped:.0%} of the tokens are clipped in an update. Lower actor.optim.lr."
+            f"{clipped:.0%} of the tokens are clipped in an update. Lower "
+            "actor_rollout_ref.actor.optim.lr."
         )
     elif abs(moved) > KL_JUMP:
-        advice.append(f"an update moves the policy by a KL of {moved:.3g}. Lower actor.optim.lr.")
+        advice.append(
+            f"an update moves the policy by a KL of {moved:.3g}. Lower "
+            "actor_rollout_ref.actor.optim.lr."
+        )
     calls, errors = (_last(data, f"agents/num_{x}/mean") for x in ("calls", "call_errors"))
     if errors > FAILED_CALLS * calls:
-        advice.append(
-            f"{errors / calls:.0%} of the tool calls fail. rollouts/ has the errors in the turns."
-        )
+        advice.append(f"{errors / calls:.0%} of the tool calls failed. See the turns in rollouts/.")
     return [f"warning: {line}" for line in advice]
 
 
@@ -95,8 +98,9 @@ def _time(data: RunData) -> str:
     ]  # rounded sums make 100 in total
     phases = ", ".join(f"{n} {whole} %" for n, whole in zip(names, wholes, strict=True) if whole)
     mean = sum(seconds) / len(seconds)
-    steps = f"{len(seconds)} steps" if len(seconds) > 1 else "1 step"
-    return f"{steps} of {mean:.3g} s: {phases}"
+    if len(seconds) == 1:
+        return f"1 step, {mean:.3g} s: {phases}"
+    return f"{len(seconds)} steps, {mean:.3g} s each: {phases}"
 
 
 def _first_to_last(data: RunData) -> list[str]:

@@ -63,14 +63,14 @@ def try_rewards(
     num_failed = _num_failed(metrics)
     if num_failed >= len(batch):
         raise RewardError(
-            f"the reward gives no score for any of {len(batch)} rows whose answer is their own "
-            "ground truth; the cause is above."
+            f"The reward function failed for all {len(batch)} rows that it was tried on, with the "
+            "ground truth as response. The cause is printed above."
         )
     scores = read_columns(scored, "token_level_scores")["token_level_scores"].sum(-1)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
     beside = f", and the values {', '.join(names)}" if names else ""
     line = (
-        f"rewards, tried on {len(batch)} rows with their ground truth as response: scores from "
+        f"Reward check: {len(batch)} rows with their ground truth as response; scores from "
         f"{float(scores.min()):.4g} to {float(scores.max()):.4g}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]

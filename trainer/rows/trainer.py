@@ -137,7 +137,7 @@ class RowTrainer(Trainer, Generic[R]):
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
         """Return the sizes of a step, and the plan of the memory."""
-        sizes = f"A step: {step_sizes(config)}"
+        sizes = f"Step: {step_sizes(config)}"
         memory = plan_text(config, cls.num_sides(config), max_columns, brief)
         return [sizes, memory]
 

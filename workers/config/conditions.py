@@ -81,7 +81,7 @@ HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(
     "rewards are learned from",
     lambda _, run: not has_only_teacher(run),
-    "distillation.use_task_rewards is false, so the teacher alone gives the advantages",
+    "distillation.use_task_rewards is false, so only the teacher provides advantages",
 )
 CUT_BY_TOKENS = when(f"{ACTOR}.use_dynamic_bsz")
 CUT_BY_SAMPLES = when(f"{ACTOR}.use_dynamic_bsz", False)
@@ -97,7 +97,7 @@ VALIDATES = When(
     "trainer.val_before_train",
 )
 NO_REWARD_LIST = When(
-    "`reward.list` is empty", lambda _, run: not run.reward.list, "reward.list says what scores"
+    "`reward.list` is empty", lambda _, run: not run.reward.list, "reward.list sets the rewards"
 )
 SAVES = When(
     "`trainer.save_freq` or `trainer.save_every_minutes` is set",
@@ -105,7 +105,7 @@ SAVES = When(
         run.trainer.save_freq > 0
         or run.trainer.save_every_minutes not in (None, SAVE_EVERY_MINUTES)
     ),
-    "no checkpoints are asked for by trainer.save_freq or trainer.save_every_minutes",
+    "trainer.save_freq and trainer.save_every_minutes are not set",
 )
 """Checkpoints that only the default of `save_every_minutes` causes do not count: they are a
 safeguard, as the descriptions of such keys say.

@@ -19,8 +19,8 @@ def _rules_score(_: Any, run: Any) -> bool:
 RULES_SCORE = When(
     "a rule scores",
     _rules_score,
-    "no rule scores, because reward.rule_weight=0 leaves the score to the model, or a "
-    "teacher alone gives the advantages",
+    "no rule scores, because reward.rule_weight=0 leaves the score to the model, or "
+    "only a teacher provides advantages",
 )
 
 

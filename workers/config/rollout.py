@@ -29,17 +29,17 @@ def _is_apart(_: Any, run: Any) -> bool:
 ROLLOUT_IS_APART = When(
     "actor and rollout are on two pools",
     _is_apart,
-    "actor and rollout share their processes, so weights are not sent in pieces",
+    "actor and rollout share their processes, so weights are not sent",
 )
 GENERATES_BESIDE = When(
     "samples are made beside the training",
     lambda _, run: getattr(run, "generates_while_training", False),
-    "samples are made before they are trained on, and not beside the training",
+    "generation does not run during training",
 )
 TAKES_WEIGHTS_AT_ONCE = When(
     "new weights may arrive in the middle of a generation",
     lambda _, run: getattr(run, "takes_weights_at_once", False),
-    "weights arrive between two generations",
+    "weights are updated only between generations",
 )
 ENGINE_IS_VLLM = when("name", "vllm")
 VLLM_IS_OURS = When(

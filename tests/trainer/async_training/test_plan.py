@@ -125,5 +125,5 @@ def test_the_prediction_is_that_of_the_simulation() -> None:
     assert (setup.num_generators, setup.max_staleness, setup.pieces, setup.limit) == (2, 1, 4, 6)
     phases = Phases([2.0], [0.1], [0.4], [0.05])
     line = prediction_line(config, phases)
-    assert line.startswith(f"{simulate(phases, setup).seconds:.3g} s a step; busy: generator 0 ")
+    assert line.startswith(f"{simulate(phases, setup).seconds:.3g} s per step; busy: generator 0 ")
     assert line.endswith("limited by: generators")

@@ -35,11 +35,11 @@ def test_each_run_has_its_seconds_speed_up_and_limit(
     assert runs[2][2:6] == ["staleness", "1", "1.3", "1.84"]
     assert runs[2][-1] == "generators"
     assert lines[-1].startswith(
-        "Take async_training.generators=1 async_training.trainers=1 "
-        "async_training.max_staleness=1: 1.3 s a step, 1.84 "
+        "Recommended: async_training.generators=1 async_training.trainers=1 "
+        "async_training.max_staleness=1: 1.3 s per step, 1.84x "
     )
     assert lines[-1].endswith(
-        "The generators limit it then: with one generator more a step takes 1.1 s."
+        "Generation is then the bottleneck: one more generator gives 1.1 s per step."
     )
 
 
@@ -81,7 +81,7 @@ def test_generators_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_tol
 
 def test_a_job_of_one_phase_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed(capsys, "--gen=0.02", "--update=0.8")
-    assert "Asynchronous training would not help this job: at best 1.02 times" in said
+    assert "Asynchronous training would not help this job: at best 1.02x" in said
 
 
 def test_a_run_folder_gives_the_seconds_and_options_replace_them(

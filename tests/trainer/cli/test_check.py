@@ -33,8 +33,8 @@ def test_a_split_placement_says_who_overlaps() -> None:
     text = explained("placement=split", "trainer.n_gpus_per_node=8")
     assert re.search(r"critic_pool +node 0 +4 devices +critic", text)
     assert "critic.update_critic ‖ actor.update_actor" in text
-    assert "calls on different pools run at the same time" in text
-    assert "roles on actor_rollout_ref_pool share its processes and take turns" in text
+    assert "Calls on different pools run concurrently" in text
+    assert "Roles on actor_rollout_ref_pool share its processes and take turns" in text
 
 
 def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:
@@ -46,13 +46,13 @@ def test_the_axes_of_a_role_s_ranks_stand_behind_it() -> None:
 
 def test_pools_of_one_process_are_not_said_to_overlap() -> None:
     text = explained("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=local")
-    assert "all pools are the driver's own process, so calls run in turns" in text
-    assert "run at the same time" not in text
+    assert "All pools are the driver's own process, so calls run sequentially" in text
+    assert "run concurrently" not in text
     assert "critic.update_critic ‖ actor.update_actor" not in text
 
 
 def test_a_colocated_placement_says_how_to_get_overlap() -> None:
-    assert "placement=split gives the critic its own" in explained()
+    assert "placement=split gives the critic a pool of its own" in explained()
 
 
 def test_batch_sizes_are_said_in_prompts_samples_and_tokens() -> None:
@@ -74,14 +74,14 @@ def test_a_changed_key_is_one_line_whatever_its_docstring() -> None:
 
 
 def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
-    text = explained("algorithm=gspo").partition("What to watch")[2].partition("Changed")[0]
+    text = explained("algorithm=gspo").partition("Metrics to watch")[2].partition("Changed")[0]
     assert "grpo: `actor/grad_norm`" in text
     assert "gspo: `actor/pg_clipfrac`" in text
 
 
 def test_keys_without_effect_are_listed_with_the_reason() -> None:
     text = explained("algorithm.adv_estimator=reinforce_plus_plus")
-    assert "critic: this run has no critic" in text.partition("No effect in this run")[2]
+    assert "critic: this run has no critic" in text.partition("Keys without effect")[2]
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
@@ -100,13 +100,13 @@ def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(
     config = load_config([*NEEDED, "async_training.generators=2"], ASYNC)
     text = full_plan(config, str(folder))
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
-    assert re.search(r"\n-+\n0\.\d+ s a step; busy: generator 0 \d+%.*limited by: trainer", text)
+    assert re.search(r"\n-+\n0\.\d+ s per step; busy: generator 0 \d+%.*limited by: trainer", text)
     assert "async_training.generators=2 (default 1): " in text
     assert "--measured RUN_DIR" in full_plan(config)
 
 
 def test_only_an_async_run_is_predicted() -> None:
-    with pytest.raises(ConfigError, match=r"--measured=x predicts only `check async"):
+    with pytest.raises(ConfigError, match=r"--measured=x works only with `verl-like check async"):
         main(["--measured=x", *NEEDED])
 
 
@@ -122,9 +122,9 @@ def test_a_check_for_gpus_that_are_not_here_finds_nothing_wrong(
     flags = ["--gpus", "2xH100", *(["--full"] if full else [])]
     main([*flags, *overrides(tiny_dir, tmp_path / "run", "trainer.backend=ray", *TWO_POOLS)])
     text = " ".join(capsys.readouterr().out.split())
-    assert "2 of kind H100" in text
+    assert "2 x H100" in text
     assert ALL_FOUND in text
-    assert ("What a step does" in text) == full
+    assert ("Calls of a step" in text) == full
     assert not (tmp_path / "run").exists()
 
 

@@ -16,8 +16,8 @@ def test_it_says_what_is_observed_and_what_holds(capsys: pytest.CaptureFixture[s
     assert "): 'go'\n" in said
     assert "): '1', reward 0.5\n" in said
     assert "): end, reward 3\n" in said
-    assert "the same seed plays the same game, alone and beside another" in said
-    assert "the samples of a prompt begin alike" in said
+    assert "the same seed gives the same trajectory, also next to a concurrent one" in said
+    assert "all samples of a prompt start with the same observation" in said
 
 
 def test_players_speak_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +26,7 @@ def test_players_speak_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
     assert "): black: 'your move'\n" in said
     assert "): white: 'go on', reward 0.5\n" in said
     assert "): white: end, reward 2; black: end, reward -2\n" in said
-    assert "the same seed plays the same game, alone and beside another" in said
+    assert "the same seed gives the same trajectory, also next to a concurrent one" in said
 
 
 def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,8 +41,8 @@ def test_tools_are_named_and_called(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
-        ("Clock", (), "the same seed gives another trajectory, first in answer 1"),
-        ("Remembers", (), "the same seed gives another trajectory, first in answer 0"),
+        ("Clock", (), "the same seed gives a different trajectory, from reply 1 on"),
+        ("Remembers", (), "the same seed gives a different trajectory, from reply 0 on"),
         ("Own", (), "two samples of a prompt begin with different observations"),
         ("Dies", (), "its process has ended"),
         ("Strange", ("--kwargs", '{"answer": "number"}'), "step returned int 3, not a Turn or"),

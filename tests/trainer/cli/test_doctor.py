@@ -149,9 +149,9 @@ def test_the_cuda_version_of_torch_is_read_without_importing_it() -> None:
         ({"MALLOC_ARENA_MAX": ""}, "ok    allocator     no variable sets it"),
         (
             {"MALLOC_ARENA_MAX": "many"},
-            "-     allocator     MALLOC_ARENA_MAX=many is left as it is",
+            "-     allocator     MALLOC_ARENA_MAX=many is set",
         ),
-        ({"GLIBC_TUNABLES": "x", "MALLOC_A": "1"}, "GLIBC_TUNABLES=x, MALLOC_A=1 is left as"),
+        ({"GLIBC_TUNABLES": "x", "MALLOC_A": "1"}, "GLIBC_TUNABLES=x, MALLOC_A=1 is set"),
     ],
 )
 def test_an_allocator_that_the_user_has_set_is_left_alone_and_told(

@@ -92,7 +92,7 @@ def test_a_command_with_the_wrong_number_of_arguments_shows_its_help(decoys: Pat
 def test_a_full_check_describes_a_step_before_it_reads_files_and_writes_none(decoys: Path) -> None:
     files = ("data.train_files=x.jsonl", "actor_rollout_ref.model.path=y")
     done = forked(decoys, "check", "--full", *files, "trainer.device=cpu")
-    assert "What a step does" in done.stdout
+    assert "Calls of a step" in done.stdout
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert sorted(path.name for path in decoys.iterdir()) == ["trainer.py", "workers"]

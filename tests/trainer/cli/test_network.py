@@ -58,7 +58,7 @@ def test_settings_that_name_what_is_there_are_fine(given: dict[str, str]) -> Non
         ),
         (
             {"NCCL_SOCKET_IFNAME": "docker"},
-            "NCCL_SOCKET_IFNAME=docker: without an address; those that have one: eth0, ib0",
+            "NCCL_SOCKET_IFNAME=docker: no address; interfaces with one: eth0, ib0",
             "export NCCL_SOCKET_IFNAME=eth0",
         ),
         (

@@ -70,10 +70,10 @@ def test_the_text_has_the_keys_and_the_losers(settings: list[str]) -> None:
     for part in (
         "16 x A100, 8 per node: 1,024 prompts per step, 1 sample each, 256 + 256 tokens",
         "updates of 64 prompts",
-        "samples per second; set trainer.total_training_steps to see the hours",
+        "samples per second; set trainer.total_training_steps to estimate the duration",
         "Seconds are calculated, not measured",
         "Keys of placement 1:",
-        "Why other placements lose:",
+        "Slower placements:",
     ):
         assert part in text
 

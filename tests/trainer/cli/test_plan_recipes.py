@@ -74,7 +74,7 @@ def test_a_recipe_on_rows_has_the_five_fastest_layouts_of_its_model(
     assert len(best) == 5
     assert [each.step for each in best] == sorted(each.step for each in best)
     assert takes_what_its_run_counts(job, best)
-    assert "Why other layouts lose:" in plan.plan([recipe, *GPUS, *keys])
+    assert "Slower layouts:" in plan.plan([recipe, *GPUS, *keys])
 
 
 def test_passes_are_cut_by_rows_where_the_run_cuts_them_so(model: Path) -> None:

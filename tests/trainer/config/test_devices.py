@@ -36,8 +36,9 @@ def test_a_command_for_gpus_is_checked_without_any(
     settings = (*FOR_GPUS, *sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     run(config_of(tiny_dir, tmp_path, *settings, "trainer.simulate=8xH100"))
     said = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
-    assert f"devices: 8 of kind H100 on {nodes} machine(s)" in said
-    assert "(79.0 minus a reserve): fits" in said
+    where = "each of 2 machines" if nodes > 1 else "1 machine"
+    assert f"Devices: 8 x H100 on {where}" in said
+    assert "(72.7 of 79.0 GiB are usable: fits)" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -56,9 +57,7 @@ def test_a_dry_run_fits_the_passes_before_it_shows_them(
     assert "does NOT fit" not in said
     assert ALL_FOUND in said
     default = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
-    with pytest.raises(
-        ConfigError, match=r"does not fit: .* which has 0\.0 \(4\.0 minus a reserve\)"
-    ):
+    with pytest.raises(ConfigError, match=r"does not fit: .* 0\.0 of 4\.0 GiB are usable"):
         run(config_of(tiny_dir, tmp_path, *settings, default))
 
 

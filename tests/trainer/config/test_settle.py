@@ -72,7 +72,7 @@ def test_what_was_read_because_of_an_unread_key_is_not_read_either(
     ours = ["reward.list=[{name: a}]", "reward.model.enable=true", "reward.rule_weight=0"]
     config = load_config([*NEEDED, *ours])
     assert not config.reward.model.enable
-    assert "reward.model.enable has no effect: reward.list says what scores" in caplog.text
+    assert "reward.model.enable has no effect: reward.list sets the rewards" in caplog.text
     assert "reward.rule_weight has no effect: reward.model.enable is false" in caplog.text
 
 

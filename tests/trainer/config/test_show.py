@@ -46,7 +46,7 @@ def test_what_the_run_does_not_read_is_left_out_and_counted() -> None:
     assert "cliprange_value" not in text
     assert "distillation" not in text
     assert text.endswith(
-        f"# {len(left_out)} more keys, which nothing reads in this run: --cfg all\n"
+        f"# {len(left_out)} more keys have no effect in this run; show them with --cfg all\n"
     )
     assert OmegaConf.to_yaml(tree) == whole
 

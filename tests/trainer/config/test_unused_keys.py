@@ -142,7 +142,7 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
         ),
         (
             ["reward.list=[{name: a}]", "reward.model.enable=true"],
-            "reward.model.enable has no effect: reward.list says what scores",
+            "reward.model.enable has no effect: reward.list sets the rewards",
         ),
         (
             [*GRPO, "role_mapping.critic=global_pool", "role_workers.critic=some.Critic"],

@@ -82,7 +82,7 @@ def test_the_number_of_rows_that_were_skipped_is_kept(
     with caplog.at_level("INFO"):
         for _ in range(2):
             read_lm_rows("data.train_files", files, tokenizer, 8, on_bad_row="skip")
-    assert caplog.text.count("holds 9 rows, 1 bad ones skipped") == 2
+    assert caplog.text.count("9 rows, 1 malformed and skipped") == 2
 
 
 def test_rows_of_the_cache_are_made_a_batch(tokenizer: Any, tmp_path: Path) -> None:

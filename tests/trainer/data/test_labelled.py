@@ -128,7 +128,7 @@ def test_what_the_limit_cuts_away_is_counted(
     with caplog.at_level(logging.INFO, logger="trainer"):
         rows = read(tokenizer, tmp_path, GOOD, long, BAD, length=8)
     assert len(rows) == 2
-    assert "3 responses; 2 were cut to 8 tokens, and of these 1 dropped" in caplog.text
+    assert "3 responses; 2 truncated to 8 tokens; 1 dropped" in caplog.text
     assert all(len(row.mismatched.ids) <= 8 and row.mismatched.in_loss.any() for row in rows)
 
 
@@ -148,4 +148,4 @@ def test_a_row_that_is_none_is_skipped_and_counted(
     with caplog.at_level(logging.INFO, logger="trainer"):
         rows = read(tokenizer, tmp_path, GOOD, bad, BAD, on_bad_row="skip")
     assert [row.desirable for row in rows] == [True, False]
-    assert "1 bad ones skipped" in caplog.text
+    assert "1 malformed and skipped" in caplog.text

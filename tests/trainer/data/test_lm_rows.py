@@ -150,8 +150,8 @@ def test_long_rows_are_cut_and_those_without_a_loss_are_dropped_and_counted(
     with caplog.at_level(logging.INFO):
         rows = read_lm_rows("ptx.train_files", file, tokenizer, 6)
     assert [len(row.ids) for row in rows] == [4, 6]
-    assert "holds 3 rows; 2 were cut to 6 tokens, and of these 1 dropped" in caplog.text
-    with pytest.raises(ConfigError, match="no row is left to train on"):
+    assert "3 rows; 2 truncated to 6 tokens; 1 dropped" in caplog.text
+    with pytest.raises(ConfigError, match="No row is left to train on"):
         read_lm_rows("ptx.train_files", write(tmp_path / "p.jsonl", long_prompt), tokenizer, 6)
 
 
@@ -173,7 +173,7 @@ def test_bad_rows_may_be_skipped_and_are_counted(
     with caplog.at_level(logging.INFO):
         rows = read_lm_rows("data.train_files", file, tokenizer, 64, on_bad_row="skip")
     assert len(rows) == 1
-    assert "data.train_files holds 3 rows, 2 bad ones skipped; 0 were cut" in caplog.text
+    assert "data.train_files: 3 rows, 2 malformed and skipped; 0 truncated" in caplog.text
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_what_is_no_function_is_refused() -> None:
 def test_shuffle_next_to_a_sampler_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     needed = ["data.train_files=x", "actor_rollout_ref.model.path=y", "data.sampler=a.b"]
     load_config([*needed, "data.shuffle=false"])
-    assert "data.shuffle has no effect: data.sampler says the order" in caplog.text
+    assert "data.shuffle has no effect: data.sampler sets the order" in caplog.text
 
 
 def test_a_loader_takes_its_prompts_in_that_order(tiny_dir: Path) -> None:

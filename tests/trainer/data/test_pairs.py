@@ -91,7 +91,7 @@ def test_files_name_the_row_and_count_what_the_limit_cuts(
     with caplog.at_level(logging.INFO, logger="trainer"):
         rows = read_pairs("data.train_files", str(file), tokenizer, 12)
     assert len(rows) == 1
-    assert "holds 2 pairs; 1 were cut to 12 tokens, and of these 1 dropped" in caplog.text
+    assert "2 pairs; 1 truncated to 12 tokens; 1 dropped" in caplog.text
 
     file.write_text(json.dumps(STATIC) + "\n" + json.dumps({"prompt": "a"}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"pairs\.jsonl.*2.*no 'chosen' and no 'rejected'"):
@@ -108,7 +108,7 @@ def test_bad_pairs_may_be_skipped_and_are_counted(
         rows = read_pairs("data.train_files", str(file), tokenizer, 64, on_bad_row="skip")
     assert len(rows) == 2
     assert "line 2: 'chosen' and 'rejected' are equal: 'aa'; it and others like" in caplog.text
-    assert "data.train_files holds 4 pairs, 2 bad ones skipped; 0 were cut" in caplog.text
+    assert "data.train_files: 4 pairs, 2 malformed and skipped; 0 truncated" in caplog.text
 
 
 def test_a_table_of_texts_is_read_with_its_margins(tokenizer: Any, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_overlong_prompts_are_cut_and_counted(
     )
     assert tokenizer.decode(next(iter(loader)).batch["input_ids"][0]) == text[kept]
     assert loader.prompts.num_cut == 1
-    assert "longer than data.max_prompt_length=16: 0 dropped, 1 cut" in loader.prompts.story
+    assert "0 dropped and 1 truncated (data.max_prompt_length=16)" in loader.prompts.story
 
 
 def test_an_overlong_prompt_is_refused_by_default(make_loader: Any, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_nothing_left_after_filtering_is_refused_with_the_numbers(
     files = write_jsonl(tmp_path / "p.jsonl", ["a" * 20, "a" * 30])
     with pytest.raises(
         ConfigError,
-        match=r"has 2 prompts of at most 30 tokens; .*: 2 dropped, .* remaining 0 do not fill",
+        match=r"2 prompts of at most 30 tokens; 2 dropped .* remaining 0 do not fill",
     ):
         make_loader(files, filter_overlong_prompts=True)
 

@@ -40,32 +40,32 @@ def test_a_call_waits_for_the_writers_of_what_it_reads() -> None:
 def test_the_description_says_what_overlaps_and_what_takes_turns() -> None:
     readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
     assert describe(load(*SPLIT_PPO)).splitlines()[-5:] == [
-        "at the same time:",
+        "Concurrent:",
         f"  score: rewards ‖ {readings} ‖ critic.compute_values",
         "  update: critic.update_critic ‖ actor.update_actor",
-        "one after another, because they share a pool:",
+        "Sequential, because they share a pool:",
         f"  score: {readings}",
     ]
     colocated = describe(load("placement=colocate", "algorithm.use_kl_in_reward=true"))
     assert colocated.splitlines()[-4:] == [
         f"  score: rewards ‖ {readings}, then critic.compute_values",
-        "one after another, because they share a pool:",
+        "Sequential, because they share a pool:",
         f"  score: {readings}, then critic.compute_values",
         "  update: critic.update_critic, then actor.update_actor",
     ]
     apart = describe(load("placement=standalone", "trainer.n_gpus_per_node=4"))
-    assert "one after another, because they share a pool: nothing" in apart
+    assert "Sequential, because they share a pool: nothing" in apart
 
 
 def test_pools_of_the_drivers_own_process_take_turns() -> None:
     readings = "actor.compute_log_prob, then ref.compute_ref_log_prob"
     settings = (*SPLIT_PPO, "trainer.backend=local")
     assert describe(load(*settings)).splitlines()[-7:] == [
-        "at the same time:",
+        "Concurrent:",
         f"  score: rewards ‖ {readings}, then critic.compute_values",
-        "one after another, because they share a pool:",
+        "Sequential, because they share a pool:",
         f"  score: {readings}",
-        "one after another, in the driver's process:",
+        "Sequential, in the driver's process:",
         f"  score: {readings}, then critic.compute_values",
         "  update: critic.update_critic, then actor.update_actor",
     ]
@@ -78,7 +78,7 @@ def test_pools_of_the_drivers_own_process_take_turns() -> None:
 
 def test_what_a_run_does_not_do_is_not_drawn() -> None:
     text = describe(load(*GRPO_OF_ONE_STEP))
-    assert "notice: old log-probs are not computed in a pass of their own" in text
+    assert "notice: old log-probs need no separate pass" in text
     for absent in ("critic", "compute_log_prob", "ref."):
         assert absent not in text.split("notice")[0]
     assert "greedy_scores" in describe(load("algorithm.adv_estimator=remax"))

@@ -54,8 +54,8 @@ def script_config(model: Path, *more: str) -> PPOConfig:
 def test_the_7b_example_fits_eight_cards_of_80_gb_and_says_so(model: Path) -> None:
     text = explain(script_config(model, "trainer.simulate=8x80GiB"))
     assert "float32 / bfloat16" in text
-    of = re.escape("of 73.6 (80.0 minus a reserve)")
-    assert re.findall(rf"_pool: at most \d+\.\d GiB per device, {of}: (.*)", text) == [
+    of = re.escape("(73.6 of 80.0 GiB are usable")
+    assert re.findall(rf"_pool: \d+\.\d GiB per device at peak {of}: (.*)\)", text) == [
         "fits",
         "fits",
     ]
@@ -163,7 +163,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(model: Path) -> None:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     )
     words = (
-        r"does not fit: .* which has 73\.6 \(80\.0 minus a reserve\)\. "
+        r"does not fit: .* 73\.6 of 80\.0 GiB are usable\. "
         r"actor: .* in a call; rollout: .*checkpointing=true"
     )
     with pytest.raises(ConfigError, match=words):
@@ -223,7 +223,7 @@ def test_fitted_passes_leave_a_reserve_at_every_width(
     roles = role_memories(config, "cuda", CARD)
     if pool_bytes(roles)["global_pool"] > 0.92 * CARD:
         assert tokens_per_pass(config) == prompt + response
-        with pytest.raises(ConfigError, match=r"73\.6 \(80\.0 minus a reserve\)"):
+        with pytest.raises(ConfigError, match=r"73\.6 of 80\.0 GiB are usable"):
             check_memory(config, GPU)
     else:
         check_memory(config, GPU)

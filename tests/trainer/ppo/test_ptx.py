@@ -73,7 +73,7 @@ def test_a_bad_row_of_the_texts_stops_the_run_or_is_skipped(
     config = changed(config, {"data.on_bad_row": "skip"})
     with caplog.at_level("INFO"):
         assert make_ptx_loader(config, tokenizer) is not None
-    assert "ptx.train_files holds 2 rows, 1 bad ones skipped" in caplog.text
+    assert "ptx.train_files: 2 rows, 1 malformed and skipped" in caplog.text
 
 
 def test_every_optimizer_step_has_as_many_rows_as_prompts_unless_told(

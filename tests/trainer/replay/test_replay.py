@@ -254,7 +254,7 @@ def test_the_command_ends_with_what_was_compared(
     monkeypatch.setattr(command, "replay", lambda *_, **__: next(results))
     command.main([str(made), "--step=3"])
     said = capsys.readouterr().out
-    assert said == ("step 3: 80 metrics and the batches of update are identical, bit for bit\n")
+    assert said == ("step 3: all 80 metrics and the batches of update are identical bit for bit\n")
     with pytest.raises(SystemExit, match="1"):
         command.main([str(made), "--step=3", "--stage=update"])
     said = capsys.readouterr().out.splitlines()

@@ -28,7 +28,7 @@ def test_restarts_are_counted_by_step_and_samples_by_their_fate(
     record.wait_for_next(WorkerDiedError("rank 0 is gone"), 5)
     record.note_samples(5, 0, 8)
     assert describe_restarts(tmp_path) == [
-        "restarts: 2, in step 3, 5; of the unfinished samples of lost groups 6 kept, 10 repeated"
+        "restarts: 2, in step 3, 5; samples of lost groups: 6 kept, 10 regenerated"
     ]
 
 

@@ -37,7 +37,7 @@ def test_it_says_where_the_time_went_and_which_validation_was_best(tmp_path: Pat
     scores = [0.25, 0.75, 0.5]
     lines = [STEP | {"val-core/x/mean@1": score} for score in scores]
     assert summary(run_of(tmp_path, *lines)) == [
-        "3 steps of 2 s: gen 60 %, update 30 %, other 10 %",
+        "3 steps, 2 s each: gen 60 %, update 30 %, other 10 %",
         "best val-core/x/mean@1: 0.75 after step 1, 0.5 at the end",
     ]
 
@@ -72,7 +72,10 @@ def test_a_good_run_has_no_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"response_length/clip_ratio": 0.5}, "50% of the responses end at data.max"),
+        (
+            {"response_length/clip_ratio": 0.5},
+            "50% of the responses reach data.max_response_length",
+        ),
         ({"actor/entropy": 0.01}, "the entropy fell from 2 to 0.01"),
         ({"actor/pg_clipfrac": 0.4}, "40% of the tokens are clipped in an update"),
         ({"actor/ppo_kl": -0.5}, "an update moves the policy by a KL of -0.5"),
@@ -111,7 +114,7 @@ def test_a_run_prints_it_at_its_end_and_the_report_shows_it(
     run_of(tmp_path, *[STEP | {"actor/grad_norm": 0.0}] * 6)
     close_run(tmp_path, None)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["6 steps of 2 s", "warning", "report"]
+    assert [line.split(":")[0] for line in lines] == ["6 steps, 2 s each", "warning", "report"]
     assert f"<li>{lines[0]}</li>" in write_report(tmp_path).read_text()
 
 

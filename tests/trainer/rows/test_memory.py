@@ -74,4 +74,4 @@ def test_roles_that_do_not_fit_on_a_gpu_are_refused(
 def test_the_plan_shows_it(tiny_dir: Path) -> None:
     _, plan = PreferenceTrainer.describe(dpo(tiny_dir))
     assert "preference" in plan
-    assert "GiB per device" in plan
+    assert "GiB per device at peak" in plan

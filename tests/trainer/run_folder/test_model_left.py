@@ -62,9 +62,9 @@ def test_commands_take_the_run_folder(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["trainer.save_final=false"], "NO MODEL is left at the end"),
-        (["trainer.save_final=false", "trainer.save_freq=1"], "model is in checkpoints alone"),
-        ([], "The model after the last step:"),
+        (["trainer.save_final=false"], "no model will be saved"),
+        (["trainer.save_final=false", "trainer.save_freq=1"], "model is only in checkpoints"),
+        ([], "Final model:"),
     ],
 )
 def test_the_plan_and_the_last_lines_say_what_is_left(
@@ -78,7 +78,7 @@ def test_the_plan_and_the_last_lines_say_what_is_left(
     run(load_config(overrides(tiny_dir, tmp_path, *one, *settings)))
     out = capsys.readouterr().out
     assert words in out
-    assert ("NO MODEL is left: trainer.save_final=false" in out) == (len(settings) == 1)
+    assert ("no model was saved: trainer.save_final=false" in out) == (len(settings) == 1)
     assert (tmp_path / "model").is_dir() == (f"model: {tmp_path}/model" in out) == (not settings)
 
 
