@@ -19,6 +19,11 @@ NOTEBOOK = ROOT / "examples" / "notebook" / "sft_then_grpo.ipynb"
 PAGE = ROOT / "docs" / "notebook.md"
 PICTURES = ROOT / "docs" / "images"
 HEAD = "This page shows `examples/notebook/sft_then_grpo.ipynb` with its outputs."
+PICTURE_TEXTS = (
+    "Mean score of each of the 50 steps",
+    "KL to the reference in each of the 50 steps",
+)
+"""The alternative texts of the pictures."""
 
 
 def run(notebook: Any) -> None:
@@ -30,7 +35,7 @@ def run(notebook: Any) -> None:
         where = {"metadata": {"path": folder}}
         client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
         client.execute(env={**os.environ, "PATH": path})
-        text = json.dumps(notebook, indent=1, ensure_ascii=False).replace(folder, "you")
+        text = json.dumps(notebook, indent=1, ensure_ascii=False).replace(f"{folder}/", "")
     for cell in (cleaned := json.loads(text))["cells"]:
         cell["metadata"] = {}
         outputs = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
@@ -44,6 +49,7 @@ def run(notebook: Any) -> None:
 def page_of(notebook: Any) -> str:
     """The page of a notebook with outputs."""
     numbers = count(1)
+    named = iter(PICTURE_TEXTS)
     title, *cells = notebook["cells"]
     heading, _, intro = "".join(title["source"]).partition("\n")
     parts = [heading, HEAD, intro.strip()]
@@ -56,7 +62,7 @@ def page_of(notebook: Any) -> str:
         parts.append(f"```python no-run\n{source}\n```")
         parts += [f"```text\n{texts.rstrip()}\n```"] if texts else []
         names = [f"notebook-{next(numbers)}.svg" for _ in pictures]
-        parts += [f"![A curve that the cell draws](images/{name})" for name in names]
+        parts += [f"![{next(named)}](images/{name})" for name in names]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -166,12 +166,30 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
     own = [key for key in leaf_keys(recipe.schema) if key.name not in of_base]
     of_ppo = set() if issubclass(recipe.schema, PPOConfig) else _what_keys_are(PPOConfig)
     docs, default = field_docs(recipe.schema), recipe.schema()
-    same = [key for key in own if _what_it_is(key, docs, default) in of_ppo]
-    parts = [_rows_of_keys(recipe.schema, [key for key in own if key not in same])]
+    same = [
+        key
+        for key in own
+        if _what_it_is(key, docs, default) in of_ppo and key.name not in ALWAYS_LISTED
+    ]
+    listed = sorted((key for key in own if key not in same), key=_place)
+    parts = [_rows_of_keys(recipe.schema, listed)]
     if same:
         sections = dict.fromkeys(key.name.rpartition(".")[0] or key.name for key in same)
-        parts.append(f"The other keys of {_code(sections)} equal [PPO's](keys_models.md).")
+        parts.append(f"The other keys of {_code(sections)} are [as in PPO](keys_models.md).")
     return "\n\n".join(parts)
+
+
+ALWAYS_LISTED = ("model.path", "model.lora_rank")
+"""Keys that a recipe's list has although PPO has the same."""
+FIRST_SECTIONS = ("model.path", "model.lora_rank", "loss", "data", "optim")
+"""Keys and sections that begin a recipe's list."""
+
+
+def _place(key: Key) -> int:
+    """Return the place of a key in a recipe's list."""
+    names = (key.name, key.name.partition(".")[0])
+    places = [place for place, name in enumerate(FIRST_SECTIONS) if name in names]
+    return min(places, default=len(FIRST_SECTIONS))
 
 
 def _what_keys_are(schema: type) -> set[tuple[str, ...]]:
@@ -429,8 +447,8 @@ def _list(rows: list[list[str]]) -> str:
     lines = []
     for names, what, *more in rows:
         source = f" ({' '.join(more[0].split())})" if more else ""
-        reads = f" Reads {more[1]}." if more[1:] and more[1] else ""
-        lines.append(f"- {names}: {' '.join(what.split())}{source}{reads}")
+        keys = f" Keys: {more[1]}." if more[1:] and more[1] else ""
+        lines.append(f"- {names}: {' '.join(what.split())}{source}{keys}")
     return "\n".join(lines)
 
 
@@ -453,8 +471,9 @@ def flat_name_table() -> str:
         assert OF_POLICY.sub("", f"`{OF_PPO[name]}`") == f"`{OF_ROWS[name]}`", name
     own = [f"`{name}` (`{key}`)" for name, key in OF_ROWS.items() if name not in OF_PPO]
     return (
-        f"`PPO`, `GRPO` and `AsyncPPO` have\n\n{_list(rows)}\n\n`SFT`, `RewardModel` and `DPO` "
-        f"have {_code(alike)}, without `actor_rollout_ref.` and `actor.`, and {', '.join(own)}."
+        f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{_list(rows)}\n\n"
+        f"`SFT`, `RewardModel` and `DPO` have {_code(alike)} and {', '.join(own)}. "
+        "Their keys have no `actor_rollout_ref.` or `actor.`: `lr` is `optim.lr`."
     )
 
 

@@ -236,7 +236,7 @@ def describe_plan(
             left = "trainer.save_final=false: the trained model is only in checkpoints."
         parts.append(left)
     if not full:
-        parts.append("`verl-like check --full` prints all of the plan.")
+        parts.append("`verl-like check --full` prints the whole plan.")
     return ("\n\n" if full else "\n").join(fit(part, width) for part in parts)
 
 

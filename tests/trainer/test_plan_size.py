@@ -63,7 +63,7 @@ def test_it_is_short_and_no_wider_than_the_terminal_unless_all_is_asked_for(
     )
     brief = plan(load_config(settings, recipe), full=False)
     assert len(brief) <= MOST_LINES, "\n".join(brief)
-    assert brief[-1] == "`verl-like check --full` prints all of the plan."
+    assert brief[-1] == "`verl-like check --full` prints the whole plan."
     assert max(map(len, brief)) <= WIDTH
     full = plan(load_config(settings, recipe), full=True)
     assert len(full) > len(brief)

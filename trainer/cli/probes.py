@@ -104,10 +104,10 @@ def _generate(backend: str, num_processes: int) -> str:
             }
             ends = {"eos_token_id": 0, "pad_token_id": 0}
             batch = DataProto.from_dict(columns, {"uid": ["0-0"]}, ends)
-            token = int(groups["rollout"].generate_sequences(batch).batch["responses"][0, 0])
+            groups["rollout"].generate_sequences(batch)
 
     seconds = time.perf_counter() - began
-    return f"synced weights, then generated token {token}, in {seconds:.1f} s from the start"
+    return f"weight sync and generation ran in {seconds:.1f} s"
 
 
 def vllm() -> str:

@@ -186,8 +186,8 @@ def step_sizes(config: RowConfig) -> str:
     if data.use_dynamic_bsz:
         pass_of = f"{data.max_token_len_per_gpu:,} tokens"
     return (
-        f"{data.train_batch_size} rows of at most {longest_row(config):,} tokens over all ranks, "
-        f"in passes of at most {pass_of} on each"
+        f"{data.train_batch_size} rows of at most {longest_row(config):,} tokens; "
+        f"at most {pass_of} per forward pass and rank"
     )
 
 

@@ -80,7 +80,7 @@ def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> st
             )
         if name in metrics and metrics[name] >= goal:
             return (
-                f"{name}={metrics[name]:.4g} has reached {goal:g}, the run ends here "
+                f"{name}={metrics[name]:.4g} has reached {goal:g}, so the run ends here "
                 "(trainer.stop_at)"
             )
     return ""

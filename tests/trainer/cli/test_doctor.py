@@ -25,7 +25,7 @@ def test_everything_works_here() -> None:
         [VERL_LIKE, "doctor"], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if "then generated token" in line]
+    lines = [line for line in done.stdout.splitlines() if "weight sync and generation ran" in line]
     assert [line.split()[:3] for line in lines] == [
         ["ok", "local", "works"],
         ["ok", "ray", "works"],
@@ -33,7 +33,7 @@ def test_everything_works_here() -> None:
 
 
 def test_a_probe_generates() -> None:
-    assert "then generated token" in probes.local()
+    assert "weight sync and generation ran in" in probes.local()
 
 
 def test_a_missing_package_ends_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_a_dry_run_counts_rows_and_starts_nothing(
 ) -> None:
     run(load_config(settings_of(tiny_dir, files, tmp_path / "run", "trainer.dry_run=true"), SFT))
     said = " ".join(capsys.readouterr().out.split())
-    assert "Step: 4 rows of at most 32 tokens over all ranks" in said
+    assert "Step: 4 rows of at most 32 tokens;" in said
     assert "10 rows to train on, 1 to validate on" in said
     assert not (tmp_path / "run").exists()
 

@@ -11,11 +11,11 @@ from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, smoothed
 def compute_dpo_loss(
     log_probs: Tensor, ref_log_probs: Tensor, margin: Tensor, beta: float, label_smoothing: float
 ) -> Tensor:
-    """-(1 - e) log sigmoid(x) - e log sigmoid(-x), with x = beta h - margin.
+    """`-(1 - e) log σ(x) - e log σ(-x)` with `x = beta h - margin`.
 
-    h is the log-ratio to the reference, chosen minus rejected. e, `label_smoothing`, is the share
-    of swapped pairs; above 0 the loss is cDPO (Mitchell, 2023). With margins per pair it is ODPO
-    (arXiv 2402.10571).
+    `h` is the log-ratio to the reference, chosen minus rejected. `e`, the `label_smoothing`, is the
+    share of swapped pairs. If `e` is above 0, the loss is cDPO (Mitchell, 2023). With margins, the
+    loss is ODPO (arXiv 2402.10571).
 
     Source: DPO, arXiv 2305.18290, equation 7
     """

@@ -11,8 +11,8 @@ from workers.losses.preference.registry import PREFERENCE_LOSSES, gap
 def compute_hinge_loss(
     log_probs: Tensor, ref_log_probs: Tensor, margin: Tensor, beta: float
 ) -> Tensor:
-    """max(0, 1 - (beta h - margin)), with h as in DPO.
+    """`max(0, 1 - (beta h - margin))`, with `h` as in DPO.
 
-    Source: RSO, arXiv 2309.06657, hinge-norm; the hinge itself is from SLiC, arXiv 2305.10425
+    Source: RSO, arXiv 2309.06657, hinge-norm; SLiC, arXiv 2305.10425, has the hinge
     """
     return (1 - (beta * gap(log_probs - ref_log_probs) - margin)).clamp(min=0)

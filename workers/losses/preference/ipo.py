@@ -11,9 +11,9 @@ from workers.losses.preference.registry import PREFERENCE_LOSSES, gap, per_token
 def compute_ipo_loss(
     log_probs: Tensor, ref_log_probs: Tensor, num_tokens: Tensor, beta: float
 ) -> Tensor:
-    """(h - 1 / (2 beta))^2, with h the log-ratio per token, chosen minus rejected.
+    """`(h - 1 / (2 beta))^2`. `h` is the log-ratio per token, chosen minus rejected.
 
-    `beta` is the paper's tau. The log-ratio is averaged over the tokens of the response, as in TRL.
+    `beta` is the paper's tau. As in TRL, the log-ratio is a mean over the response's tokens.
 
     Source: IPO, arXiv 2310.12036, equation 17
     """

@@ -18,11 +18,11 @@ def compute_kto_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """w (1 - sigmoid(s beta (r - z))), with r the log-ratio to the reference.
+    """`w (1 - σ(s beta (r - z)))`, with `r` the log-ratio to the reference.
 
-    s and w are 1 and `desirable_weight` for a good response, -1 and `undesirable_weight` for a bad
-    one. z estimates the KL to the reference, without gradient: the mean log-ratio of the mismatched
-    responses of a batch, at least zero.
+    A good response has `s = 1` and `w = desirable_weight`, a bad response `s = -1` and
+    `w = undesirable_weight`. `z` estimates the KL to the reference, without gradient. It is the
+    mean log-ratio of a batch whose responses are paired with the wrong prompts, at least 0.
 
     Source: KTO, arXiv 2402.01306, section 4.1, equation 7
     """

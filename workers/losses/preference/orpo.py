@@ -14,9 +14,9 @@ _NEAREST_TO_CERTAIN = -1e-12
 
 @PREFERENCE_LOSSES.register("orpo")
 def compute_orpo_loss(log_probs: Tensor, num_tokens: Tensor, orpo_lambda: float) -> Tensor:
-    """-m_chosen - lambda log sigmoid(log odds_chosen - log odds_rejected).
+    """`-m_chosen - orpo_lambda log σ(log odds_chosen - log odds_rejected)`.
 
-    m is the log-prob per token, and odds = e^m / (1 - e^m). The first term is the SFT loss.
+    `m` is the log-prob per token, and `odds = e^m / (1 - e^m)`. The first term is the SFT loss.
 
     Source: ORPO, arXiv 2403.07691, equations 6 and 7
     """

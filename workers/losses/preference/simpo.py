@@ -16,9 +16,9 @@ def compute_simpo_loss(
     simpo_gamma: float,
     label_smoothing: float,
 ) -> Tensor:
-    """The loss of DPO with x = beta d - gamma - margin.
+    """The loss of DPO with `x = beta d - simpo_gamma - margin`.
 
-    d is the log-prob per token, chosen minus rejected.
+    `d` is the log-prob per token, chosen minus rejected.
 
     Source: SimPO, arXiv 2405.14734, equation 6
     """
