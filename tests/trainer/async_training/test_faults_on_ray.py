@@ -62,7 +62,7 @@ def test_its_books_close_and_nothing_is_left(
     assert killed >= {"actor", "rollout"}
     kinds = {fault["kind"] for fault in faults}
     assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call"}
-    assert steps["kept"] == STEPS
+    assert steps["completed"] == STEPS
     assert steps["started"] == STEPS + steps["repeated"]
     assert sum(ledger["trainers"].values()) == STEPS * SAMPLES
     for generator in ledger["generators"].values():
