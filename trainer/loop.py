@@ -53,7 +53,7 @@ class Trainer(Hooks, ABC):
     stages: ClassVar[Sequence[str]] = ()
     """The stages of each step in order, as `clock` names them; the report shows their shares."""
     concurrent_stages: ClassVar[Sequence[str]] = ()
-    """Stages that launch several calls at once, whose overlap becomes a metric."""
+    """Stages that launch several calls concurrently, whose overlap becomes a metric."""
     repeatable_stages: ClassVar[Sequence[str]] = ()
     """Stages that run again after a lost group was replaced."""
     role: ClassVar[str] = ""
@@ -65,7 +65,7 @@ class Trainer(Hooks, ABC):
     learns_from_samples: ClassVar[bool] = False
     """True if each step trains on samples that it has generated, which the sample log follows."""
     origins: Any = None
-    """Facts about samples from a queue, for the observers (`trainer.async_training.origins`)."""
+    """Data on samples from a queue, for the observers (`trainer.async_training.origins`)."""
 
     def __init__(self, run: Run) -> None:
         """Load no model; the loop loads the models when it starts."""
@@ -259,7 +259,7 @@ class Trainer(Hooks, ABC):
 
 
 def init_new_roles(trainer: Trainer) -> None:
-    """Build the models of roles that have none, all at once."""
+    """Build the models of roles that have none, concurrently."""
     groups, taken = trainer.groups, trainer.groups.take_new_roles()
     new = [role for role in groups if role in taken]
     gather(*(groups[role].init_model.remote(**trainer.init_arguments(role)) for role in new))

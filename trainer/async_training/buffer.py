@@ -83,7 +83,7 @@ class ExperienceBuffer:
         self._has_turn = threading.Condition(lock)
         """The condition on which generators wait.
 
-        A finished piece makes no room, so it wakes no generator.
+        A finished chunk makes no room, so it wakes no generator.
         """
         self._queued_at_save: list[Experience] = []
         self._to_validate: list[Experience] = []
@@ -120,7 +120,7 @@ class ExperienceBuffer:
     def begin(
         self, generator: int, weights: WeightVersion, waits: bool = True
     ) -> Experience | None:
-        """Return the next piece for a generator with these weights; wait for its turn.
+        """Return the next chunk for a generator with these weights; wait for its turn.
 
         Return None if the generator has to take newer weights first, if the run is over, or if
         there is nothing to do now and the generator does not wait.
@@ -139,7 +139,7 @@ class ExperienceBuffer:
         return None
 
     def put(self, experience: Experience) -> None:
-        """Queue a finished piece; with `on_buffer_full=evict_oldest` a full buffer drops the
+        """Queue a finished chunk; with `on_buffer_full=evict_oldest` a full buffer drops the
         oldest.
         """
         assert experience.samples is not None, "a finished piece has samples"
@@ -158,7 +158,7 @@ class ExperienceBuffer:
                 self._look_again()
 
     def lost(self, generator: int) -> int:
-        """Return the pieces of a lost generator to the stream; return their samples' names."""
+        """Return the chunks of a lost generator to the stream; return their samples' names."""
         with self._change():
             lost = self.in_flight(generator)
             for piece in lost:
@@ -172,7 +172,7 @@ class ExperienceBuffer:
     # ---------------------------------------------------------------------------- trainer's side
 
     def take(self, demand: Demand) -> list[Experience]:
-        """Wait for the pieces of a batch, as the sampler chooses them, and return them.
+        """Wait for the chunks of a batch, as the sampler chooses them, and return them.
 
         Raise the error of a generator's thread, `StalledError` if no thread can continue, or
         `EndOfSamples` if no samples are left.
@@ -213,14 +213,14 @@ class ExperienceBuffer:
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
-        """Announce weights of this version, which generators take before their next piece."""
+        """Announce weights of this version, which generators load before their next chunk."""
         with self._change():
             swaps = self.weights.num_swaps + (version == self.version)
             self.weights = WeightVersion(swaps, version)
 
     @contextmanager
     def paused(self, timeout_s: float) -> Iterator[None]:
-        """Let generators finish their pieces; within the block they only validate."""
+        """Let generators finish their chunks; within the block they only validate."""
         with self._changed:
             self.is_paused = True
             while self.open.in_flight and self._generators and self._failure is None:
@@ -236,7 +236,7 @@ class ExperienceBuffer:
                 self.is_paused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the prompts, the log, and the queued pieces (no samples)."""
+        """Return the position in the prompts, the log, and the queued chunks (no samples)."""
         with self._changed:
             self._queued_at_save = list(self.open.ready)
             return {
@@ -260,7 +260,7 @@ class ExperienceBuffer:
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path | None) -> None:
         """Continue from a `state_dict`.
 
-        Queued pieces without stored samples are generated again.
+        Queued chunks without stored samples are generated again.
         """
         restores = self.settings.on_resume == "restore"
         folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
@@ -276,7 +276,7 @@ class ExperienceBuffer:
                 self.log.restore(piece.generator, tokens_by_sample(piece.samples))
 
     def close(self) -> None:
-        """Stop handing out pieces, so that generators' threads end."""
+        """Stop handing out chunks, so that generators' threads end."""
         with self._change():
             self.is_closed = True
 
@@ -293,7 +293,7 @@ class ExperienceBuffer:
             return num_samples_of(self.open.ready)
 
     def in_flight(self, generator: int | None = None) -> list[Experience]:
-        """Return the pieces that this generator, or any generator, is generating."""
+        """Return the chunks that this generator, or any generator, is generating."""
         with self._changed:
             pieces = self.open.in_flight.values()
             return [piece for piece in pieces if generator in (None, piece.generator)]
@@ -370,7 +370,7 @@ class ExperienceBuffer:
         return whole.taken
 
     def _begin_next(self, generator: int, version: int) -> Experience | None:
-        """Return the first piece that this generator may generate, if there is room for it."""
+        """Return the first chunk that this generator may generate, if there is room for it."""
         if self.is_paused:
             others = self._generators - {generator}
             piece = next((p for p in self._to_validate if p.generator not in others), None)

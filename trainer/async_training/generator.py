@@ -2,10 +2,10 @@
 
     while True:
         take newer weights, if there are any
-        submit pieces, if the queue has room for them
-        take what is finished; a piece with all its samples goes to the queue
+        submit chunks, if the queue has room for them
+        take what is finished; a chunk with all its samples goes to the queue
 
-The rows of a validation are pieces, too. During a validation, generators get no other pieces.
+The rows of a validation are chunks, too. During a validation, generators get no other chunks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Generator:
         """The thread begins with `start`. `goes_on_after` handles the loss of its processes.
 
         With `max_new_tokens_per_call` a take draws that many tokens of each response and does not
-        wait for slow environments. Then new pieces may begin before others are finished, and
+        wait for slow environments. Then new chunks may start before others are finished, and
         weights arrive between two takes.
         """
         config, self._trainer, self._groups = trainer.config, trainer, trainer.groups
@@ -113,7 +113,7 @@ class Generator:
                 self._weights = WeightVersion(newest.num_swaps, version)
 
     def _submit(self) -> None:
-        """Submit pieces if the queue has room; wait for room if there is nothing else to do."""
+        """Submit chunks if the queue has room; wait for room if there is nothing else to do."""
         begun: list[Experience] = []
         while len(begun) < self._num_at_once:
             waits = not (self._running or begun)
@@ -135,7 +135,7 @@ class Generator:
         return Submission(rows)
 
     def _take(self) -> None:
-        """Generate; put finished pieces into the queue."""
+        """Generate; put finished chunks into the queue."""
         with self._activity.busy("generate"):
             finished = self._client.take(self._max_tokens, self._take_s)
         for submission in finished:
@@ -146,7 +146,7 @@ class Generator:
             del self._running[submission]
 
     def _finish(self, experience: Experience, submission: Submission) -> None:
-        """Give the piece its samples and, with `score_on=generator`, their scores."""
+        """Give the chunk its samples and, with `score_on=generator`, their scores."""
         experience.samples = submission.samples()
         if experience.is_validation:
             return
@@ -159,9 +159,9 @@ class Generator:
             experience.samples, experience.metrics = scored
 
     def _replace(self, error: WorkerDiedError) -> None:
-        """Return the pieces of a group that lost a process, and restart it if allowed.
+        """Return the chunks of a group that lost a process, and restart it if allowed.
 
-        Raise if the run cannot go on.
+        Raise if the run cannot continue.
         """
         num_lost = self._buffer.lost(self._number)
         self._running, self._weights = {}, WeightVersion(0, 0)

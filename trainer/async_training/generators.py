@@ -4,7 +4,7 @@
 the sample log and the queue agree, checkpoints store its state, and the end of the run stops its
 threads.
 
-A lost generator ends the run, or the run goes on without it, or it is restarted.
+A lost generator ends the run, or the run continues without it, or it is restarted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
 
 PAUSE_S = 600.0
-"""Seconds that a validation waits for generators to finish their pieces."""
+"""Seconds that a validation waits for generators to finish their chunks."""
 END_S = 10.0
 """Seconds that the end of a run waits for generators; short, so that a failed run reports soon."""
 

@@ -1,4 +1,4 @@
-"""Track the pieces of a run's batches: in the stream of prompts, in flight, or queued.
+"""Track the chunks of a run's batches: in the stream of prompts, in flight, or queued.
 
 Nothing here waits or locks: the buffer (`trainer.async_training.buffer`) calls it under its lock.
 
@@ -124,10 +124,10 @@ class Loader(Protocol):
 
 
 class PieceStream:
-    """The loader's batches, cut into pieces in the order of the prompts.
+    """The loader's batches, cut into chunks in the order of the prompts.
 
-    A piece whose generator was lost returns to the stream, and is handed out before any later
-    piece.
+    A chunk whose generator was lost returns to the stream, and is handed out before any later
+    chunk.
     """
 
     def __init__(self, config: AsyncConfig, loader: Loader) -> None:
@@ -137,7 +137,7 @@ class PieceStream:
         self._samples_per_prompt = config.actor_rollout_ref.rollout.n
         self.ranks = self._topology.routed_ranks
         self.waiting: list[Experience] = []
-        """Pieces that no generator has, in their order."""
+        """Chunks that no generator has, in their order."""
         self._batches: dict[int, DataProto] = {}
         self._next_batch = self._next_number = 0
 
@@ -147,7 +147,7 @@ class PieceStream:
         return self._loader.num_prompts(self._next_batch) == 0
 
     def offer(self, generator: int) -> Experience | None:
-        """Return the first waiting piece that this generator may generate; it stays in the stream.
+        """Return the first waiting chunk that this generator may generate; it stays in the stream.
 
         Return None if no prompts are left for this generator.
         """
@@ -160,13 +160,13 @@ class PieceStream:
             self._cut()
 
     def hand_back(self, pieces: Iterable[Experience]) -> None:
-        """Return these pieces to the stream, in order; they are handed out next."""
+        """Return these chunks to the stream, in order; they are handed out next."""
         self.waiting = sorted([*self.waiting, *pieces], key=lambda piece: piece.number)
 
     def rows(self, piece: Experience) -> DataProto:
-        """Return a row for each sample of a piece."""
+        """Return a row for each sample of a chunk."""
         if piece.batch not in self._batches:
-            # pieces come batch by batch: two are enough for those that overlap
+            # chunks come batch by batch: two are enough for those that overlap
             self._batches = dict(list(self._batches.items())[-1:])
             self._batches[piece.batch] = self._loader.batch(piece.batch)
         prompts = self._batches[piece.batch][piece.start : piece.stop]
@@ -179,7 +179,7 @@ class PieceStream:
         return self._loader.num_prompts(batch) * self._samples_per_prompt
 
     def state_dict(self, being_made: Iterable[Experience] = ()) -> dict[str, Any]:
-        """Return the stream's position, with the pieces that a resume has to generate again."""
+        """Return the stream's position, with the chunks that a resume has to generate again."""
         waiting = sorted([*self.waiting, *being_made], key=lambda piece: piece.number)
         return {
             "next_batch": self._next_batch,
@@ -193,7 +193,7 @@ class PieceStream:
         self.waiting = [Experience(**place) for place in state["waiting"]]
 
     def _cut(self) -> None:
-        """Cut the loader's next batch into pieces."""
+        """Cut the loader's next batch into chunks."""
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         num_prompts, num_ranks = self._loader.num_prompts(batch), len(self.ranks)
         for place, rank in enumerate(self.ranks):
@@ -213,27 +213,27 @@ class PieceStream:
 
 
 class OpenPieces:
-    """Pieces that are queued or in flight, and the limit of their number."""
+    """Chunks that are queued or in flight, and the limit of their number."""
 
     def __init__(self, config: AsyncConfig, stream: PieceStream) -> None:
-        """Limit the open pieces by `async_training.max_inflight_samples` and the age of samples."""
+        """Limit the open chunks by `async_training.max_inflight_samples` and the age of samples."""
         self._settings, self._seed = config.async_training, config.trainer.seed
         self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
         self._limit = open_at_once(config)
         self._evicts = config.async_training.on_buffer_full == "evict_oldest"
         self._stream = stream
         self.ready: list[Experience] = []
-        """The queued pieces, in the order in which they came."""
+        """The queued chunks, in the order in which they arrived."""
         self.in_flight: dict[int, Experience] = {}
-        """Number -> piece that a generator is generating."""
+        """Number -> chunk that a generator is generating."""
 
     @property
     def is_too_full(self) -> bool:
-        """True if the oldest piece must be evicted, with `on_buffer_full=evict_oldest`."""
+        """True if the oldest chunk must be evicted, with `on_buffer_full=evict_oldest`."""
         return self._evicts and num_samples_of(self.ready) > self._limit
 
     def has_room(self, piece: Experience, lag: int, demand: Demand) -> bool:
-        """Return whether one more piece may begin, with weights that are `lag` versions old."""
+        """Return whether one more chunk may start, with weights that are `lag` versions old."""
         before = [other for other in self._stream.waiting if other.number < piece.number]
         opened = [*self.ready, *self.in_flight.values(), piece, *before]
         if not self._evicts and num_samples_of(opened) > self._limit:
@@ -251,7 +251,7 @@ class OpenPieces:
         `number` counts the batches before this one.
         """
         ranks = self._stream.ranks
-        # one past the highest piece that was ever begun and is still open
+        # one past the highest chunk that was ever started and is still open
         horizon = max([piece.number for piece in self.ready] + [*self.in_flight, -1]) + 1
         ready = by_first((piece.rank, piece) for piece in self.ready)
         coming = by_first((piece.rank, piece) for piece in self.in_flight.values())

@@ -241,22 +241,22 @@ class RandomOrder(Sampler):
 
 @SAMPLERS.register("ready_first")
 class ReadyFirst(Sampler):
-    """Takes pieces as they finish.
+    """Uses chunks as they finish.
 
     Long responses finish later, so the lengths in a batch are biased.
     """
 
     def choose(self, stock: Stock) -> Choice:
-        """Choose the pieces that finished first, after those that would grow too old."""
+        """Choose the chunks that finished first, after chunks that would become too stale."""
         return _in_time(stock, stock.ready)
 
 
 @SAMPLERS.register("version_window")
 class VersionWindow(Sampler):
-    """Drops old pieces, in addition to the limit of `async_training.max_staleness`."""
+    """Drops old chunks, in addition to the limit of `async_training.max_staleness`."""
 
     def choose(self, stock: Stock) -> Choice:
-        """Choose the first pieces within the window, the oldest versions first."""
+        """Choose the first chunks within the window, the oldest versions first."""
         window = stock.max_staleness if stock.window is None else stock.window
         inside = sorted(stock.ready, key=lambda piece: piece.version)
         dropped = [piece for piece in inside if piece.version < stock.version - window]

@@ -6,14 +6,14 @@
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
   best-of-n [key=value ...]     save a model's best responses for sft or dpo
-  check [RECIPE] [key=value..]  check settings and print the plan, but start nothing
+  check [RECIPE] [key=value..]  check settings, print the plan, start nothing
   plan [key=value ...]          propose GPUs for every role
   bench overlap [...]           predict the speed-up of async training
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss on every split of a batch
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
-  serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward function
+  serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward
   migrate SYSTEM FILE           translate a script of verl, TRL, ... to verl-like
   report RUN_DIR                write RUN_DIR/report.html again
   compare RUN RUN ...           compare runs: settings, curves, times
@@ -21,7 +21,7 @@
   eval MODEL [key=value ...]    validate a model or a run's model
   chat MODEL                    talk to a model or a run's model
   export CHECKPOINT OUT         write a trained model as a Hugging Face folder
-Also: COMMAND --help; COMMAND --cfg all (ppo to best-of-n) for all keys; --version
+Also: COMMAND --help; COMMAND --cfg all: all keys (ppo to best-of-n); --version
 """
 
 from __future__ import annotations

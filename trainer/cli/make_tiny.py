@@ -102,7 +102,7 @@ def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int 
 
 
 def fit_answers(model: Any, tokenizer: Any, prompts: Sequence[Any], answers: Sequence[str]) -> None:
-    """Train on answers of one length until about a third of the responses are right."""
+    """Train on responses of one length until about a third of the responses are right."""
     import torch
 
     chats = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)

@@ -2,7 +2,7 @@
            [--sandbox JSON] [--host HOST] [--port PORT] [--token-env NAME]
            [--sample-timeout-s S] [--batch-timeout-s S] [--trust-programs]
 
-Loads a reward function, prints the address, and answers until it gets SIGINT or SIGTERM. Without
+Loads a reward function, prints the address, and serves until it gets SIGINT or SIGTERM. Without
 --function, the rule of each sample's data_source scores it. A run calls it with
 
   reward.list='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'

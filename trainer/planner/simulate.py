@@ -5,11 +5,11 @@
 The input is the seconds of each phase, as configured or measured in a run, and the pacing of a
 asynchronous run. The simulation uses no thread and no device.
 
-- A batch is `pieces` pieces of equal rows. One generator makes each. Between two pieces a generator
+- A batch is `pieces` chunks of equal size, each by one generator. Between two chunks a generator
   takes the newest published weights, if it has older ones.
-- A piece of batch b may begin once version b - max_staleness is published. With a limit, it may
-  begin once fewer pieces than that are queued or in generation.
-- The trainer takes a batch when all its pieces have arrived, scores it, updates, and publishes a
+- A chunk of batch b may begin once version b - max_staleness is published. With a limit, it may
+  begin once fewer chunks than that are queued or in generation.
+- The trainer takes a batch when all its chunks have arrived, scores it, updates, and publishes a
   version.
 
 `prediction_line` simulates a measured run's phases with another configuration.
@@ -64,9 +64,9 @@ class Setup:
     max_staleness: int = 0
     """Versions; 0 is the synchronous run."""
     pieces: int = 0
-    """Pieces per batch; 0: one per generator."""
+    """Chunks per batch; 0: one per generator."""
     limit: int = 0
-    """Pieces that may be queued or in generation at once; 0: limited only by the staleness."""
+    """Chunks that may be queued or in generation together; 0: limited only by the staleness."""
     weights_at_once: bool = False
     """True if a generator takes new weights during a call, False if only between calls."""
     fixed_share: float = 0.0
@@ -76,12 +76,12 @@ class Setup:
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of a batch."""
+        """Chunks of a batch."""
         ranks = self.generators_by_rank
         return self.pieces or (len(ranks) * max(map(len, ranks)) if ranks else self.num_generators)
 
     def generators_of(self, place: int) -> Sequence[int]:
-        """Return the generators that may generate the piece at this position of a batch."""
+        """Return the generators that may generate the chunk at this position of a batch."""
         if not self.generators_by_rank:
             return range(self.num_generators)
         return self.generators_by_rank[place * len(self.generators_by_rank) // self.num_pieces]
@@ -96,7 +96,7 @@ class Prediction:
     shares: dict[str, dict[str, float]]
     """Share of the wall time in which each role is busy, waiting, syncing."""
     staleness: Counter[int]
-    """Number of pieces by versions between generation and update."""
+    """Number of chunks by versions between generation and update."""
 
     def share(self, role: str, state: str) -> float:
         """Return the mean over roles whose names begin with `role`."""
@@ -117,7 +117,7 @@ class _Generator:
         return now + seconds
 
     def begin(self, allowed: float, published: Sequence[float], sync: Sequence[float]) -> float:
-        """Return the time when it begins a piece that may begin at `allowed`.
+        """Return the time when it starts a chunk that may start at `allowed`.
 
         The generator takes every version as soon as it is idle and the version is published.
         """
@@ -134,7 +134,7 @@ class _Generator:
 
 
 def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction:
-    """Simulate the run, piece by piece in the order in which they begin.
+    """Simulate the run, chunk by chunk in the order in which they begin.
 
     `published[v]` is the time when the trainer has version v, `taken[v]` the time when it begins
     the step from version v.
@@ -246,7 +246,7 @@ def _phases_of(line: Mapping[str, float]) -> tuple[float, float, float, float]:
 
 
 def setup_of(config: AsyncConfig) -> Setup:
-    """Return the setup of the simulation; pieces that a generator begins together count as one."""
+    """Return the setup of the simulation; chunks that a generator begins together count as one."""
     async_training, topology = config.async_training, config.topology
     numbers = {config.pieces_at_once(generator) for generator in range(topology.generators)}
     at_once = numbers.pop() if len(numbers) == 1 else 1  # generating them one by one is not faster

@@ -30,7 +30,7 @@ class TracedCall:
     stage: str = ""
     """The stage of the step, as the trainer's clock names it; "" in traces without stages."""
     about: str = ""
-    """Further facts in words."""
+    """Further information as text."""
 
 
 def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[str]]:

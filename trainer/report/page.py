@@ -141,7 +141,7 @@ def _steps(data: RunData) -> str:
 
 
 def _facts(data: RunData) -> list[tuple[str, str]]:
-    """Return the facts at the top: (name, value)."""
+    """Return the lines of the summary at the top: (name, value)."""
     outcome = "failed" if data.failure else "no failure"
     if data.failure.startswith(STOPPED):
         outcome = "stopped"

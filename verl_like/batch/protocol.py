@@ -92,7 +92,7 @@ class DataProto:
         }
         """Numpy arrays, mostly 1-D and of objects; dim 0 counts rows."""
         self.meta_info = dict(meta_info or {})
-        """Facts about all rows."""
+        """Information about all rows."""
         self.shard = shard
         """Set on the chunk that a worker gets when a group splits a batch.
 

@@ -290,7 +290,7 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
 
 
 def likely_cause(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
-    """Return one sentence on why these ranks do not answer, from the stacks of their pool."""
+    """Return one sentence on why these ranks do not respond, from the stacks of their pool."""
     computing = f"{describe_ranks(ranks)} is still computing (or sleeping); see its stack."
     return f"Likely cause: {who_waits(stacks, ranks) or computing}"
 
@@ -357,7 +357,7 @@ class Pool(Protocol):
         """Describe a rank for messages."""
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Return the Python stack of every process that answers in that time."""
+        """Return the Python stack of every process that responds in that time."""
 
 
 def describe_late_call(summary: str, cause: str, stacks: Mapping[int, str], transport: Pool) -> str:
@@ -378,9 +378,9 @@ class HangWatch:
     """Explains why the calls on one pool do not end, while the driver waits for them.
 
     Ranks are stuck if they show the same stacks in two looks, 5 s apart. If one of them is in a
-    collective, waits for a lock, or does not answer, a warning explains who waits for whom, with
+    collective, waits for a lock, or does not respond, a warning explains who waits for whom, with
     the stacks. Ranks that only compute cause no warning. Each look has its own thread, so the
-    driver does not wait for a process that does not answer.
+    driver does not wait for a process that does not respond.
     """
 
     def __init__(self, transport: Pool, since: float) -> None:

@@ -52,7 +52,7 @@ class Transport(ABC):
         """Name and header references of each call whose future was dropped before it was read."""
         self.call_times = CallTimes()
         self.companions: Sequence[Transport] = ()
-        """The transports of other pools without which a run cannot go on."""
+        """The transports of other pools that a run needs to continue."""
         self.is_replaceable = False
         """True if other pools may finish the work when a rank of this one is lost."""
         self._has_warned_of_loss = False
@@ -90,7 +90,7 @@ class Transport(ABC):
 
     @abstractmethod
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Return the Python stack of every process that answers in time, past its queue."""
+        """Return the Python stack of every process that responds in time, past its queue."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -10,7 +10,7 @@
                 return End(reward=1.0)
             return Turn("higher" if text < str(self.secret) else "lower")
 
-Its other public methods are tools, which the policy can call instead of giving an answer; so are
+Its other public methods are tools, which the policy can call instead of a final response; so are
 the functions in `tools`. A class with tools and without `step` ends with the first response that
 calls no tool. A method may be `async`. Nothing here imports torch: environments' processes start
 with it.

@@ -1,4 +1,4 @@
-"""Policy losses by name, and the declared facts of each loss.
+"""Policy losses by name, and the declared properties of each loss.
 
     @POLICY_LOSSES.register("mine")
     @reads("clip_ratio_low")

@@ -106,7 +106,7 @@ class Model:
     """How models of its class may run."""
     is_sharded: bool
     is_one_unit = False
-    """True if FSDP2 gathers the whole module at once."""
+    """True if FSDP2 gathers the whole module together."""
     cast: torch.dtype | None = None
     """The type that a pass casts the weights to; None if FSDP casts them or nothing does."""
     kernel: VarlenKernel | None = None
@@ -122,7 +122,7 @@ class Model:
         self.layers: Any = None
         """Runs passes through the layers of this rank (`workers.training.passes`)."""
         self.words: Any = None
-        """The words of this rank's head, if other ranks have other words."""
+        """The tokens of this rank's head, if it is split over ranks."""
         self.is_compiled = False
 
     def part(self, kind: type[PartT]) -> PartT | None:
