@@ -24,7 +24,7 @@ class SFTDataConfig(RowDataConfig):
     """Texts, responses and chats: files, sizes, lengths."""
 
     loss_on: str = key("response", choices=("response", "all"))
-    """response: what the row's columns define. all: also prompts and other turns."""
+    """Tokens in the loss: the responses, or with `all` also prompts and other turns."""
 
 
 @dataclass(kw_only=True)
