@@ -7,6 +7,7 @@ The repository's address comes from `pyproject.toml`.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -33,6 +34,7 @@ from model_table import model_table
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import doc_parts
+from trainer.cli.main import COMMANDS
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -290,7 +292,7 @@ def estimator_table() -> str:
     rows: dict[str, list[Card]] = {
         "the critic's values": [],
         "the prompt's other samples (`rollout.n` above 1)": [],
-        "the batch, or a greedy answer": [],
+        "the batch, or a greedy response": [],
     }
     for card in estimator_cards():
         with_values, with_group, with_others = rows.values()
@@ -304,8 +306,13 @@ def estimator_table() -> str:
 
 
 def policy_loss_list() -> str:
-    """The policy losses."""
-    return f"{_links('policy_loss', policy_loss_cards())}."
+    """The policy losses, with the first paragraph of their cards before the formula."""
+    cards = policy_loss_cards()
+    return _list([[_links("policy_loss", [card]), _meaning(card)] for card in cards])
+
+
+def _meaning(card: Card) -> str:
+    return card.formula.split("\n\n")[0].partition(": `")[0].rstrip(".") + "."
 
 
 def _links(kind: str, cards: list[Card]) -> str:
@@ -356,8 +363,18 @@ def lr_schedule_table() -> str:
 
 
 def correction_table() -> str:
-    """The presets of `correction`."""
-    return f"{_code(PPO.preset_names('correction'))}."
+    """The presets of `correction`: what each file says of itself."""
+    presets = PPO.preset_names("correction")
+    return _list([[_code([preset]), _about_preset("correction", preset)] for preset in presets])
+
+
+def command_list() -> str:
+    """The help text of every command."""
+    parts = []
+    for command, path in COMMANDS.items():
+        module = importlib.import_module(path.rpartition(".")[0])
+        parts.append(f"## `{command}`\n\n```text\n{inspect.getdoc(module)}\n```")
+    return "\n\n".join(parts)
 
 
 def preset_table() -> str:
@@ -365,13 +382,13 @@ def preset_table() -> str:
     rows = []
     for preset in PPO.preset_names("algorithm"):
         link = _link_to_card("algorithm", preset)
-        rows.append([link, _about_preset(preset)])
+        rows.append([link, _about_preset("algorithm", preset)])
     return _list(rows)
 
 
-def _about_preset(preset: str) -> str:
+def _about_preset(group: str, preset: str) -> str:
     """The comment at the head of its file."""
-    lines = preset_text("algorithm", preset).splitlines()[1:]
+    lines = preset_text(group, preset).splitlines()[1:]
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
 
 
@@ -642,6 +659,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
         partial(migration_table, partial(flag_rows, "coati", "--")),
     ),
     "corrections": ("algorithms.md", correction_table),
+    "commands": ("commands.md", command_list),
     "preset-cards": ("cards.md", preset_card_list),
     "estimator-cards": ("cards.md", estimator_card_list),
     "policy-loss-cards": ("cards.md", policy_loss_card_list),

@@ -20,7 +20,7 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
     ),
     "token-sum": (
         "The sum over all tokens, divided by nothing: the step grows with the mini-batch.",
-        "the policy gradient summed up, Williams 1992",
+        "summed policy gradient, Williams 1992",
     ),
     "seq-mean-token-sum": (
         "The sum over all tokens, divided by the count of rows that have any.",

@@ -21,11 +21,11 @@ def compute_policy_loss_cispo(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p times the ratio policy / old policy, which is clipped and has no gradient.
+    """The policy gradient, weighted by the clipped ratio: `-A * sg(clip(r)) * log p`.
 
-    Unlike under PPO's clip, every token keeps a gradient.
+    Unlike with PPO's clip, every token keeps a gradient.
 
-    Watch: `actor/pg_clipfrac`, the share of capped weights. Above a few percent, use fewer
+    Watch: If `actor/pg_clipfrac`, the share of clipped weights, is above a few percent, use fewer
     mini-batches per step.
 
     Source: MiniMax-M1 (CISPO), arXiv 2506.13585

@@ -52,13 +52,12 @@ def compute_policy_loss_clip_cov(
     config: ActorConfig,
     chosen: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, set to zero for a few tokens whose A and log p have a high
-    covariance.
+    """PPO's clipped loss, set to 0 for a few tokens whose A and log p have a high covariance.
 
-    These are `clip_cov_ratio` of the tokens of the mini-batch, at least one, sampled from the
+    These tokens are a share `clip_cov_ratio` of the mini-batch, at least one, sampled from the
     tokens whose covariance under the old policy is between `clip_cov_lb` and `clip_cov_ub`.
 
-    Watch: `actor/entropy`. If it falls as with `vanilla` while `actor/pg_clipfrac` is 0, widen the
+    Watch: If `actor/entropy` falls as with `vanilla` while `actor/pg_clipfrac` is 0, widen the
     range, or use `kl_cov`.
 
     Source: arXiv 2505.22617

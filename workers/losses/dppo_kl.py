@@ -22,15 +22,15 @@ def compute_policy_loss_dppo_kl(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
+    """The policy gradient of tokens whose KL is small: `-A * sg(min(r, clip_ratio_c)) * log p`.
 
-    Like `dppo_tv`, but the distance is the KL of old policy to policy over two outcomes: this token
-    or another one. With A > 0, a token whose probability rose drops out above `clip_ratio_high`.
-    Otherwise, a token whose probability fell drops out above `clip_ratio_low`.
+    The KL is from the old policy to the policy, over two outcomes: this token or another one. A
+    token with A > 0 is left out if p rose and the KL is above `clip_ratio_high`. Any other token is
+    left out if p fell and the KL is above `clip_ratio_low`.
 
-    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 lower `clip_ratio_low` and
-    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut ratios, above some percent: raise
-    `clip_ratio_c`.
+    Watch: If `actor/pg_clipfrac`, the share of tokens left out, is 0, lower `clip_ratio_low` and
+    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the share of cut ratios, is above a few
+    percent, raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

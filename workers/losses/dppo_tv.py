@@ -19,15 +19,15 @@ def compute_policy_loss_dppo_tv(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p times the ratio, cut at `clip_ratio_c` and without gradient, within a trust region.
+    """The policy gradient of tokens whose p moved little: `-A * sg(min(r, clip_ratio_c)) * log p`.
 
-    A token with A > 0 drops out when its probability is more than `clip_ratio_high` above the old
-    one. Any other token drops out when its probability is more than `clip_ratio_low` below. The
-    clip keys bound probabilities, not ratios. The paper cuts the ratio at 20.
+    A token with A > 0 is left out if p is more than `clip_ratio_high` above p_old. Any other token
+    is left out if p is more than `clip_ratio_low` below p_old. Here these keys bound probabilities,
+    not ratios. The paper cuts the ratio at 20.
 
-    Watch: `actor/pg_clipfrac`, the share of dropped tokens: at 0 lower `clip_ratio_low` and
-    `clip_ratio_high`. `actor/pg_clipfrac_lower`, the share of cut ratios, above some percent: raise
-    `clip_ratio_c`.
+    Watch: If `actor/pg_clipfrac`, the share of tokens left out, is 0, lower `clip_ratio_low` and
+    `clip_ratio_high`. If `actor/pg_clipfrac_lower`, the share of cut ratios, is above a few
+    percent, raise `clip_ratio_c`.
 
     Source: DPPO, arXiv 2602.04879
     """

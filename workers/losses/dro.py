@@ -22,12 +22,12 @@ def compute_policy_loss_dro(
     *,
     dro_beta: Positive = 0.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p plus half of `dro_beta` (log p - log old p) squared.
+    """The policy gradient with a quadratic penalty: `-A * log p + dro_beta / 2 * (log r)^2`.
 
-    The square pulls each token back to the old policy, instead of a ratio or clip.
+    The penalty pulls each token back to the old policy, instead of a ratio or clip.
 
-    Watch: `actor/ppo_kl`. If it grows while `actor/dro_penalty` stays far below `actor/pg_loss`,
-    raise `dro_beta`, lower the learning rate, or use fewer mini-batches.
+    Watch: If `actor/ppo_kl` grows while `actor/dro_penalty` stays far below `actor/pg_loss`, raise
+    `dro_beta`, lower the learning rate, or use fewer mini-batches.
 
     Source: DRO, arXiv 2405.19107, applied per token
     """

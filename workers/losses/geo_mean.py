@@ -26,14 +26,14 @@ def compute_policy_loss_geo_mean(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A times the geometric mean of the sequence's token ratios, each clipped on one side.
+    """The geometric mean s of the sequence's ratios, each clipped on one side: `-A * s`.
 
-    A is the mean of the sequence's advantages. A log-ratio is at most clip_ratio_high where the
-    advantage is positive, and at least -clip_ratio_low where it is negative. Every token gets the
-    loss of its sequence. The paper uses seq-mean-token-mean and clips at 0.4.
+    A is the mean of the sequence's advantages. log r is at most `clip_ratio_high` where the
+    advantage is positive, and at least `-clip_ratio_low` where it is negative. Every token gets the
+    loss of its sequence. The paper uses `seq-mean-token-mean` and clips at 0.4.
 
-    Watch: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (tokens clipped upwards and downwards).
-    Above a few percent, lower the learning rate, or use fewer mini-batches per step.
+    Watch: If `actor/pg_clipfrac` or `actor/pg_clipfrac_lower` (tokens clipped upwards or downwards)
+    is above a few percent, lower the learning rate, or use fewer mini-batches per step.
 
     Source: GMPO, arXiv 2507.20673
     """

@@ -34,13 +34,13 @@ def compute_policy_loss_gspo(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate with s, the exponential of the sequence's mean token log-ratio.
+    """PPO's clipped loss with the ratio of the sequence: the geometric mean of its token ratios.
 
-    This is the paper's token form: the value of the sequence, the gradient of the token. The paper
-    uses seq-mean-token-mean and clips at 3e-4 and 4e-4. With seq-mean-token-sum it is LUSPO, where
-    a sequence counts as many times as it has tokens.
+    In the paper's token form, which this is, the value comes from the sequence and the gradient
+    from the token. The paper uses `seq-mean-token-mean` and clips at 3e-4 and 4e-4. With
+    `seq-mean-token-sum` it is LUSPO, where a sequence counts as many times as it has tokens.
 
-    Watch: `actor/pg_clipfrac`, usually a tenth or more. At 0 the clip range is too wide for
+    Watch: If `actor/pg_clipfrac`, usually a tenth or more, is 0, the clip range is too wide for
     sequences: set `clip_ratio_low` and `clip_ratio_high`.
 
     Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261

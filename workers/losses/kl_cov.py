@@ -46,13 +46,13 @@ def compute_policy_loss_kl_cov(
     *,
     ppo_kl_coef: NotNegative = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A r, with r = policy / old policy; tokens of the highest covariance get a KL, too.
+    """A KL, not a clip, on the tokens of the highest covariance of A and log p: `-A * r + KL`.
 
-    The KL is `ppo_kl_coef` |log r|. It applies to `kl_cov_ratio` of the tokens of the mini-batch,
-    at least one: those with the highest covariance of A and log p under the old policy.
+    The KL is `ppo_kl_coef * |log r|`. It applies to a share `kl_cov_ratio` of the tokens of the
+    mini-batch, at least one. The covariance is under the old policy.
 
-    Watch: `actor/entropy`, which should level off, and `actor/ppo_kl`, the mean of |log r| here,
-    which nothing clips. If it grows within a step, use fewer mini-batches.
+    Watch: If `actor/ppo_kl`, here the mean of |log r|, grows within a step, use fewer mini-batches,
+    because nothing is clipped. `actor/entropy` should level off.
 
     Source: arXiv 2505.22617
     """

@@ -20,13 +20,13 @@ def compute_policy_loss_reinforce(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p, with no ratio and nothing to clip.
+    """The policy gradient without ratio and clip: `-A * log p`.
 
     GPG has the same loss. With `rollout_correction.rollout_is`, the gradient of each token is
     weighted by the ratio of the trainer's to the rollout's probability, bounded and without
     gradient.
 
-    Watch: `actor/ppo_kl`. If it is not 0, later mini-batches are off-policy: set
+    Watch: If `actor/ppo_kl` is not 0, later mini-batches are off-policy: set
     `actor.ppo_mini_batch_size` to the whole batch, or use `vanilla`.
 
     Source: Williams, Machine Learning 8, 1992; GPG, arXiv 2504.02546

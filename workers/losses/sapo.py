@@ -24,14 +24,14 @@ def compute_policy_loss_sapo(
     tau_pos: Positive = 1.0,
     tau_neg: Positive = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A times sigmoid(tau (r - 1)) 4 / tau, with r = policy / old policy.
+    """A smooth gate instead of clipping: `-A * (4 / tau) * sigmoid(tau * (r - 1))`.
 
     Its gradient equals the policy gradient at r = 1 and fades on both sides. tau is `tau_pos` where
-    A is positive. Elsewhere it is `tau_neg`, which is larger so that tokens pushed down fade
-    faster. The paper uses seq-mean-token-mean.
+    A > 0. Elsewhere it is `tau_neg`, which is larger, so that tokens pushed down fade faster. The
+    paper uses `seq-mean-token-mean`.
 
-    Watch: `actor/ppo_kl`. If it grows while `actor/grad_norm` falls, lower the learning rate, or
-    use fewer mini-batches per step.
+    Watch: If `actor/ppo_kl` grows while `actor/grad_norm` falls, lower the learning rate, or use
+    fewer mini-batches per step.
 
     Source: SAPO, arXiv 2511.20347
     """

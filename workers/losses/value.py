@@ -21,12 +21,12 @@ def compute_value_loss(
     loss_agg_mode: str = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the value or of its clipped form, whichever is worse.
+    """Half the squared error of the value or of its clipped form, whichever is larger.
 
     The clipped form is within `cliprange_value` of the old value.
 
-    Watch: `critic/vf_clipfrac`. If most tokens are clipped, the critic follows its returns too
-    slowly: widen `cliprange_value`, or scale the rewards down.
+    Watch: If `critic/vf_clipfrac` is above a half, the critic follows its returns too slowly: widen
+    `cliprange_value`, or scale the rewards down.
 
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3
     """

@@ -22,13 +22,13 @@ def compute_policy_loss_vanilla(
     inside: Tensor,
     config: ActorConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The larger of -A r and -A times r clipped to its range, with r = policy / old policy.
+    """PPO's clipped loss: `max(-A * r, -A * clip(r))`.
 
-    The range is [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0 the loss is at most -A
-    clip_ratio_c (the dual clip).
+    `clip(r)` is within [1 - clip_ratio_low, 1 + clip_ratio_high]. For A < 0, the loss is at most
+    `-A * clip_ratio_c` (dual clip).
 
-    Watch: `actor/pg_clipfrac` above 0.2, or `actor/ppo_kl` that grows over the run: lower the
-    learning rate, or use fewer mini-batches per step. `actor/entropy` that falls to 0: raise
+    Watch: If `actor/pg_clipfrac` is above 0.2, or `actor/ppo_kl` grows over the run, lower the
+    learning rate, or use fewer mini-batches per step. If `actor/entropy` falls to 0, raise
     `clip_ratio_high`.
 
     Source: PPO, arXiv 1707.06347; two ranges: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729

@@ -75,8 +75,8 @@ def test_a_changed_key_is_one_line_whatever_its_docstring() -> None:
 
 def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
     text = explained("algorithm=gspo").partition("Metrics to watch")[2].partition("Changed")[0]
-    assert "grpo: `actor/grad_norm`" in text
-    assert "gspo: `actor/pg_clipfrac`" in text
+    assert "grpo: If `actor/grad_norm`" in text
+    assert "gspo: If `actor/pg_clipfrac`" in text
 
 
 def test_keys_without_effect_are_listed_with_the_reason() -> None:

@@ -15,12 +15,12 @@ from trainer.ppo.advantages.returns import is_last_inside
 def compute_coati_advantage(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Every token gets the response's reward minus the value of its last token; not whitened.
+    """For every token, the response's reward minus the value at the last token.
 
-    The reward is the row's sum; with `kl_penalty_per=sequence`, the score minus the mean KL. Every
-    token's value learns that reward.
+    Advantages are not whitened. The reward is the sum of the row; with `kl_penalty_per=sequence`,
+    it is the score minus the mean KL. The value of every token learns this reward.
 
-    Watch: `critic/advantages/mean` far from 0 for long: raise `critic.optim.lr`, or set
+    Watch: If `critic/advantages/mean` stays far from 0, raise `critic.optim.lr`, or set
     `trainer.critic_warmup`.
 
     Source: ColossalChat, `NaiveExperienceMaker` of 2023

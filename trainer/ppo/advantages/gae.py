@@ -27,14 +27,14 @@ def compute_gae_advantage_return(
     truncated: Tensor | None = None,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the critic's later errors, discounted by gamma lam per token; whitened.
+    """The sum of the later TD errors, discounted by `gamma * lam` per token, then whitened.
 
-    The error at t is reward(t) + gamma value(t + 1) - value(t). After the last token the value is
-    0, or in `truncated` rows that token's own. Returns are the unwhitened advantages plus values.
-    Whitening is over the batch's tokens.
+    The TD error at token t is `reward[t] + gamma * value[t + 1] - value[t]`. After the last token,
+    the value is 0; in a truncated row, with `bootstrap_truncated`, it is the value at the last
+    token. Returns are the advantages before whitening, plus the values.
 
-    Watch: `critic/vf_explained_var` near or below zero: set `trainer.critic_warmup` or raise the
-    critic's learning rate.
+    Watch: If `critic/vf_explained_var` is near or below 0, set `trainer.critic_warmup`, or raise
+    the critic's learning rate.
 
     Source: arXiv 1506.02438
     """

@@ -23,12 +23,13 @@ def compute_gdpo_outcome_advantage(
     gdpo_reward_weights: Sequence[float] | None = None,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO's advantage of each reward, weighted and summed, then whitened over the batch.
+    """The advantages that GRPO gives for each reward, summed with weights, then whitened.
 
-    `named_rewards` is [rows, rewards]. Each reward counts on its own scale. A missing reward (nan)
-    counts as its group's mean. A group of one keeps its raw rewards.
+    `named_rewards` has the shape [rows, rewards]. Each reward counts on its own scale. A missing
+    reward (nan) counts as the mean of its group. A group of one sample keeps its raw rewards.
 
-    Watch: `reward/<name>/mean` that stays while others rise: raise that reward's weight or drop it.
+    Watch: If `reward/<name>/mean` stays while others rise, raise the weight of that reward, or drop
+    it.
 
     Source: arXiv 2601.05242
     """

@@ -15,13 +15,13 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The score minus its group's mean, times samples / samples with a nonzero score.
+    """The score minus the group's mean, times `samples / samples with a nonzero score`.
 
-    The factor is verl's; the paper leaves out groups of equal scores instead. A group of one keeps
-    its raw score, times the factor.
+    The factor is verl's; the paper leaves out groups of equal scores instead. A group of one sample
+    keeps its raw score, times the factor.
 
-    Watch: `critic/advantages/max` that jumps: few scores are nonzero. Lower the learning rate, or
-    use `grpo`.
+    Watch: If `critic/advantages/max` jumps, few scores are nonzero: lower the learning rate, or use
+    `grpo`.
 
     Source: arXiv 2504.02546
     """

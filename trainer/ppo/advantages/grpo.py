@@ -19,13 +19,13 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The score minus its group's mean, divided by its group's standard deviation.
+    """The score minus the group's mean, divided by the group's standard deviation.
 
-    Without the division (norm_adv_by_std_in_grpo=false) this is the advantage of Dr. GRPO.
+    With `norm_adv_by_std_in_grpo=false`, nothing is divided, as in Dr. GRPO.
 
-    Watch: `actor/grad_norm` that falls to 0 below the best `critic/score/mean`: most groups score
-    alike. Set `algorithm.filter_groups.enable`. `response_length/mean` that grows while the score
-    does not: use the preset `dr_grpo`.
+    Watch: If `actor/grad_norm` falls to 0 below the best `critic/score/mean`, most groups have
+    equal scores: set `algorithm.filter_groups.enable`. If `response_length/mean` grows while the
+    score does not, use the preset `dr_grpo`.
 
     Source: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783
     """

@@ -15,12 +15,12 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
 def compute_grpo_batch_std_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """The score minus its group's mean, divided by the standard deviation of the batch's scores.
+    """The score minus the group's mean, divided by the standard deviation of the batch's scores.
 
     Groups of nearly equal scores are not amplified.
 
-    Watch: `critic/advantages/min` that sinks as the score nears its limit: a few bad samples
-    dominate. Use harder prompts.
+    Watch: If `critic/advantages/min` sinks while the score nears its limit, a few bad samples
+    dominate: use harder prompts.
 
     Source: Lite PPO, arXiv 2508.08221, section 4
     """

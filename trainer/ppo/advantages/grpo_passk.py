@@ -19,13 +19,13 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The best score of a group minus the second best, for the best sample; zero for the others.
+    """For the best sample of a group, its lead over the second best; 0 for all other samples.
 
-    Divided by the group's standard deviation unless norm_adv_by_std_in_grpo=false. A tie for the
-    best gives zero.
+    The lead is divided by the group's standard deviation, unless `norm_adv_by_std_in_grpo=false`. A
+    tie for the best score gives 0.
 
-    Watch: `actor/grad_norm` near 0: the best samples tie. Use scores that seldom tie, or `grpo`.
-    Advantages are never negative, so `actor/entropy` falls.
+    Watch: If `actor/grad_norm` is near 0, the best samples tie: use scores that seldom tie, or
+    `grpo`. If `actor/entropy` falls, the reason is that no advantage is negative: use `grpo`.
 
     Source: arXiv 2503.19595
     """

@@ -25,14 +25,14 @@ def compute_grpo_process_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the normalised scores of the steps that end at the token or later.
+    """The sum of the normalized scores of the token's step and all later steps.
 
     Mean and standard deviation (n - 1) are over all steps of the prompt's samples; `step_ends`
-    marks where steps end. If the policy chooses its number of steps this is biased; `rloo_process`
-    is not.
+    marks the last token of each step. If the policy chooses its number of steps, this estimator is
+    biased; `rloo_process` is not.
 
-    Watch: `critic/advantages/max` and `response_length/mean`: both rise if the policy gains by more
-    steps.
+    Watch: If `critic/advantages/max` and `response_length/mean` both rise, the policy gains by more
+    steps: use `rloo_process`.
 
     Source: GRPO with process supervision, arXiv 2402.03300, section 4.1.3
     """
@@ -46,9 +46,9 @@ def compute_grpo_process_advantage(
         scaled = centered / (steps.std(centered) + epsilon)
         centered = torch.where(steps.size_of_row() > 1, scaled, centered)
 
-    normalised = torch.zeros_like(token_level_scores)
-    normalised[rows, places] = centered
+    normalized = torch.zeros_like(token_level_scores)
+    normalized[rows, places] = centered
     order = order_inside_first(response_mask)
-    later = discounted_sum(put_in_order(normalised, order), 1.0)
+    later = discounted_sum(put_in_order(normalized, order), 1.0)
     advantages = put_back(later, order).masked_fill_(response_mask == 0, 0)
     return advantages, advantages

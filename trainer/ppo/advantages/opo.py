@@ -15,11 +15,11 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, has_kl_in_loss
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The score minus its group's mean, in which samples are weighted by length.
+    """The score minus the group's mean, in which samples are weighted by length.
 
     This baseline has the least variance if gradients grow with length.
 
-    Watch: `actor/ppo_kl` other than 0: set `actor.ppo_mini_batch_size` to the whole batch and
+    Watch: If `actor/ppo_kl` is not 0, set `actor.ppo_mini_batch_size` to the whole batch and
     `actor.ppo_epochs` to 1.
 
     Source: arXiv 2505.23585

@@ -26,15 +26,15 @@ def compute_optimal_token_baseline_advantage(
     response_mask: Tensor,
     index: Index,
 ) -> tuple[Tensor, Tensor]:
-    """The token's return G minus the mean of G over its group's t-th tokens, weighted by W.
+    """The token's return G minus the mean G of the t-th tokens of its group, weighted by W.
 
-    W is the sum of 1 - 2 p + sum of p squared over the tokens so far: the squared norm of their
-    log-probs' gradient by the logits. The t-th token is counted inside the mask, as in verl's
-    second name. A token that only one sample reaches gets zero (in verl its raw return). Importance
-    weights do not enter W.
+    W is the sum over the tokens so far of `1 - 2 p + sum(p^2 over the vocabulary)`: the squared
+    norm of the gradient of log p by the logits. t counts only tokens inside the mask, as in verl's
+    `tir_optimal_token_baseline`. A token that only one sample reaches gets 0 (in verl, its raw
+    return). Importance weights do not enter W.
 
-    Watch: `actor/grad_norm` not lower and steadier than with rloo or grpo: W is nearly equal for
-    all samples.
+    Watch: If `actor/grad_norm` is not lower and steadier than with `rloo` or `grpo`, W is nearly
+    equal for all samples: use one of these.
 
     Source: arXiv 2602.07078
     """

@@ -15,9 +15,9 @@ from trainer.ppo.advantages.whiten import whiten_
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The token's discounted return, whitened over the batch's tokens.
+    """The token's discounted return, whitened.
 
-    Watch: `critic/score/mean` that stands still while `actor/grad_norm` does not fall: use
+    Watch: If `critic/score/mean` stands still while `actor/grad_norm` does not fall, use
     `reinforce_plus_plus_baseline` with `rollout.n` above 1.
 
     Source: arXiv 2501.03262

@@ -15,10 +15,10 @@ from trainer.ppo.advantages.whiten import whiten_
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The score minus its group's mean, whitened over the batch's tokens.
+    """The score minus the group's mean, whitened.
 
-    Watch: `critic/advantages/max` of many standard deviations: most groups score alike. Set
-    `algorithm.filter_groups.enable`.
+    Watch: If `critic/advantages/max` is many standard deviations, most groups have equal scores:
+    set `algorithm.filter_groups.enable`.
 
     Source: arXiv 2501.03262
     """

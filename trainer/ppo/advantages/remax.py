@@ -17,7 +17,7 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The token's undiscounted return minus the score of the prompt's greedy response.
 
-    Watch: `critic/advantages/mean` below 0 for long: lower `rollout.temperature`.
+    Watch: If `critic/advantages/mean` stays below 0, lower `rollout.temperature`.
 
     Source: arXiv 2310.10505
     """

@@ -14,9 +14,9 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The score minus the mean score of its group's others.
+    """The score minus the mean score of the group's other samples.
 
-    Watch: `actor/grad_norm` always above `actor.grad_clip`: scale the scores or bound them
+    Watch: If `actor/grad_norm` is always above `actor.grad_clip`, scale the scores, or bound them
     (`algorithm.score_clip`).
 
     Source: arXiv 2402.14740

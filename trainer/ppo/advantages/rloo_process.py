@@ -15,13 +15,13 @@ from verl_like.tensor_ops.masked import zero_outside
 def compute_rloo_process_advantage(
     token_level_scores: Tensor, step_ends: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The scores of the token's step and all later ones, minus their mean over the group's others.
+    """The scores of the token's step and all later steps, minus their mean in the other samples.
 
     The k-th step is compared with the k-th steps of the prompt's other samples; `step_ends` marks
-    where steps end. A step that no other sample reached keeps its raw sum. Unbiased even if the
-    policy chooses its number of steps.
+    the last token of each step. A step that no other sample reached keeps its raw sum. The
+    estimator is unbiased even if the policy chooses its number of steps.
 
-    Watch: `actor/grad_norm` always above `actor.grad_clip`: scale the scores or bound them
+    Watch: If `actor/grad_norm` is always above `actor.grad_clip`, scale the scores, or bound them
     (`algorithm.score_clip`).
 
     Source: leave-one-out of arXiv 2402.14740, step by step
