@@ -53,9 +53,12 @@ def run(
     trainer_cls: type[Trainer] | None = None,
     callbacks: Sequence[object] = (),
 ) -> RunResult:
-    """Make a complete run: checks, data, processes, steps.
+    """Run a configuration to its end, and return the result.
 
-    With `trainer.dry_run` it only checks. `callbacks` have hooks (`trainer.hooks`).
+    Args:
+        config: from `load_config`; with `trainer.dry_run`, it is only checked.
+        trainer_cls: a subclass of the recipe's trainer, instead of `trainer.cls`.
+        callbacks: objects with hooks (`trainer.hooks.Hooks`).
     """
     if config.trainer.dry_run:
         return check(config, trainer_cls, callbacks)

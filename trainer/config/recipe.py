@@ -30,7 +30,7 @@ Placements = Mapping[str, Mapping[str, Sequence[str]]]
 
 @dataclass(frozen=True, eq=False)
 class Recipe(Generic[C]):
-    """Declares what the configuration needs to know of a recipe: schema, YAML, roles and checks."""
+    """A recipe for the configuration: its schema, YAML, roles, presets and checks."""
 
     name: str
     """The recipe in messages and on the command line; its schema is `<name>_schema` in YAML."""

@@ -182,5 +182,14 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any]) -> PPOConfig: ...
 @overload
 def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[C]) -> C: ...
 def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any] = PPO) -> Any:
-    """Return a run's configuration for `key=value` strings, as on the command line, or a dict."""
+    """Return the checked configuration of a run.
+
+        config = load_config(["data.train_files=a.parquet", "actor_rollout_ref.model.path=m"])
+        config.data.train_batch_size        # 1024
+
+    Args:
+        overrides: `key=value` strings, as on the command line, or a dict.
+        recipe: the recipe to configure, such as `trainer.sft.recipe.SFT`; by default PPO. The
+            result is an object of its schema.
+    """
     return compose.load_config(overrides, recipe)

@@ -69,7 +69,7 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
 
 
 def reached_goal(metrics: Mapping[str, float], goals: Mapping[str, float]) -> str:
-    """Describe the first goal that is reached, or return "".
+    """Return a description of the first `trainer.stop_at` metric that was reached, or "".
 
     Validation metrics may be missing from a step; other metrics must exist.
     """

@@ -28,7 +28,11 @@ MOST_NUMBERS = 6
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """A run, after its last step."""
+    """The result of a run: its folder, metrics and trained model.
+
+    result = run(load_config(settings))
+    result.metrics[-1]["critic/score/mean"], result.model_folder
+    """
 
     folder: Path
     """The run folder."""
@@ -41,7 +45,7 @@ class RunResult:
 
     @classmethod
     def of(cls, config: RunConfig, role: str) -> RunResult:
-        """Read the result from the run folder; an export is of `role`."""
+        """Load the result of a finished run; `model_folder` is the export of `role`."""
         folder = Path(config.trainer.default_local_dir)
         notes: list[str] = []
         file = folder / "metrics.jsonl"

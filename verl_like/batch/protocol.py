@@ -72,7 +72,12 @@ class DataProtoItem:
 
 
 class DataProto:
-    """A batch of rows; see the module's docstring."""
+    """A batch: tensor columns, object columns and `meta_info`, aligned by rows.
+
+    data = DataProto.from_dict({"input_ids": ids}, {"uid": uids}, {"temperature": 1.0})
+    lengths = data.padded("input_ids").ne(0).sum(dim=-1)
+    first, second = data.chunk(2)
+    """
 
     def __init__(
         self,

@@ -363,6 +363,9 @@ def register(
     If the mode splits a batch, the method's return annotation declares what it returns: a batch,
     metrics, or both (`verl_like.calls.result`).
 
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def add(self, data: DataProto) -> DataProto: ...
+
     Args:
         dispatch_mode: a `Dispatch` member, a dict of `dispatch_fn` and `collect_fn`, or the result
             of `make_nd_compute_dataproto_dispatch_fn`. The default is `Dispatch.ALL_TO_ALL`.

@@ -62,7 +62,7 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Placement:
-    """Pools that fit on the nodes, with their roles. Prints as a table."""
+    """Pools that fit on the nodes, with their roles. `print` shows them as a table."""
 
     pools: dict[str, PoolPlan]
 

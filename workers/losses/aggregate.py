@@ -58,7 +58,16 @@ def agg_loss(
     global_batch_size: int | float | Tensor | None = None,
     loss_scale_factor: int | float | None = None,
 ) -> Tensor:
-    """Return the contribution of these rows to the loss of the global mini-batch."""
+    """Return the contribution of these rows to the loss of the global mini-batch.
+
+    Args:
+        loss_mat: the token losses, [rows, R].
+        loss_mask: the tokens that count, such as `response_mask`.
+        loss_agg_mode: an aggregation, such as "token-mean".
+        batch_num_tokens: tokens of the global mini-batch; None counts the tokens of these rows.
+        global_batch_size: rows of the global mini-batch; None counts these rows.
+        loss_scale_factor: the divisor in "seq-mean-token-sum-norm"; None is R.
+    """
     if loss_agg_mode not in AGGREGATIONS:
         raise ConfigError(
             f"unknown loss_agg_mode {loss_agg_mode!r}; there are {', '.join(AGGREGATIONS)}."

@@ -85,7 +85,7 @@ def declares(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
 
 
 def reads(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Declare which keys that only policy losses use this loss reads."""
+    """Declare the policy-loss keys that this loss reads, such as `clip_ratio`."""
     return declares(keys_read=keys)
 
 

@@ -208,7 +208,7 @@ def sample_names(data: DataProto, start: int) -> list[str]:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One rank's rows of an optimizer step, and the counts of the step over all ranks."""
+    """One rank's rows of a mini-batch, with the row and token counts over all ranks."""
 
     columns: RowColumns
     num_rows: int

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ScoreEngine(TrainEngine):
-    """Reads a row's score from the scalar head; padding is never read."""
+    """A training engine with a scalar head, for critics and reward models."""
 
     def __init__(self, *args: Any, score_at: str | None = None, **settings: Any) -> None:
         super().__init__(*args, reading=RowScores(score_at), **settings)

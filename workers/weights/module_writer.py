@@ -9,7 +9,11 @@ from workers.weights.checksum import words_of
 
 
 class ModuleWriter:
-    """Writes tensors into a module's state, and records missing, unknown and unfit tensors.
+    """Writes synced weights into a module, such as the module of your own rollout engine.
+
+        writer = ModuleWriter(module)
+        for name, tensor in named_tensors: writer.write_tensor(name, tensor)
+        writer.verify("my engine")          # raises if weights are missing, unknown or unfit
 
     A tensor may arrive in another dtype than the weight's if no bit is lost (float32 from
     bfloat16). Tied weights arrive under one of their names. Persistent buffers are weights, too.

@@ -55,7 +55,12 @@ class _RunningWorkers(WorkerGroup):
 
 
 class RayWorkerGroup(_RunningWorkers):
-    """Starts a Ray actor on every place of a pool, and constructs the roles in them."""
+    """Starts a Ray actor on every place of a pool, and constructs the roles in them.
+
+    pool = RayResourcePool([2])
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1))
+    group.add(data)                     # a method of `Adder` with `@register`
+    """
 
     def __init__(
         self,

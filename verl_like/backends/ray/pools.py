@@ -240,7 +240,7 @@ def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> SubR
 
 
 class ResourcePoolManager(PoolManager):
-    """verl's class of that name: a `PoolManager` whose pools are on a Ray cluster."""
+    """verl's `ResourcePoolManager`, for pools on a Ray cluster."""
 
     pool_cls = RayResourcePool
 
