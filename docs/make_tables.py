@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from cards import (
     Card,
     estimator_cards,
@@ -377,6 +378,19 @@ def command_list() -> str:
     return "\n\n".join(parts)
 
 
+def metric_tables() -> str:
+    """Return a table for every group of metrics in `data/metrics.yaml`."""
+    groups = yaml.safe_load((DOCS / "data" / "metrics.yaml").read_text(encoding="utf-8"))
+    parts = []
+    for title, metrics in groups.items():
+        head = [f"## {title}", "", "| Name | Unit | Meaning |", "|---|---|---|"]
+        rows = [
+            f"| `{name}` | {unit} | {_cell(meaning)} |" for name, (unit, meaning) in metrics.items()
+        ]
+        parts.append("\n".join([*head, *rows]))
+    return "\n\n".join(parts)
+
+
 def preset_table() -> str:
     """The presets of `algorithm`: what each file says of itself."""
     rows = []
@@ -660,6 +674,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "corrections": ("algorithms.md", correction_table),
     "commands": ("commands.md", command_list),
+    "metrics": ("metrics.md", metric_tables),
     "preset-cards": ("cards.md", preset_card_list),
     "estimator-cards": ("cards.md", estimator_card_list),
     "policy-loss-cards": ("cards.md", policy_loss_card_list),

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from fnmatch import fnmatchcase
 
+import pytest
+import yaml
+
+from tests import ROOT
 from tests.conftest import load
+
+FAMILIES = "actor|critic|distillation|global_seqlen|perf|response|response_length|rollout_corr"
+FAMILIES += "|async|timing_s|training"
+NAMES = re.compile(rf'"((?:{FAMILIES})/\w+(?:/\w+)?)"')
 
 
 @pytest.mark.parametrize("name", load("docs/make_tables.py").TABLES)
 def test_a_table_is_current(name: str) -> None:
     path, text = load("docs/make_tables.py").filled(name)
     assert path.read_text(encoding="utf-8") == text, "run: python docs/make_tables.py"
+
+
+def test_every_metric_of_the_code_has_a_meaning() -> None:
+    """Names that the code writes as one literal; families such as `reward/<name>` are patterns."""
+    groups = yaml.safe_load((ROOT / "docs/data/metrics.yaml").read_text(encoding="utf-8"))
+    known = [name for metrics in groups.values() for name in metrics]
+    code = [path for room in ("trainer", "workers") for path in (ROOT / room).rglob("*.py")]
+    names = {name for path in code for name in NAMES.findall(path.read_text(encoding="utf-8"))}
+    families = {"critic/score", "critic/rewards", "critic/advantages", "critic/returns"}
+    unknown = names - families - {"critic/values"}
+    assert [name for name in unknown if not any(fnmatchcase(name, key) for key in known)] == []
