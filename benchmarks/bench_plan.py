@@ -70,7 +70,7 @@ def placements(published: Case, root: Path) -> list[Case]:
     """Return the fastest of the same placements, under each reading of the network."""
     rows = []
     for (reading, rate), case in product(published["networks"].items(), published["cases"]):
-        job = job_of([*settings_of(published, case, root), f"--network={rate}"])
+        job = job_of([*settings_of(published, case, root), f"--network-bandwidth={rate}"])
         seconds: dict[str, float] = {}
         for placement in job.best(case["gpus"]):
             shares = {frozenset(pool.roles) for pool in placement.pools}

@@ -249,10 +249,10 @@ def run_figures(run: Run, folder: Path, gpu: Device | None) -> Figures:
     if seconds := figures.get("generation s"):
         read = decoded_bytes(run.model, run.rows_per_engine, run.prompt * 3 // 4, run.response)
         per_gpu = read / run.gpus_per_engine / float(seconds)
-        figures["share of bandwidth"] = per_gpu / gpu.memory
+        figures["share of bandwidth"] = per_gpu / gpu.memory_bandwidth
     if (sent := figures.get("sync MB")) and (seconds := figures.get("sync s")):
         figures["sync, times the link's own time"] = (
-            float(seconds) * gpu.link / (float(sent) * 2**20)
+            float(seconds) * gpu.link_bandwidth / (float(sent) * 2**20)
         )
     return figures
 

@@ -518,7 +518,7 @@ def decode(trial: Trial) -> Iterator[Figure]:
         rate = decoded_bytes(folder, num_rows, prompt, response) / seconds
         yield f"{num_rows} rows: GB/s", rate / 1e9
         if sheet:
-            yield f"{num_rows} rows: share of bandwidth", rate / sheet.memory
+            yield f"{num_rows} rows: share of bandwidth", rate / sheet.memory_bandwidth
 
 
 def free(trial: Trial) -> None:

@@ -66,7 +66,7 @@ def test_the_row_is_of_the_steps_after_the_first_as_the_run_wrote_them(
     folder, said = job_done
     metrics = lines(folder / "run")[1:]
     seconds = sum(line["timing_s/step"] for line in metrics)
-    tokens = sum(line["training/num_drawn_tokens"] for line in metrics)
+    tokens = sum(line["training/num_sampled_tokens"] for line in metrics)
     heading, rule, row = [cells(line) for line in said.splitlines() if line.startswith("|")]
     assert heading == HEADING
     assert set(rule) == {"---"}

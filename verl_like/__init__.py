@@ -83,7 +83,7 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from workers.config import ModelConfig as ModelConfig
     from workers.config import OptimConfig as OptimConfig
     from workers.losses.aggregate import agg_loss as agg_loss
-    from workers.losses.registry import reads as reads
+    from workers.losses.registry import reads_keys as reads_keys
     from workers.rewards.functions import default_compute_score as default_compute_score
 
 _MODULE_OF = {
@@ -142,7 +142,7 @@ _MODULE_OF = {
     "pad_dataproto_to_divisor": "verl_like.batch.verl_compat",
     "prepare_dynamic_batch": "verl_like.batch.verl_compat",
     "read_columns": "workers.columns",
-    "reads": "workers.losses.registry",
+    "reads_keys": "workers.losses.registry",
     "rearrange_micro_batches": "verl_like.batch.verl_compat",
     "register": "verl_like.calls.dispatch",
     "register_dispatch_mode": "verl_like.calls.dispatch",

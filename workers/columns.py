@@ -96,7 +96,7 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("token_versions", "[rows, R]", "int32", "", *_GENERATED),
         Column("policy_version", "[rows]", "int64", "", *_GENERATED),
-        Column("draw_hash", "[rows]", "int64", "", *_GENERATED),
+        Column("sample_hash", "[rows]", "int64", "", *_GENERATED),
         Column("finish_reason", "[rows]", "object", "", *_GENERATED),
         Column("turn", "[rows, R]", "int64", " (trajectories)", *_GENERATED),
         Column("environment_rewards", "[rows, R]", "float32", " (trajectories)", *_GENERATED),

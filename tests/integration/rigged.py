@@ -47,7 +47,7 @@ class TruncatingRollout(RolloutWorker):
         lengths = torch.where(torch.arange(len(made)) % 3 == 0, 0, width)
         mask = (torch.arange(width) < lengths[:, None]).long()
         letter = int(data.batch["input_ids"][0, -1])  # any token but eos
-        made.pop(["draw_hash"])  # these are not the tokens that the engine drew
+        made.pop(["sample_hash"])  # these are not the tokens that the engine drew
         made.batch["responses"] = torch.full_like(made.batch["responses"], letter)
         made.batch["response_mask"] = mask
         made.batch["attention_mask"][:, -width:] = mask

@@ -75,7 +75,7 @@ def folders(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     run(load_config(overrides(tiny_dir, found["ppo"], *more), CHILD))
     async_training = (
         "async_training.max_staleness=0",
-        "async_training.on_generator_loss=restart",
+        "async_training.on_generator_failure=restart",
         "faults.seed=784",
     )
     more = (*LOCAL, *FAULTS, *async_training)

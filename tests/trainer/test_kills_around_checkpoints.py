@@ -41,7 +41,7 @@ APART = (
 )
 GENERATOR = (
     "async_training.max_staleness=0",
-    "async_training.on_generator_loss=restart",
+    "async_training.on_generator_failure=restart",
     *POLICY_ALONE,
 )
 SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")

@@ -26,7 +26,7 @@ SHARED = (
     f"trainer.total_training_steps={2 * len(PLACES) + 5}",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes=0.1",
 )
-GENERATORS = ("async_training.max_staleness=0", "async_training.on_generator_loss=restart")
+GENERATORS = ("async_training.max_staleness=0", "async_training.on_generator_failure=restart")
 Cell = tuple[Recipe[Any], tuple[str, ...], tuple[str, str]]
 """A recipe, its settings, and who is killed: role and rank of a sender, and of a receiver."""
 OF_ONE_RANK: dict[str, Cell] = {

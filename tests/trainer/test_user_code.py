@@ -56,7 +56,7 @@ class EmptySampler(Sampler):
 class AskingSampler(Sampler):
     def __init__(self, size: int) -> None: ...
 
-    def choose(self, stock: Any) -> Any: ...
+    def choose(self, view: Any) -> Any: ...
 
 
 class NarrowSampler(Sampler):
@@ -117,7 +117,7 @@ def test_a_signature_is_refused_by_its_key(key: str, name: str, words: str) -> N
     [
         ("EmptySampler", "has no choose"),
         ("AskingSampler", "missing a required argument: 'size'"),
-        ("NarrowSampler", r"its choose takes \(self\), but is called with \(self, stock\)"),
+        ("NarrowSampler", r"its choose takes \(self\), but is called with \(self, view\)"),
         ("estimator_that_fits", "is not a sampler class"),
     ],
 )

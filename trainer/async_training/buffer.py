@@ -23,7 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 from trainer.async_training.activity import Activity
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.pieces import Demand, Loader, OpenPieces, PieceStream
-from trainer.async_training.samplers import SAMPLERS, Choice, Experience, chosen, num_samples_of
+from trainer.async_training.samplers import (
+    SAMPLERS,
+    Experience,
+    SelectedBatch,
+    chosen,
+    num_samples_of,
+)
 from trainer.loop import EndOfSamples
 from trainer.roadside.sample_log import (
     IN_FLIGHT,
@@ -352,22 +358,22 @@ class ExperienceBuffer:
 
     def _take_chosen(self) -> list[Experience]:
         """Return the batch that the sampler chooses, with a part for each routed trainer rank."""
-        whole = Choice()
-        for stock in self.open.stocks(self._demand, self.version, self._num_taken):
-            choice = chosen(self._sampler, stock)
+        whole = SelectedBatch()
+        for view in self.open.views(self._demand, self.version, self._num_taken):
+            choice = chosen(self._sampler, view)
             whole.dropped += choice.dropped
-            if not choice.taken:
-                whole.taken = []
+            if not choice.selected:
+                whole.selected = []
                 break
-            whole.taken += choice.taken
+            whole.selected += choice.selected
         for experience, reason in whole.dropped:
             self._drop(experience, reason)
             self._look_again()
-        for experience in whole.taken:
+        for experience in whole.selected:
             self.open.ready.remove(experience)
             self.log.move(experience.names, TAKEN)
-        self._num_taken += bool(whole.taken)
-        return whole.taken
+        self._num_taken += bool(whole.selected)
+        return whole.selected
 
     def _begin_next(self, generator: int, version: int) -> Experience | None:
         """Return the first chunk that this generator may generate, if there is room for it."""

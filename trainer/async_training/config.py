@@ -94,7 +94,7 @@ class AsyncSettings(Section):
     """Batches trained on per weight version."""
     train_epochs: int = key(1, above=0)
     """Passes over these batches, reshuffled from the second pass on."""
-    on_generator_loss: str = key(
+    on_generator_failure: str = key(
         "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
     )
     """If a generator dies: end the run, give its prompts to the others, or restart it."""
@@ -119,7 +119,7 @@ class AsyncTrainerConfig(PPOTrainerConfig):
     """Trainer class: AsyncTrainer or a subclass."""
     max_restarts: int = key(0, at_least=0)
     """Times that a run goes on by itself from its last checkpoint; for a lost
-    generator see `async_training.on_generator_loss`."""
+    generator see `async_training.on_generator_failure`."""
     experiment_name: str = key("async", allows="a name")
     """Second part of the run folder's name."""
 

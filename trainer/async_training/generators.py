@@ -150,7 +150,7 @@ logger = logging.getLogger(__name__)
 
 
 class LostGenerators:
-    """Handles the loss of a generator as `async_training.on_generator_loss` asks."""
+    """Handles the loss of a generator as `async_training.on_generator_failure` asks."""
 
     def __init__(
         self, run: Run, buffer: ExperienceBuffer, init_arguments: Callable[[str], dict[str, Any]]
@@ -167,7 +167,7 @@ class LostGenerators:
         """Return whether this generator continues; raise if the run cannot."""
         if self._is_alive(generator):  # a trainer died while it sent weights
             raise error
-        policy = self._config.async_training.on_generator_loss
+        policy = self._config.async_training.on_generator_failure
         now = generator, self._buffer.version
         subject = f"generator {generator} is lost with {num_lost} samples that it was generating"
         if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
@@ -199,7 +199,7 @@ class LostGenerators:
             logger.warning("%s: the other generators take them over. %s", subject, error)
             return False
         way_out = {
-            "fail": "async_training.on_generator_loss=restart or continue would let the run go on.",
+            "fail": "To continue, set async_training.on_generator_failure=restart or continue.",
             "restart": f"It was restarted {self._restarts[now]} times with version {now[1]}.",
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }

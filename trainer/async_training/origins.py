@@ -54,7 +54,7 @@ class Origins:
 
     def draw_metrics(self) -> Metrics:
         """Return the metrics of generators' scores and the number of tokens of this step."""
-        return over_draws(self._scoring) | {"async/drawn_tokens": float(self._num_tokens)}
+        return over_draws(self._scoring) | {"async/sampled_tokens": float(self._num_tokens)}
 
     @contextmanager
     def naming_samples(self, run: Run) -> Iterator[None]:

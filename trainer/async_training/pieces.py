@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
-from trainer.async_training.samplers import Experience, Stock, num_samples_of
+from trainer.async_training.samplers import BufferView, Experience, num_samples_of
 from trainer.async_training.topology import ANY_RANK, by_first
 from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
@@ -28,7 +28,7 @@ class Demand:
 
     num_samples: int = 0
     attempt: int = 0
-    rest_of_version: int = 0
+    samples_left_in_version: int = 0
     """Fresh samples needed after these and before the next version of the weights."""
     rest_of_run: int | None = None
     """Fresh samples needed after these until the end of the run; None if unknown."""
@@ -109,8 +109,8 @@ class Rounds:
             # there
             ahead = (self.max_staleness + 1) * self.update_steps
             rest_of_run = sum(map(samples_of, range(batch + 1, min(total, batch + 1 + ahead))))
-        rest_of_version = sum(map(samples_of, range(batch + 1, last_of_version)))
-        return Demand(samples_of(batch), attempt, rest_of_version, rest_of_run)
+        samples_left_in_version = sum(map(samples_of, range(batch + 1, last_of_version)))
+        return Demand(samples_of(batch), attempt, samples_left_in_version, rest_of_run)
 
 
 class Loader(Protocol):
@@ -239,14 +239,14 @@ class OpenPieces:
         if not self._evicts and num_samples_of(opened) > self._limit:
             return False
         ahead = (self._settings.max_staleness - lag) * self._samples_per_version
-        room = max(demand.num_samples + demand.rest_of_version + ahead, 0)
+        room = max(demand.num_samples + demand.samples_left_in_version + ahead, 0)
         if demand.rest_of_run is not None:
             room = min(room, demand.num_samples + demand.rest_of_run)
         of_rank = [other for other in opened if other.rank == piece.rank]
         return num_samples_of(of_rank) <= room // len(self._stream.ranks)
 
-    def stocks(self, demand: Demand, version: int, number: int) -> Iterator[Stock]:
-        """Yield the stock of each trainer rank with its own generators, or the stock for all ranks.
+    def views(self, demand: Demand, version: int, number: int) -> Iterator[BufferView]:
+        """Yield what a sampler sees of each trainer rank with generators, or of all ranks.
 
         `number` counts the batches before this one.
         """
@@ -257,15 +257,15 @@ class OpenPieces:
         coming = by_first((piece.rank, piece) for piece in self.in_flight.values())
         lost = by_first((p.rank, p) for p in self._stream.waiting if p.number < horizon)
         for rank in ranks:
-            yield Stock(
+            yield BufferView(
                 ready=ready.get(rank, ()),
-                coming=coming.get(rank, ()),
-                lost=lost.get(rank, ()),
+                in_progress=coming.get(rank, ()),
+                orphaned=lost.get(rank, ()),
                 num_samples=demand.num_samples // len(ranks),
                 version=version,
                 max_staleness=self._settings.max_staleness,
                 samples_per_version=self._samples_per_version // len(ranks),
-                rest_of_version=demand.rest_of_version // len(ranks),
+                samples_left_in_version=demand.samples_left_in_version // len(ranks),
                 seed=(self._seed, number),
-                window=self._settings.max_sample_age,
+                max_sample_age=self._settings.max_sample_age,
             )

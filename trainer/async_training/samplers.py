@@ -2,7 +2,7 @@
 
     @SAMPLERS.register("newest_first")
     class NewestFirst(Sampler):
-        def choose(self, stock: Stock) -> Choice: ...
+        def choose(self, view: BufferView) -> SelectedBatch: ...
 
 Set `async_training.sampler` to the dotted path of your own sampler. The buffer calls it whenever
 something has changed. It returns chunks that make exactly one batch, or none if the trainer has to
@@ -96,12 +96,12 @@ def num_samples_of(experiences: Iterable[Experience]) -> int:
 
 
 @dataclass(frozen=True)
-class Stock:
+class BufferView:
     """Chunks to choose from, and the state of the run, as a sampler sees them."""
 
     ready: Sequence[Experience]
     """Finished chunks, in the order in which they arrived."""
-    coming: Sequence[Experience]
+    in_progress: Sequence[Experience]
     """Chunks that are being generated."""
     num_samples: int
     """Number of samples in a batch."""
@@ -112,57 +112,57 @@ class Stock:
     """Number of samples that one version of the weights trains on."""
     seed: Sequence[int]
     """The seed of this batch: the run's seed and the number of the batch."""
-    lost: Sequence[Experience] = ()
+    orphaned: Sequence[Experience] = ()
     """Chunks of a lost generator that wait for another generator."""
-    rest_of_version: int = 0
+    samples_left_in_version: int = 0
     """Number of samples in later batches before the next version."""
-    window: int | None = None
+    max_sample_age: int | None = None
     """`async_training.max_sample_age`, if it is set."""
 
-    def room_after(self, made_by: int) -> int:
-        """Count the samples that later batches use before samples of `made_by` are too stale."""
-        versions_left = made_by + self.max_staleness - self.version
-        return max(self.rest_of_version + versions_left * self.samples_per_version, 0)
+    def samples_until_stale(self, version_made: int) -> int:
+        """Count the samples that later batches use before samples of that version are too stale."""
+        versions_left = version_made + self.max_staleness - self.version
+        return max(self.samples_left_in_version + versions_left * self.samples_per_version, 0)
 
 
 @dataclass
-class Choice:
+class SelectedBatch:
     """The chunks of a batch in order, and chunks to drop, with reasons."""
 
-    taken: list[Experience] = field(default_factory=list)
+    selected: list[Experience] = field(default_factory=list)
     dropped: list[tuple[Experience, str]] = field(default_factory=list)
 
 
 class Sampler(ABC):
-    """Chooses the chunks of a batch. It has no state: the same stock gives the same choice."""
+    """Chooses the chunks of a batch. It has no state: the same view gives the same batch."""
 
     @abstractmethod
-    def choose(self, stock: Stock) -> Choice:
-        """Choose the next batch; an empty choice means that the trainer waits."""
+    def choose(self, view: BufferView) -> SelectedBatch:
+        """Choose the next batch; an empty batch means that the trainer waits."""
 
 
 class SamplerError(VerlLikeError, RuntimeError):
     """A sampler's choice is not a batch, or is too old."""
 
 
-def chosen(sampler: Sampler, stock: Stock) -> Choice:
+def chosen(sampler: Sampler, view: BufferView) -> SelectedBatch:
     """Return the sampler's choice; raise unless it is one batch or empty, and not too old."""
-    choice, name = sampler.choose(stock), type(sampler).__name__
-    num_samples = num_samples_of(choice.taken)
-    if choice.taken and num_samples != stock.num_samples:
+    batch, name = sampler.choose(view), type(sampler).__name__
+    num_samples = num_samples_of(batch.selected)
+    if batch.selected and num_samples != view.num_samples:
         raise SamplerError(
-            f"the sampler {name} took {num_samples} samples for a batch of {stock.num_samples}: "
-            "trainer.async_training.samplers.up_to takes as many, or none."
+            f"the sampler {name} took {num_samples} samples for a batch of {view.num_samples}: "
+            "trainer.async_training.samplers.select_exactly takes as many, or none."
         )
-    oldest = min((piece.version for piece in choice.taken), default=stock.version)
-    if stock.version - oldest > stock.max_staleness:
+    oldest = min((piece.version for piece in batch.selected), default=view.version)
+    if view.version - oldest > view.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
-            f"{stock.version}, and async_training.max_staleness={stock.max_staleness}: it had "
+            f"{view.version}, and async_training.max_staleness={view.max_staleness}: it had "
             "kept them back for too long. trainer.async_training.samplers.most_urgent_first "
             "puts the samples that a batch must contain first."
         )
-    return choice
+    return batch
 
 
 def _check(sampler: Any, subject: str) -> None:
@@ -179,7 +179,7 @@ def _check(sampler: Any, subject: str) -> None:
 SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)
 
 
-def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experience]:
+def select_exactly(experiences: Iterable[Experience], num_samples: int) -> list[Experience]:
     """Return the first chunks that add up to exactly `num_samples` samples, or none."""
     taken: list[Experience] = []
     for experience in experiences:
@@ -189,54 +189,62 @@ def up_to(experiences: Iterable[Experience], num_samples: int) -> list[Experienc
     return [] if num_samples else taken
 
 
-def most_urgent_first(stock: Stock, ready: Sequence[Experience]) -> list[Experience] | None:
+def most_urgent_first(view: BufferView, ready: Sequence[Experience]) -> list[Experience] | None:
     """Return `ready`, with the chunks first that would be too stale for the next batch.
 
     All samples of a version that remain can then still be used before they become too stale. Return
     None if a chunk that this batch needs is still being generated.
     """
     head: dict[int, Experience] = {}
-    for made_by in sorted({piece.version for piece in [*ready, *stock.coming]}):
-        due = [piece for piece in ready if piece.version <= made_by and piece.number not in head]
-        coming = [piece for piece in stock.coming if piece.version <= made_by]
+    for version_made in sorted({piece.version for piece in [*ready, *view.in_progress]}):
+        due = [
+            piece for piece in ready if piece.version <= version_made and piece.number not in head
+        ]
+        coming = [piece for piece in view.in_progress if piece.version <= version_made]
         num_left = num_samples_of(due) + num_samples_of(coming)
         for piece in due:
-            if num_left <= stock.room_after(made_by):
+            if num_left <= view.samples_until_stale(version_made):
                 break
             head[piece.number] = piece
             num_left -= piece.num_samples
-        if num_left > stock.room_after(made_by):
+        if num_left > view.samples_until_stale(version_made):
             return None
     return [*head.values(), *(piece for piece in ready if piece.number not in head)]
 
 
-def _in_time(stock: Stock, ready: Sequence[Experience]) -> Choice:
+def _in_time(view: BufferView, ready: Sequence[Experience]) -> SelectedBatch:
     """Choose the first chunks, after the chunks that would be too stale for the next batch."""
-    ordered = most_urgent_first(stock, ready)
-    return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
+    ordered = most_urgent_first(view, ready)
+    return (
+        SelectedBatch()
+        if ordered is None
+        else SelectedBatch(select_exactly(ordered, view.num_samples))
+    )
 
 
 @SAMPLERS.register("in_order")
 class InOrder(Sampler):
     """Uses prompts in order, and waits for slow chunks."""
 
-    def choose(self, stock: Stock) -> Choice:
+    def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the chunks with the lowest numbers, once all of them are finished."""
-        taken = up_to(sorted(stock.ready, key=lambda piece: piece.number), stock.num_samples)
+        taken = select_exactly(sorted(view.ready, key=lambda piece: piece.number), view.num_samples)
         waits = any(
-            piece.number < taken[-1].number for piece in [*stock.coming, *stock.lost] if taken
+            piece.number < taken[-1].number
+            for piece in [*view.in_progress, *view.orphaned]
+            if taken
         )
-        return Choice() if waits else Choice(taken)
+        return SelectedBatch() if waits else SelectedBatch(taken)
 
 
 @SAMPLERS.register("random")
 class RandomOrder(Sampler):
     """Chooses chunks at random, seeded by the run's seed and the batch's number."""
 
-    def choose(self, stock: Stock) -> Choice:
+    def choose(self, view: BufferView) -> SelectedBatch:
         """Choose random finished chunks, after the chunks that would become too stale."""
-        order = np.random.default_rng(list(stock.seed)).permutation(len(stock.ready))
-        return _in_time(stock, [stock.ready[place] for place in order])
+        order = np.random.default_rng(list(view.seed)).permutation(len(view.ready))
+        return _in_time(view, [view.ready[place] for place in order])
 
 
 @SAMPLERS.register("ready_first")
@@ -246,19 +254,19 @@ class ReadyFirst(Sampler):
     Long responses finish later, so the lengths in a batch are biased.
     """
 
-    def choose(self, stock: Stock) -> Choice:
+    def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the chunks that finished first, after chunks that would become too stale."""
-        return _in_time(stock, stock.ready)
+        return _in_time(view, view.ready)
 
 
 @SAMPLERS.register("version_window")
 class VersionWindow(Sampler):
     """Drops old chunks, in addition to the limit of `async_training.max_staleness`."""
 
-    def choose(self, stock: Stock) -> Choice:
+    def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the first chunks within the window, the oldest versions first."""
-        window = stock.max_staleness if stock.window is None else stock.window
-        inside = sorted(stock.ready, key=lambda piece: piece.version)
-        dropped = [piece for piece in inside if piece.version < stock.version - window]
-        taken = up_to(inside[len(dropped) :], stock.num_samples)
-        return Choice(taken, [(piece, f"older than {window} versions") for piece in dropped])
+        window = view.max_staleness if view.max_sample_age is None else view.max_sample_age
+        inside = sorted(view.ready, key=lambda piece: piece.version)
+        dropped = [piece for piece in inside if piece.version < view.version - window]
+        taken = select_exactly(inside[len(dropped) :], view.num_samples)
+        return SelectedBatch(taken, [(piece, f"older than {window} versions") for piece in dropped])

@@ -109,7 +109,7 @@ class AsyncTrainer(PPOTrainer):
         return self.rounds.ends_with(self.global_step)
 
     def replaceable_roles(self) -> frozenset[str]:
-        """Return no roles: `async_training.on_generator_loss` handles lost generators."""
+        """Return no roles: `async_training.on_generator_failure` handles lost generators."""
         return frozenset()
 
     def saved_groups(self) -> dict[str, Any]:

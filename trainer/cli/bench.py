@@ -76,7 +76,7 @@ class PredictedRun:
         return {
             "run": self.name,
             **asdict(self.setup),
-            "seconds_a_step": self.prediction.seconds,
+            "seconds_per_step": self.prediction.seconds,
             "speed_up": self.speed_up,
             "limit": self.limit,
             "shares": self.prediction.shares,

@@ -9,14 +9,15 @@ generators.
 
   --gpus 16             number of GPUs; --gpus 16xH100 names their kind, too
   --device H100         L4, L40S, A100, H20, H100, H200, B200, MI300X, or another name with
-                        --gib, --flops (per s), --memory, --link, --network (bytes per s)
+                        --gib, --flops (per s), and --memory-bandwidth, --link-bandwidth,
+                        --network-bandwidth (bytes per s)
   --per-node 8          GPUs per node
   --mean-prompt 200     tokens per prompt; default: half of data.max_prompt_length
   --mean-response 400   tokens per response; default: half of data.max_response_length
   --mean-length 300     tokens per row of sft, reward-model or dpo; default: half of data.max_length
   --lengths FILE        tokens of responses or rows, as a JSON list, instead of a mean
-  --rewards 2.5         seconds per step that reward functions take
-  --environment 8       seconds per sample that the environment takes
+  --reward-s 2.5        seconds per step that reward functions take
+  --environment-s 8     seconds per sample that the environment takes
 
   verl-like plan --gpus 16 --device H100 actor_rollout_ref.model.path=y
   verl-like plan sft --gpus 8 --device A100 model.path=y
@@ -55,7 +56,7 @@ ON_SAMPLES = ("ppo", "async")
 """Recipes that plan samples; the others plan rows of a file."""
 ABBREVIATED = {"rm": "reward-model", "grpo": "ppo"}
 TEXTS = ("device", "lengths")
-OF_PPO = ("mean_prompt", "mean_response", "rewards", "environment")
+OF_PPO = ("mean_prompt", "mean_response", "reward_s", "environment_s")
 OF_ROWS = ("mean_length",)
 OPTIONS = ("gpus", "per_node", *NUMBERS, "device", "lengths", *OF_PPO, *OF_ROWS)
 
@@ -128,8 +129,8 @@ def job_of(arguments: Sequence[str]) -> Job:
             **common,
             mean_prompt=mean_prompt,
             responses=responses,
-            waits=options.get("environment", 0.0),
-            rewards=options.get("rewards", 0.0),
+            waits=options.get("environment_s", 0.0),
+            rewards=options.get("reward_s", 0.0),
         )
     job.check()
     return job

@@ -37,11 +37,11 @@ class Device:
     gib: float
     flops: float
     """Operations in dense bfloat16 products."""
-    memory: float
+    memory_bandwidth: float
     """Bytes from the GPU's memory."""
-    link: float
+    link_bandwidth: float
     """Bytes to another GPU of its node, one way."""
-    network: float
+    network_bandwidth: float
     """Bytes to a GPU of another node, one way."""
 
     @property
@@ -66,7 +66,7 @@ Gbit/s per GPU, as in nodes that are sold with eight of them.
 DEVICES = {
     name: Device(name, GIB_OF_GPUS[name], PEAKS[name], *rates) for name, rates in BANDWIDTHS.items()
 }
-NUMBERS = ("gib", "flops", "memory", "link", "network")
+NUMBERS = ("gib", "flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 """The options `--<name>` of `verl-like plan` that describe a GPU."""
 
 
@@ -81,7 +81,7 @@ def device_of(name: str, numbers: dict[str, Any]) -> Device:
     device = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if device is not None:
         return replace(device, **numbers)
-    missing = [f"--{number}" for number in NUMBERS if number not in numbers]
+    missing = [f"--{number}".replace("_", "-") for number in NUMBERS if number not in numbers]
     if missing:
         raise ConfigError(
             f"--device={name} is not a known GPU.{nearest(name, DEVICES)} Known: "
@@ -202,9 +202,9 @@ class Gpus:
 
         Between nodes it uses the ports of all GPUs that take part, as NCCL's rings do.
         """
-        rate = self.device.link
+        rate = self.device.link_bandwidth
         if num_ranks * apart > self.per_node:
-            rate = min(rate, max(1, self.per_node // apart) * self.device.network)
+            rate = min(rate, max(1, self.per_node // apart) * self.device.network_bandwidth)
         return rate * BYTES_REACHED
 
 
@@ -259,7 +259,7 @@ def pass_seconds(
     visible += per_layer * num_passes * directions * model.num_layers / dims.pp * ALL_REDUCE_S
     if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
         on_device = model.weights / (shards * dims.tp * dims.pp)
-        visible += steps * 28 * on_device / (gpus.device.memory * BYTES_REACHED)
+        visible += steps * 28 * on_device / (gpus.device.memory_bandwidth * BYTES_REACHED)
         visible += offloads * steps * 24 * on_device / (PCIE * BYTES_REACHED)
     return max(compute, exchange) + visible + CALL_S
 
@@ -279,7 +279,9 @@ def decode_seconds(
 
     def step(live: float) -> float:
         moved = BYTES * model.read_by(live) / tp + live * context * per_token
-        busy = max(moved / (device.memory * BYTES_REACHED), 2 * model.active * live / tp / flops)
+        busy = max(
+            moved / (device.memory_bandwidth * BYTES_REACHED), 2 * model.active * live / tp / flops
+        )
         return busy + model.num_layers * (DECODE_LAYER_S + 2 * (tp > 1) * ALL_REDUCE_S)
 
     seconds = (samples - slots) * rows.mean_response / slots * step(slots)

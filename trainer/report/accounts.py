@@ -16,8 +16,8 @@ from typing import Any
 from verl_like.files import json_objects, parse_json
 from verl_like.terminal import draw_table
 
-DRAWN, TRAINED = "training/num_drawn_tokens", "training/num_trained_tokens"
-LEFT_OUT = "training/num_left_out_tokens/"
+DRAWN, TRAINED = "training/num_sampled_tokens", "training/num_trained_tokens"
+LEFT_OUT = "training/num_excluded_tokens/"
 """Prefix of a metric's name, followed by the reason."""
 
 

@@ -1,6 +1,6 @@
 """Convert rows of prompts to samples for an engine, and samples to rows of a batch.
 
-Each row carries a hash of what the engine read and sampled (`draw_hash`), which the trainer checks
+Each row has a hash of what the engine read and sampled (`sample_hash`), which the trainer checks
 before the update (`check_draws`). The hash covers the prompt, the response, the weight version of
 each token (which also marks observed tokens), and where segments start. So no tokenizer, stage or
 hook can change a sample unnoticed.
@@ -93,7 +93,7 @@ def batch_of(
         "rollout_log_probs": responses.with_values(torch.cat([s.log_probs for s in samples])),
         "token_versions": responses.with_values(torch.cat([s.versions for s in samples])),
         "policy_version": torch.tensor(oldest),
-        "draw_hash": torch.tensor([draw_hash(sample) for sample in samples]),
+        "sample_hash": torch.tensor([sample_hash(sample) for sample in samples]),
     }
     if truncated:
         sampled_log_probs_column = [sample.truncated_log_probs for sample in samples]
@@ -122,12 +122,12 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
     return torch.cat([chosen, chosen.new_zeros(length - len(chosen), *chosen.shape[1:])])
 
 
-COLUMN = "draw_hash"
+COLUMN = "sample_hash"
 NAMED = 3
 """Number of samples that an error names."""
 
 
-def draw_hash(sample: Sample) -> int:
+def sample_hash(sample: Sample) -> int:
     """Return the hash of a sample's inputs and sampled tokens."""
     prompt, versions = np.asarray(sample.prompt), sample.versions.numpy()
     return _hash(prompt, sample.tokens.numpy(), versions, sample.segments)

@@ -14,13 +14,13 @@ from tests.trainer.async_training.stand_ins import begin, finish, make_buffer, m
 from trainer.async_training.buffer import EndOfSamples, ExperienceBuffer, StalledError
 from trainer.async_training.pieces import Demand
 from trainer.async_training.samplers import (
-    Choice,
+    BufferView,
     Experience,
     Sampler,
     SamplerError,
-    Stock,
+    SelectedBatch,
     chosen,
-    up_to,
+    select_exactly,
 )
 from trainer.report.accounts import describe_log
 from trainer.roadside.sample_log import IN_FLIGHT, QUEUED
@@ -223,7 +223,7 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
             else:
                 finish(buffer, order)
         facts = (buffer._demand, buffer.version, buffer._num_taken)
-        while slow and not chosen(buffer._sampler, next(buffer.open.stocks(*facts))).taken:
+        while slow and not chosen(buffer._sampler, next(buffer.open.views(*facts))).selected:
             finish(buffer, slow.pop())
         taken = buffer.take(Demand(4))
         assert max(version - one.version for one in taken) <= max_staleness
@@ -233,13 +233,13 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
 
 def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() -> None:
     buffer = make_buffer(max_staleness=0, update_steps=2, sampler="random", piece=1)
-    buffer._demand = Demand(4, rest_of_version=4)
+    buffer._demand = Demand(4, samples_left_in_version=4)
     orders = [begin(buffer) for _ in range(8)]
     assert not may_begin(buffer)
     for order in orders[1:]:
         finish(buffer, order)
     first = buffer.take(
-        Demand(4, rest_of_version=4)
+        Demand(4, samples_left_in_version=4)
     )  # does not wait for the one that is being made
     finish(buffer, orders[0])
     second = buffer.take(Demand(4))
@@ -249,16 +249,16 @@ def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() 
 class NewestAtFirst(Sampler):
     """Samples the newest first, and old samples too late."""
 
-    def choose(self, stock: Stock) -> Choice:
-        newest = sorted(stock.ready, key=lambda one: one.version, reverse=stock.version < 3)
-        return Choice(up_to(newest, stock.num_samples))
+    def choose(self, view: BufferView) -> SelectedBatch:
+        newest = sorted(view.ready, key=lambda one: one.version, reverse=view.version < 3)
+        return SelectedBatch(select_exactly(newest, view.num_samples))
 
 
 class HalfABatch(Sampler):
     """Takes too few samples."""
 
-    def choose(self, stock: Stock) -> Choice:
-        return Choice(up_to(stock.ready, stock.num_samples // 2))
+    def choose(self, view: BufferView) -> SelectedBatch:
+        return SelectedBatch(select_exactly(view.ready, view.num_samples // 2))
 
 
 def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_run() -> None:

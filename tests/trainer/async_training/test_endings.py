@@ -71,7 +71,7 @@ def test_the_command_of_a_run_that_loses_a_generator_fails_within_seconds_and_na
     many = (
         "trainer.total_training_steps=50"  # more than one generator makes before the loss is known
     )
-    settings = ("async_training.generators=2", "async_training.on_generator_loss=fail", many)
+    settings = ("async_training.generators=2", "async_training.on_generator_failure=fail", many)
     arguments = overrides(tiny_dir, tmp_path, LOCAL, dies, *settings, *POLICY_ALONE)
     done = run_program(main.main, "async", *arguments, folder=ROOT)
     took = time.time() - float((tmp_path / "killed_at").read_text())

@@ -26,7 +26,7 @@ GAMES = "tests.workers.agents.games"
 FEW = ("data.train_batch_size=4",)
 RETRIES = "agents/num_retries"
 CLOCK = ("agents/engine_s", "agents/environment_s", "agents/waiting_s")
-FAULTS = (RETRIES, "training/num_left_out_tokens", "training/num_drawn_tokens")
+FAULTS = (RETRIES, "training/num_excluded_tokens", "training/num_sampled_tokens")
 
 
 def play(
@@ -115,7 +115,7 @@ def test_a_lost_generators_trajectories_are_played_again_bit_for_bit(
     plain = play(tiny_dir, tmp_path / "plain", SLOW, recipe=PPO)
     ours = (
         "async_training.max_staleness=0",
-        "async_training.on_generator_loss=restart",
+        "async_training.on_generator_failure=restart",
         LOSES,
         SLOW,
     )

@@ -21,7 +21,11 @@ SHARED = (*FEW_ROWS, *POLICY_ALONE, f"trainer.total_training_steps={STEPS}")
 FAULTS = (
     *("faults.kill_worker=0.15", "faults.drop_weight_bucket=0.2"),
     *("faults.delay_call=0.2", "faults.delay_s=0.05"),
-    *("trainer.save_freq=4", "trainer.max_restarts=20", "async_training.on_generator_loss=restart"),
+    *(
+        "trainer.save_freq=4",
+        "trainer.max_restarts=20",
+        "async_training.on_generator_failure=restart",
+    ),
 )
 
 

@@ -62,7 +62,7 @@ def test_a_run_outlives_a_generator_that_is_killed_as_it_generates_and_keeps_the
     settings = (
         f"trainer.backend={backend}",
         f"async_training.topology={topology}",
-        f"async_training.on_generator_loss={policy}",
+        f"async_training.on_generator_failure={policy}",
         "cpus_per_process=0.5" if backend == "ray" else "trainer.device=cpu",
         "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesOnce",
         "trainer.total_training_steps=5",
@@ -91,7 +91,7 @@ def test_a_run_outlives_a_generator_that_is_killed_as_it_is_to_validate(
     settings = (
         "trainer.backend=local",
         f"async_training.topology={topology}",
-        f"async_training.on_generator_loss={policy}",
+        f"async_training.on_generator_failure={policy}",
         f"reward.list=[{{name: model, kind: model, path: '{classifier}'}}]",
         "async_training.score_on=generator",
         f"data.val_files={tiny_dir}/few.parquet",
@@ -120,7 +120,7 @@ def test_a_generator_that_loses_one_of_two_ranks_makes_its_piece_again_to_the_sa
     )
     more = (
         "async_training.max_staleness=0",
-        "async_training.on_generator_loss=restart",
+        "async_training.on_generator_failure=restart",
         *two_ranks,
     )
     folder = run_async(tiny_dir, tmp_path / "async", *POLICY_ALONE, *more)

@@ -21,7 +21,7 @@ from trainer.async_training.recipe import ASYNC
 from verl_like.errors import WorkerDiedError
 
 TRAINERS_APART = ("trainer.backend=local", "async_training.topology=1m2t", *POLICY_ALONE)
-SETTINGS = (*TRAINERS_APART, "async_training.on_generator_loss=restart")
+SETTINGS = (*TRAINERS_APART, "async_training.on_generator_failure=restart")
 RIGGED = "tests.trainer.async_training.rigged_workers"
 
 

@@ -154,7 +154,7 @@ def test_a_lost_generator_ends_the_run_by_its_name_unless_told_otherwise(
     )
     config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), ASYNC)
     with pytest.raises(
-        RolloutError, match=r"generator 1 is lost.*SIGKILL.*on_generator_loss=restart"
+        RolloutError, match=r"generator 1 is lost.*SIGKILL.*on_generator_failure=restart"
     ):
         run(config, callbacks=[KillGenerator()])
 
@@ -274,7 +274,7 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
     for line in lines(folder):
         is_fresh = line["async/reused"] == 0
         drawn = line["response_length/mean"] * 16 if is_fresh else 0
-        assert line["async/drawn_tokens"] == pytest.approx(drawn)
+        assert line["async/sampled_tokens"] == pytest.approx(drawn)
 
 
 def test_a_resumed_synchronous_run_goes_on_bit_for_bit(

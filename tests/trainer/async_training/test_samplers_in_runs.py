@@ -13,7 +13,13 @@ from tests.trainer.async_training.uids import uids_in_order, uids_of
 from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
-from trainer.async_training.samplers import Choice, Sampler, Stock, most_urgent_first, up_to
+from trainer.async_training.samplers import (
+    BufferView,
+    Sampler,
+    SelectedBatch,
+    most_urgent_first,
+    select_exactly,
+)
 
 STEPS, BATCH = 4, 16
 AHEAD = (
@@ -53,10 +59,14 @@ def dropped(folder: Path) -> dict[str, int]:
 class NewestFirst(Sampler):
     """A user's sampler: samples that are due first, then those of the newest weights."""
 
-    def choose(self, stock: Stock) -> Choice:
-        newest = sorted(stock.ready, key=lambda one: one.version, reverse=True)
-        ordered = most_urgent_first(stock, newest)
-        return Choice() if ordered is None else Choice(up_to(ordered, stock.num_samples))
+    def choose(self, view: BufferView) -> SelectedBatch:
+        newest = sorted(view.ready, key=lambda one: one.version, reverse=True)
+        ordered = most_urgent_first(view, newest)
+        return (
+            SelectedBatch()
+            if ordered is None
+            else SelectedBatch(select_exactly(ordered, view.num_samples))
+        )
 
 
 @pytest.mark.parametrize("sampler", ["ready_first", "random", f"{__name__}.NewestFirst"])

@@ -150,7 +150,7 @@ def test_a_generator_that_is_started_anew_gets_all_its_roles_and_the_critics_wei
     settings = (
         LOCAL,
         ON_GENERATOR,
-        "async_training.on_generator_loss=restart",
+        "async_training.on_generator_failure=restart",
         "async_training.max_staleness=0",
     )
     run(

@@ -59,7 +59,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(tiny: Path, folder: Path, *more: str) -> AsyncConfig:
-    settings = ("trainer.backend=local", "async_training.on_generator_loss=restart", *more)
+    settings = ("trainer.backend=local", "async_training.on_generator_failure=restart", *more)
     return load_config(overrides(tiny, folder, *settings), ASYNC)
 
 

@@ -73,7 +73,7 @@ def test_generators_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_tol
     even = as_json(capsys, "--gen=3", "--update=0.2", "--generators=4", "--trainers=2")
     assert "of 3m2t trainer 1 has 1 of the generators" in slow["notes"][0]
     assert even["notes"] == []
-    times = [found["runs"][-1]["seconds_a_step"] for found in (slow, even)]
+    times = [found["runs"][-1]["seconds_per_step"] for found in (slow, even)]
     assert times[0] == pytest.approx(2 * times[1], rel=0.05), (
         "a rank's half waits for one generator"
     )

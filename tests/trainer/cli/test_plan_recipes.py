@@ -159,8 +159,8 @@ def test_generators_that_the_user_has_set_stay(model: Path) -> None:
         (["chat"], "plan chat: no such recipe"),
         (["best-of-n"], "plan best-of-n: it trains nothing"),
         (
-            ["sft", "--rewards=3"],
-            "--rewards does not apply to sft; ppo, async read it",
+            ["sft", "--reward-s=3"],
+            "--reward-s does not apply to sft; ppo, async read it",
         ),
         (["ppo", "--mean-length=3"], "sft, reward-model, dpo read it"),
         (["sft", "--mean-length=2000"], "--mean-length=2000 is above the longest row=1024"),

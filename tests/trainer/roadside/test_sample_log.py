@@ -160,7 +160,7 @@ def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = N
         watch.on_filter(trainer, each.reason, batch)
     watch.on_update(trainer, batch)
     watch.on_step_end(trainer, metrics)
-    names = "training/num_left_out_tokens/"
+    names = "training/num_excluded_tokens/"
     left_out = {n.removeprefix(names): v for n, v in metrics.items() if n.startswith(names)}
     return left_out, watch.log.totals()
 

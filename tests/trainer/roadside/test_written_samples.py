@@ -61,5 +61,5 @@ def test_an_update_of_the_users_own_has_its_samples_written_and_counted(
     run(load_config(overrides(tiny_dir, tmp_path, *SHORT)), OwnUpdate)
     assert len(list((tmp_path / "rollouts").glob("*.jsonl"))) == 2
     for line in lines(tmp_path):
-        drawn = line["training/num_drawn_tokens"]
-        assert line["training/num_left_out_tokens/by code of the run's own"] == drawn > 0
+        drawn = line["training/num_sampled_tokens"]
+        assert line["training/num_excluded_tokens/by code of the run's own"] == drawn > 0

@@ -125,7 +125,7 @@ def test_a_run_whose_environments_are_killed_makes_up_no_reward(
             assert row["skipped"] or row["score"] == 4.0
     trained, left_out = tokens_of(lines(tmp_path / "run"))
     assert left_out.keys() == {"on_failure=skip"}
-    drawn = sum(line["training/num_drawn_tokens"] for line in lines(tmp_path / "run"))
+    drawn = sum(line["training/num_sampled_tokens"] for line in lines(tmp_path / "run"))
     assert drawn == trained + left_out.total()
     samples = ledger["samples"]
     assert samples["dropped"] == {"on_failure=skip": sum(one["count"] for one in faults)}

@@ -13,7 +13,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError
 from workers.columns import write_columns
-from workers.rollout.batches import check_draws, draw_hash
+from workers.rollout.batches import check_draws, sample_hash
 from workers.rollout.sample import Sample
 
 P, R = 4, 6
@@ -45,7 +45,7 @@ def ragged_batch() -> DataProto:
         "position_ids": Ragged(torch.cat(places), lengths, P + R, starts, 0),
         "response_mask": responses.with_values((versions >= 0).long()),
         "token_versions": responses.with_values(versions),
-        "draw_hash": torch.tensor([draw_hash(one) for one in SAMPLES]),
+        "sample_hash": torch.tensor([sample_hash(one) for one in SAMPLES]),
         "sample_index": torch.tensor([0, 1]),
     }
     return DataProto.from_dict(columns, {"uid": np.array(["a", "a"], dtype=object)})
@@ -101,11 +101,11 @@ def test_what_is_left_out_of_the_loss_is_no_change() -> None:
 
 def test_samples_of_another_generator_are_not_asked() -> None:
     batch = ragged_batch()
-    batch.pop(["draw_hash"])
+    batch.pop(["sample_hash"])
     assert check_draws(batch) == {}
 
 
 def test_a_row_is_not_another_one_with_the_same_tokens() -> None:
     moved = Sample([5, 6, 1], tokens=torch.tensor([2, 9, 3]), versions=torch.tensor([4, -1, 5]))
     as_one = replace(SAMPLES[0], segments=())
-    assert len({draw_hash(one) for one in (*SAMPLES, moved, as_one)}) == 4
+    assert len({sample_hash(one) for one in (*SAMPLES, moved, as_one)}) == 4

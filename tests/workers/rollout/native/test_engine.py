@@ -230,7 +230,7 @@ def test_the_columns_are_those_of_the_table(worker: RolloutWorker) -> None:
     assert set(out.batch.keys()) == {
         *("prompts", "responses", "input_ids", "attention_mask", "position_ids"),
         *("response_mask", "rollout_log_probs", "token_versions"),
-        *("policy_version", "draw_hash"),
+        *("policy_version", "sample_hash"),
     }
     truncated = worker.generate_sequences(
         prompt_batch(9, meta=META | {"truncated_log_probs": True, "top_k": 2})
