@@ -73,7 +73,7 @@ def test_a_folder_without_weights_is_enough(tiny_dir: Path, tmp_path: Path) -> N
 
 
 def test_what_the_simulated_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"does not fit: .* which has 0\.0 \(4\.0 minus"):
+    with pytest.raises(ConfigError, match=r"does not fit: .* 0\.0 of 4\.0 GiB are usable"):
         run(config_of(tiny_dir, tmp_path, "trainer.simulate=4x4GiB"))
     more = ("trainer.simulate=4xH100", "trainer.n_gpus_per_node=8", "data.train_batch_size=8")
     with pytest.raises(VerlLikeError, match="=8 GPUs, and trainer.simulate=4xH100 has 4"):

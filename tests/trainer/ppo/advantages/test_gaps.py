@@ -132,10 +132,10 @@ def test_only_estimators_that_say_so_are_biased_where_the_policy_chooses_its_tur
     found, true = expected_gradient(name, rewards)
     if name in UNBIASED:
         assert found == pytest.approx(true, abs=1e-6)
-        assert "Unbiased even if" in ADVANTAGE_ESTIMATORS[name].__doc__
+        assert "unbiased even if" in ADVANTAGE_ESTIMATORS[name].__doc__
     else:
         assert abs(found - true) > 0.1
-        assert "this is biased; `rloo_process` is not" in " ".join(
+        assert "this estimator is biased; `rloo_process` is not" in " ".join(
             ADVANTAGE_ESTIMATORS[name].__doc__.split()
         )
 
