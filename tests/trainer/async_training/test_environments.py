@@ -73,7 +73,7 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tiny_dir: Path, tmp_path
     assert tokens["left_out"].keys() == {GIVEN_UP}
     assert tokens["left_out"][GIVEN_UP] == tokens_of(lines(folder))[1][GIVEN_UP] >= killed
     page = write_report(folder).read_text(encoding="utf-8")
-    assert f"= {trained:,} trained + {tokens['left_out'][GIVEN_UP]:,} left out" in page
+    assert f"= {trained:,} trained + {tokens['left_out'][GIVEN_UP]:,} excluded" in page
     (words,) = describe_faults(folder)
     assert f"{killed} x kill_environment" in words
     waits = calls(folder, ENVIRONMENTS)

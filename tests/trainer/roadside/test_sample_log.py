@@ -60,7 +60,7 @@ def test_every_sample_and_token_is_somewhere() -> None:
     assert text.splitlines()[1].split() == ["generator", "0", "6", "2", "2", "0", "2"]
     assert text.splitlines()[3].split() == ["all", "8", "2", "2", "2", "2"]
     assert "dropped: 2 (lost with its generator)" in text
-    assert "tokens: 35 drawn = 10 trained + 20 queued + 5 left out" in text
+    assert "tokens: 35 sampled = 10 trained + 20 queued + 5 excluded" in text
 
 
 def test_an_open_sample_is_not_made_twice_and_a_closed_one_not_trained_twice() -> None:
