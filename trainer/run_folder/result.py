@@ -30,8 +30,10 @@ MOST_NUMBERS = 6
 class RunResult:
     """The result of a run: its folder, metrics and trained model.
 
-    result = run(load_config(settings))
-    result.metrics[-1]["critic/score/mean"], result.model_folder
+    Example:
+
+        result = run(load_config(settings))
+        result.metrics[-1]["critic/score/mean"], result.model_folder
     """
 
     folder: Path

@@ -167,7 +167,8 @@ def test_the_command_prints_what_became_of_each_flag(
     main()
     printed = capsys.readouterr().out
     assert printed.startswith("verl-like ppo \\\n")
-    for title in ("Renamed", "Defaults of the other framework that differ", "Built-in behaviour", "Not supported"):
+    defaults = "Defaults of the other framework that differ"
+    for title in ("Renamed", defaults, "Built-in behaviour", "Not supported"):
         assert f"\n{title}:\n" in printed
 
     for flags in ("--pretrain x --advantage_estimator rloo", "--prompt_data x"):
