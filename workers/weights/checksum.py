@@ -71,9 +71,11 @@ def hash_on_device(payload: Tensor) -> Tensor:
     total = torch.full((), size, dtype=torch.int64, device=payload.device)
     multipliers, powers = _factors(payload.device)
     for words in payload.view(torch.int32).split(DEVICE_CHUNKS * DEVICE_CHUNK):
-        padded = torch.nn.functional.pad(words, (0, -len(words) % DEVICE_CHUNK))
-        sums = (padded.view(-1, DEVICE_CHUNK).long() * multipliers).sum(dim=1)
-        total = total * powers[-1 - len(sums)] + (sums * powers[-len(sums) :]).sum()
+        width = max(1, min(len(words), DEVICE_CHUNK))
+        chunks = torch.nn.functional.pad(words, (0, -len(words) % width)).view(-1, width)
+        sums = (chunks.long() * multipliers[:width]).sum(dim=1)
+        end = len(powers) - len(sums)
+        total = total * powers[end - 1] + (sums * powers[end:]).sum()
     return total
 
 
