@@ -197,8 +197,8 @@ def _top_p(probs: Tensor, log_probs: Tensor, top_p: float) -> Tensor:
     places = order if places is None else places.gather(1, order)
     falling = probs.gather(1, places)
     mass_before = pad(falling.cumsum(dim=-1)[:, :-1], (1, 0))
-    kept = falling.where(mass_before < target, 0.0)
-    return torch.zeros_like(probs).scatter_(1, places, kept)
+    nucleus = falling.where(mass_before < target, 0.0)
+    return torch.zeros_like(probs).scatter_(1, places, nucleus)
 
 
 def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:

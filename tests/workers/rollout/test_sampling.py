@@ -107,8 +107,8 @@ def test_rows_in_parts_have_the_tokens_of_rows_together(
 def test_of_equally_likely_tokens_top_p_keeps_the_first(num_tied: int) -> None:
     log_probs = torch.full((2, 4000), -1e4)
     log_probs[:, -num_tied:] = torch.tensor(1 / num_tied).log()
-    kept = filtered_probs(log_probs, sampling(top_p=0.5))[0].nonzero().flatten()
-    assert kept.tolist() == [*range(4000 - num_tied, 4000 - num_tied + (num_tied + 1) // 2)]
+    tokens = filtered_probs(log_probs, sampling(top_p=0.5))[0].nonzero().flatten()
+    assert tokens.tolist() == [*range(4000 - num_tied, 4000 - num_tied + (num_tied + 1) // 2)]
 
 
 def chi_square_limit(freedom: int) -> float:
