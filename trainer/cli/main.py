@@ -14,7 +14,7 @@
   doctor                        check that everything a run needs works
   make-tiny DIR                 write a tiny model and data for experiments
   serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward
-  migrate SYSTEM FILE           translate a script of verl, TRL, ... to verl-like
+  migrate SYSTEM FILE           translate a script of verl, TRL and others
   report RUN_DIR                write RUN_DIR/report.html again
   compare RUN RUN ...           compare runs: settings, curves, times
   replay RUN --step K           repeat a step of a run, to compare or debug

@@ -1,18 +1,18 @@
 """Trains a policy by PPO, GRPO and others, with roles on the GPUs of your config.
 
   verl-like ppo data.train_files=FILE actor_rollout_ref.model.path=FOLDER
-                [key=value ...]        or python -m trainer.main_ppo, in a checkout
+                [key=value ...]   in a checkout also: python -m trainer.main_ppo
 
 Placement    placement=colocate|split|standalone
-             resource_pool_spec.critic_pool=[2]  processes per node; overrides the preset
-             resource_pool_spec.my_pool=[1] role_mapping.rollout=my_pool  your own
+             resource_pool_spec.critic_pool=[2]  processes per node: your sizes
+             resource_pool_spec.mine=[1] role_mapping.rollout=mine  your own
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
 Backend      trainer.backend=ray|local  ray.address=HOST:PORT
 Dry run      verl-like check key=value ... checks the run and prints its plan
-Sweep        --multirun trainer.seed=1,2   (a folder for each in the run folder)
-Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings; your keys override them
+Sweep        --multirun trainer.seed=1,2   (each has a folder in the run folder)
+Algorithm    algorithm=ppo|grpo|dapo|…      a paper's settings, under your own keys
              algorithm.adv_estimator=gae|grpo  algorithm.use_kl_in_reward=true
-             correction=decoupled_seq_is|bypass_ppo_clip|…  off-policy correction
+             correction=decoupled_seq_is|…  off-policy correction
 Length       trainer.total_training_steps=100  trainer.total_epochs=1
 
 Keys         verl-like ppo algorithm=grpo --cfg job    what this run reads

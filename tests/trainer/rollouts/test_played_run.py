@@ -151,10 +151,10 @@ def test_the_first_observation_that_a_changed_environment_gives_is_named(
             command.main([str(played), "--trajectory", uid, "--live"])
     finally:
         file.write_text(COUNT)
-    shown = [line for line in capsys.readouterr().out.splitlines() if "differs" in line]
+    shown = [line for line in capsys.readouterr().out.splitlines() if "difference" in line]
     assert len(shown) == 2
     for line in shown:
-        assert "differs first in the answer to turn 1: was {" in line
+        assert "first difference: the answer to turn 1: was {" in line
         assert "'no'" in line.partition(", is ")[0]
         assert "'never'" in line.partition(", is ")[2]
 
