@@ -1,8 +1,8 @@
 """Send weights in buckets, from one sender to all receivers of a connection.
 
-If every rank has its own GPU, buckets are filled, hashed, sent and verified on the GPU, and no
-weight passes through host memory. Otherwise buckets are in host memory and travel over gloo. Gloo
-also carries everything else. The default process group is not used.
+If every rank has its own GPU, buckets are hashed, sent over NCCL and verified on the GPUs.
+Otherwise they are in host memory and travel over gloo. Gloo also carries everything else. The
+default process group is not used.
 
 Tensors travel whole, without a cast, in buckets of limited size (a larger tensor travels
 separately). A header precedes each bucket: its size and number, and the name, dtype, shape and hash
@@ -124,7 +124,7 @@ def pack(
         unhashed = [place for place, fact in enumerate(facts) if fact[3] is None]
         if unhashed:
             if bucket.payload.is_cpu:
-                torch.cuda.synchronize()
+                torch.cuda.current_stream().synchronize()
             with watch.running():
                 pieces = bucket.pieces()
                 hashes = hashes_of([pieces[place] for place in unhashed])
@@ -199,10 +199,11 @@ class Channel:
         With `drops_first` the first bucket is lost, for fault injection.
         """
         num_buckets, before = 0, list[Finish]()
-        for number, bucket in enumerate(buckets):
+        for number, packed in enumerate(buckets):
             num_buckets += 1
             if number == 0 and drops_first:
                 continue
+            bucket = self._on_device(packed, number)
             header = {"number": number, "tensors": bucket.facts}
             started = self._start_header(bucket.payload.numel(), header)
             started.append(self._start_broadcast(bucket.payload, self.connection.gpus))
@@ -210,6 +211,20 @@ class Channel:
             _finish(before)
             before = started
         _finish([*before, *self._start_header(END, {"number": num_buckets, **summary()})])
+
+    def _on_device(self, bucket: Bucket, number: int) -> Bucket:
+        """Copy a bucket of published weights from host memory to this channel's GPU.
+
+        Its tensors are hashed again there, because receivers hash theirs on GPUs.
+        """
+        if self.device.type == "cpu" or not bucket.payload.is_cpu:
+            return bucket
+        payload = self.room(number, len(bucket.payload))
+        payload.copy_(bucket.payload, non_blocking=True)
+        with self.watch.running():
+            hashes = hashes_of(Bucket(bucket.facts, payload).pieces())
+        facts = [[*fact[:3], value] for fact, value in zip(bucket.facts, hashes, strict=True)]
+        return Bucket(facts, payload)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the sender broadcasts, each valid until the next.

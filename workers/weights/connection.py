@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.errors import WeightSyncError
-from verl_like.process.facts import new_secret
+from verl_like.process.facts import environment, new_secret
 from verl_like.process.machine import address_toward
 from verl_like.process.store import SignedStore, open_store
 
@@ -109,11 +109,14 @@ class Connection:
     """On the sender, for syncs of changes: the tensors that every receiver has."""
 
     def close(self) -> None:
-        """Release the groups in a thread, because gloo waits for pending transfers."""
-        attributes = vars(self)
-        threading.Thread(
-            target=lambda: attributes.update(group=None, gpus=None), daemon=True
-        ).start()
+        """Abort and release the groups in a thread, because gloo waits for pending transfers."""
+
+        def release() -> None:
+            if self.gpus is not None:
+                self.gpus.abort()  # otherwise a broadcast to a lost rank occupies the GPU
+            self.group = self.gpus = None
+
+        threading.Thread(target=release, daemon=True).start()
 
 
 class Connections:
@@ -295,10 +298,15 @@ def _gloo_devices(host: str) -> list[Any]:
 
 
 def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:
-    """Create the NCCL group, which needs a separate GPU for every rank."""
+    """Create the NCCL group, which needs a separate GPU for every rank.
+
+    If a rank is lost, the error of gloo names it, so NCCL's limit is longer. Torch may only abort
+    this group then; by default, it would end the trainer's process with the generator's.
+    """
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TRANSFER_TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    options._timeout = 2 * TRANSFER_TIMEOUT
+    with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def form_group(form: Callable[[], Any], store: SignedStore) -> Any:

@@ -94,6 +94,11 @@ class WeightSender:
         self.connections.new_address()  # opens the store, in the environment of this role's calls
         return Snapshots(on_gpu=self.device.type == "cuda")
 
+    @cached_property
+    def delivery_stream(self) -> torch.cuda.Stream | None:
+        """Stream for deliveries, because an update on the default stream would wait for them."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_weight_channel(self) -> str | None:
         """Return the address of a sync on rank 0 (`workers.weights.connection`), None on others."""
@@ -170,8 +175,13 @@ class WeightSender:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def deliver_weights(self, address: str, num_receivers: int) -> SyncReport:
-        """Send the version reserved for this address to the receivers that connect."""
+        """Send the version reserved for this address to the receivers that connect.
+
+        If every rank has its own GPU, it travels from GPU to GPU. Changes alone are few bytes, and
+        are compared with host copies, so they travel through host memory.
+        """
         snapshot, previous = self.snapshots.by_address[address]
+        device = self.device if snapshot.merging is None else HOST
 
         def send(channel: Channel) -> None:
             drops = self._is_to_drop(snapshot.version)
@@ -184,7 +194,8 @@ class WeightSender:
                 send_changes(channel, snapshot.tensors(), limit, snapshot.merging, sent, drops)
 
         try:
-            return self._send_through(address, num_receivers, HOST, send)
+            with torch.cuda.stream(self.delivery_stream):
+                return self._send_through(address, num_receivers, device, send)
         finally:
             self.snapshots.release(address)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tests.workers.stand_ins import Group, Receiver, Sender, checksums, train, versions
-from workers.weights import checksum, connection
-from workers.weights.sync import sync_weights
+from tests.workers.stand_ins import Group, Receiver, Sender, checksums, keeping, train, versions
+from verl_like.errors import WeightSyncError
+from workers.weights import channel, checksum, connection
+from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 DEVICE = torch.device("meta")
 
@@ -25,6 +30,7 @@ class Devices:
         self.sent: list[Tensor] = []
         self.fetched: list[int] = []
         self.numbers = count()
+        self.aborted = threading.Event()
 
     def form(self, store: Any, rank: int, size: int) -> Devices:
         self.num_groups += 1
@@ -36,6 +42,9 @@ class Devices:
 
     def wait(self) -> None:
         pass
+
+    def abort(self) -> None:
+        self.aborted.set()
 
     def to_host(self, numbers: Tensor) -> Tensor:
         self.fetched.append(numbers.nbytes)
@@ -110,3 +119,122 @@ def test_a_rank_that_is_new_has_the_groups_formed_again_and_the_others_go_on(
         assert versions(rollout) == [version] * 2
         assert set(checksums(rollout)) == {checksums(actor)[0]}
     assert sorted(formed) == [0, 0, 1, 1, 2, 2]
+
+
+class GroupOfGPUs:
+    """A gloo group in the place of NCCL's; records what is sent over it."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = connection.JOIN_TIMEOUT
+        options._devices = connection._gloo_devices(connection.LOOPBACK)
+        self.group = dist.ProcessGroupGloo(store, rank, size, options)
+        self.num_bytes = 0
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        self.num_bytes += tensors[0].nbytes
+        return self.group.broadcast(tensors, options)
+
+
+@pytest.fixture
+def groups_of_gpus(monkeypatch: pytest.MonkeyPatch) -> list[GroupOfGPUs]:
+    """Give every rank "a GPU of its own"; return the groups of these."""
+    groups: list[GroupOfGPUs] = []
+    numbers = count()
+
+    def form(*arguments: Any) -> GroupOfGPUs:
+        groups.append(GroupOfGPUs(*arguments))
+        return groups[-1]
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(connection, "gpu_of", lambda _: f"GPU {next(numbers)}")
+    monkeypatch.setattr(connection, "group_of_gpus", form)
+    return groups
+
+
+def test_published_weights_travel_between_gpus(groups_of_gpus: list[GroupOfGPUs]) -> None:
+    actor = Group([Sender()])
+    rollout = Group([Receiver(rank, 2) for rank in range(2)])
+    for version in range(3):
+        train(actor)
+        publish_weights(actor, version, bucket_mb=0.001)
+        deliver_weights(actor, rollout, version)
+        assert versions(rollout) == [version] * 2
+        assert set(checksums(rollout)) == {checksums(actor)[0]}
+    assert len(groups_of_gpus) == 3, "reused"
+    buckets = actor.workers[0].snapshots.newest.buckets
+    assert groups_of_gpus[0].num_bytes == 3 * sum(len(bucket.payload) for bucket in buckets)
+
+
+def test_published_changes_travel_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def gpu_of(device: torch.device) -> str:
+        asked.append(device)
+        return ""
+
+    monkeypatch.setattr(connection, "gpu_of", gpu_of)
+    sender = Sender()
+    sender.device, sender.sends_changed = DEVICE, True
+    actor, rollout = Group([sender]), Group([keeping()])
+    for version in range(2):
+        train(actor)
+        publish_weights(actor, version)
+        deliver_weights(actor, rollout, version)
+        assert checksums(rollout) == checksums(actor)
+    assert set(asked) == {torch.device("cpu")}
+
+
+def test_a_published_bucket_is_copied_to_the_gpu_and_hashed_there(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[torch.device] = []
+
+    def hashes_of(pieces: list[Tensor]) -> list[int]:
+        hashed.extend(piece.device for piece in pieces)
+        return [7] * len(pieces)
+
+    monkeypatch.setattr(channel, "hashes_of", hashes_of)
+    sender = Sender()
+    sender.device = DEVICE  # its weights have been copied to host memory
+    receiver = on_device(Receiver())
+    receiver.engine.module.head.weight = receiver.engine.module.embed.weight  # `to` untied them
+    actor, rollout = Group([sender]), Group([receiver])
+    publish_weights(actor, 4, bucket_mb=0.001)
+    deliver_weights(actor, rollout)
+    assert versions(rollout) == [4]
+    assert {tensor.device for tensor in devices.sent} == {DEVICE}
+    num_tensors = len(list(sender.engine.module.parameters()))
+    assert hashed == [DEVICE] * 2 * num_tensors, "by sender and receiver"
+
+
+def test_a_group_of_gpus_is_aborted_when_a_transfer_breaks_off(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel.Channel, "receive", lambda _: iter(()))
+    monkeypatch.setattr(channel, "TRANSFER_TIMEOUT", connection.timedelta(seconds=1))
+    sender = Sender()
+    sender.device = DEVICE
+    actor, rollout = Group([sender]), Group([on_device(Receiver())])
+    publish_weights(actor, 4)
+    with pytest.raises(WeightSyncError):
+        deliver_weights(actor, rollout)
+    assert devices.aborted.wait(20)
+
+
+def test_torch_ends_no_process_when_a_rank_of_the_gpus_group_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environments: list[str | None] = []
+
+    class ProcessGroupNCCL:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            environments.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    connection.group_of_gpus(None, 0, 2)
+    assert environments == ["2"], "abort the communicator, but not the process"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
