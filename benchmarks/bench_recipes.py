@@ -5,10 +5,10 @@
 PATH is the Python of an environment with TRL 1.16 and the same torch. 64 rows (or pairs) a step
 through a Qwen2 of one million parameters, float32, one thread; sides run in processes of their own,
 in turn, and a figure is the median over rounds of the median over steps (`recipes_side.py` says
-what a step is). TRL's SFT is run with its defaults and with `padding_free`; the faster one counts.
-Both sides train from the same weights on the same rows, so the losses of all steps must agree.
-Prints a table with the limits and the figures as JSON, and ends with 1 if one is missed. Run it on
-an idle machine.
+what a step is). Ours runs with and without `model.compile=on`. TRL's SFT runs with its defaults and
+with `padding_free`; the faster one counts. All sides train from the same weights on the same rows,
+so the losses of all steps must agree. Prints a table with the limits and the figures as JSON, and
+ends with 1 if one is missed. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from sides import HERE, ask
 
 SIDE = str(HERE / "recipes_side.py")
 KINDS = ("full", "tailed")
+OURS = ("ours", "compiled")
 SIDES = {
-    "sft": ("ours", "trl", "trl_free"),
-    "reward_model": ("ours", "trl"),
-    "dpo": ("ours", "trl"),
+    "sft": (*OURS, "trl", "trl_free"),
+    "reward_model": (*OURS, "trl"),
+    "dpo": (*OURS, "trl"),
 }
 TIMES_TRL = {
     ("sft", "full"): 1.2,
@@ -60,18 +61,24 @@ def compare(
             {side: statistics.median(r[side][kind][key] for r in rounds) for side in SIDES[recipe]}
             for key in ("step_s", "cpu_s")
         )
-        others = [side for side in SIDES[recipe] if side != "ours"]
+        others = [side for side in SIDES[recipe] if side not in OURS]
         fastest = min(others, key=lambda side: wall[side])
         times = wall[fastest] / wall["ours"]
+        compiled_times = wall[fastest] / wall["compiled"]
         cpu_times = min(cpu[side] for side in others) / cpu["ours"]
-        apart = max(losses_apart(r["ours"], r[side], kind) for r in rounds for side in others)
+        apart = max(
+            losses_apart(r[our], r[side], kind) for r in rounds for our in OURS for side in others
+        )
 
         limit = TIMES_TRL[recipe, kind]
         name = f"{recipe}, {kind} rows"
-        shown = f"{wall['ours']:>8.3f} {wall['trl']:>8.3f} {wall.get('trl_free', 0):>8.3f}"
-        row = f"{name:<26}{shown} {times:>8.2f} >= {limit} {cpu_times:>8.2f} {apart:>12.1e}"
+        columns = ("ours", "compiled", "trl", "trl_free")
+        shown = " ".join(f"{wall.get(side, 0):>8.3f}" for side in columns)
+        row = f"{name:<26}{shown} {times:>8.2f} >= {limit} {cpu_times:>8.2f} {compiled_times:>8.2f}"
+        row += f"{apart:>12.1e}"
         print(row, flush=True)
         figures[name] = {"times": times, "times_by_cpu": cpu_times, "losses_apart": apart}
+        figures[name]["compiled_times"] = compiled_times
         figures[name] |= {f"{side}_s": seconds for side, seconds in wall.items()}
         if times < limit:
             missed.append(f"{name}: {times:.2f} times as fast as TRL, wanted {limit}")
@@ -96,8 +103,10 @@ def main() -> None:
 
     missed: list[str] = []
     figures: dict[str, dict[str, float]] = {}
-    print(f"{'seconds of a step':<26}{'ours':>8} {'trl':>8} {'pad.free':>8}", end="")
-    print(f"{'times':>9} wanted   by CPU losses apart")
+    print(
+        f"{'seconds of a step':<26}{'ours':>8} {'compiled':>8} {'trl':>8} {'pad.free':>8}", end=""
+    )
+    print(f"{'times':>9} wanted   by CPU compiled losses apart")
     with tempfile.TemporaryDirectory() as folder:
         ask(sys.executable, SIDE, "make", folder)
         for recipe in options.only.split(","):
@@ -105,7 +114,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 answers = {}
                 for side in SIDES[recipe]:
-                    python = sys.executable if side == "ours" else options.trl_python
+                    python = sys.executable if side in OURS else options.trl_python
                     answers[side] = ask(python, SIDE, side, folder, recipe)
                 rounds.append(answers)
             missed += compare(recipe, rounds, figures)

@@ -3,11 +3,11 @@
 It prints JSON: `python benchmarks/grpo_side.py` and
 
     make FOLDER                                  the model and prompts, for both sides
-    ours|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
+    ours|compiled|trl FOLDER fixed|tailed STEPS [SEED]    the mean reward of every step
     replay FOLDER fixed|tailed STEPS             how far TRL's weights go from ours
 
-`replay` gives the samples of our run to TRL's loss and optimizer; its Python must have
-both sides.
+`compiled` is our side with `model.compile=on`. `replay` gives the samples of our run to TRL's loss
+and optimizer; its Python must have both sides.
 
 `fixed`: every response runs to 32 tokens, because the end-of-sequence token is none that the model
 can say. `tailed`: a random model ends a response at any token alike, so lengths have a long tail,
@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def make(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
-    """`backend=local`: the command line's own way in."""
+def ours(folder: Path, kind: str, steps: int, seed: int = 1, compiles: str = "auto") -> list[float]:
+    """A run with `backend=local`, as the command line starts it; returns its rewards."""
     from trainer import load_config, run
     from verl_like.process.facts import OWN_PROCESS
 
@@ -84,6 +85,7 @@ def ours(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
             "trainer.device=cpu",
             "trainer.logger=[]",
             f"actor_rollout_ref.model.path={folder / kind}",
+            f"actor_rollout_ref.model.compile={compiles}",
             f"data.train_files={folder}/train.parquet",
             f"data.train_batch_size={NUM_PROMPTS}",
             "data.max_prompt_length=16",
@@ -234,7 +236,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         make(folder)
         return
-    side: Any = {"ours": ours, "trl": trl, "replay": replay}[what]
+    compiled = partial(ours, compiles="on")
+    side: Any = {"ours": ours, "compiled": compiled, "trl": trl, "replay": replay}[what]
     print(json.dumps(side(folder, sys.argv[3], *map(int, sys.argv[4:]))))
 
 

@@ -3,11 +3,13 @@
 `bench_recipes.py` runs them in turn: `python benchmarks/recipes_side.py` and
 
     make FOLDER                       the models and the rows, for all sides
-    ours|trl|trl_free FOLDER RECIPE   for each kind of rows the seconds of a step and all losses
+    ours|compiled|trl|trl_free FOLDER RECIPE
+                                      for each kind of rows the seconds of a step and all losses
 
 RECIPE: `sft`, `reward_model` or `dpo`. Kinds: `full` (40 tokens a row) and `tailed` (8 tokens of
 prompt, then a geometric number of mean 32, at most 256). A step is: rows padded to a batch, forward
-and backward pass, clipping, the optimizer's step; every step has rows of its own. `trl` is TRL's
+and backward pass, clipping, the optimizer's step; every step has rows of its own. `compiled` is
+`ours` with `model.compile=on`, whose first step is longer. `trl` is TRL's
 trainer with its default options, but for precision and recomputation, and with the reference's
 log-probs computed before the first step, as ours; `trl_free` has its `padding_free` as well.
 """
@@ -69,7 +71,7 @@ def row_of(num_chosen: int, num_rejected: int) -> Row:
 # ------------------------------------------------------------------------------------------- ours
 
 
-def our_step(recipe: str, folder: Path, rows: Sequence[Row]) -> Step:
+def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str) -> Step:
     """The step of one of our recipes: its trainer's batch, its worker's update."""
     from trainer import load_config
     from verl_like.registry import load_object
@@ -80,6 +82,7 @@ def our_step(recipe: str, folder: Path, rows: Sequence[Row]) -> Step:
     of_recipe = load_object(OUR_RECIPES[recipe], "recipe")
     settings = [
         f"model.path={model_folder(recipe, folder)}",
+        f"model.compile={compiles}",
         "data.train_files=none",
         f"optim.lr={LEARNING_RATE}",
         "trainer.backend=local",
@@ -233,8 +236,8 @@ def main() -> None:
     rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
     results = {}
     for kind in KINDS:
-        if side == "ours":
-            step = our_step(recipe, folder, rows[kind])
+        if side in ("ours", "compiled"):
+            step = our_step(recipe, folder, rows[kind], "on" if side == "compiled" else "auto")
         else:
             step = trl_step(recipe, folder, rows[kind], free=side == "trl_free")
         wall, cpu, losses = [], [], []
