@@ -30,7 +30,7 @@ from cards import (
     preset_sources,
     preset_text,
 )
-from model_table import model_table
+from model_table import model_lists
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
@@ -130,15 +130,23 @@ ON_ANOTHER_PAGE = {"faults": "faults.md"}
 
 
 def _without_repetition(rows: str, section: str, first_with_row: dict[str, str]) -> str:
-    """The list without rows that an earlier section has word by word; that section is linked."""
+    """The list without rows that an earlier section has word by word; that section is linked.
+
+    A row that is the only one of its earlier section is repeated.
+    """
     own, as_in = [], dict[str, list[str]]()
     for row in rows.splitlines():
         first = first_with_row.setdefault(row, section) if row.startswith("- ") else section
         if first == section:
             own.append(row)
         else:
-            as_in.setdefault(first, []).append(re.findall("`(.+?)`", row)[0])
-    lists = [f"{_code(names)}: as in {_link_to_keys(first)}." for first, names in as_in.items()]
+            as_in.setdefault(first, []).append(row)
+    own += [row for repeated in as_in.values() if len(repeated) == 1 for row in repeated]
+    lists = [
+        f"{_code(re.findall('`(.+?)`', row)[0] for row in repeated)}: as in {_link_to_keys(first)}."
+        for first, repeated in as_in.items()
+        if len(repeated) > 1
+    ]
     return "\n\n".join(filter(None, ["\n".join(own).strip(), *lists]))
 
 
@@ -157,6 +165,10 @@ def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> st
         doc = _cell(docs[key.name])
         if key.name in ON_ANOTHER_PAGE:
             doc = f"{doc.rstrip('.')} ([keys]({ON_ANOTHER_PAGE[key.name]}))."
+        if isinstance(numbers := read(default, key.name), dict) and numbers:
+            value = ""
+            for each, number in numbers.items():
+                doc = doc.replace(f"`{each}`", f"`{each}` ({number:g})")
         rows.append(f"- `{name}`{resume}{f' ({value})' if value else ''}: {doc}")
     return "\n".join(rows)
 
@@ -307,13 +319,8 @@ def estimator_table() -> str:
 
 
 def policy_loss_list() -> str:
-    """The policy losses, with the first paragraph of their cards before the formula."""
-    cards = policy_loss_cards()
-    return _list([[_links("policy_loss", [card]), _meaning(card)] for card in cards])
-
-
-def _meaning(card: Card) -> str:
-    return card.formula.split("\n\n")[0].partition(": `")[0].rstrip(".") + "."
+    """The policy losses, with links to their cards."""
+    return f"{_links('policy_loss', policy_loss_cards())}."
 
 
 def _links(kind: str, cards: list[Card]) -> str:
@@ -364,9 +371,21 @@ def lr_schedule_table() -> str:
 
 
 def correction_table() -> str:
-    """The presets of `correction`: what each file says of itself."""
+    """The presets of `correction`, by how they start."""
     presets = PPO.preset_names("correction")
-    return _list([[_code([preset]), _about_preset("correction", preset)] for preset in presets])
+    return "\n".join(
+        f"- {_code(preset for preset in presets if preset.startswith(start))}: {meaning}"
+        for start, meaning in CORRECTIONS.items()
+    )
+
+
+CORRECTIONS = {
+    "decoupled_": "PPO; the actor computes the old log-probs.",
+    "bypass_ppo_clip": "PPO, with ratios to the rollout's policy.",
+    "bypass_pg_": "REINFORCE, with ratios to the rollout's policy.",
+    "disabled": "no correction; the gap to the rollout is only measured.",
+}
+"""Start of a preset's name -> what the presets have in common."""
 
 
 def command_list() -> str:
@@ -378,16 +397,16 @@ def command_list() -> str:
     return "\n\n".join(parts)
 
 
-def metric_tables() -> str:
-    """Return a table for every group of metrics in `data/metrics.yaml`."""
+def metric_lists() -> str:
+    """Return a list for every group of metrics in `data/metrics.yaml`."""
     groups = yaml.safe_load((DOCS / "data" / "metrics.yaml").read_text(encoding="utf-8"))
     parts = []
     for title, metrics in groups.items():
-        head = [f"## {title}", "", "| Name | Unit | Meaning |", "|---|---|---|"]
         rows = [
-            f"| `{name}` | {unit} | {_cell(meaning)} |" for name, (unit, meaning) in metrics.items()
+            f"- `{name}`{'' if unit == '-' else f' ({unit})'}: {' '.join(meaning.split())}"
+            for name, (unit, meaning) in metrics.items()
         ]
-        parts.append("\n".join([*head, *rows]))
+        parts.append("\n".join([f"## {title}", "", *rows]))
     return "\n\n".join(parts)
 
 
@@ -559,15 +578,50 @@ ROLE = re.compile(r"`(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic)\."
 OF_POLICY = re.compile(r"(?<=`)actor_rollout_ref\.(actor\.)?")
 
 
-def migration_table(
-    rows: Callable[[], list[list[str]]], beside: Callable[[], list[list[str]]] = list
-) -> str:
-    """The keys or flags of another system that have another name here, then those rejected.
+COMMON = {
+    "verl": (
+        "*.ulysses_sequence_parallel_size *.megatron.tensor_model_parallel_size "
+        "*.megatron.pipeline_model_parallel_size *.megatron.expert_model_parallel_size "
+        "actor_rollout_ref.actor.fsdp_config.model_dtype *.optim.clip_grad *.optim.warmup_style "
+        "custom_reward_function reward_model trainer.max_actor_ckpt_to_keep"
+    ),
+    "verl_sft": (
+        "data.micro_batch_size data.multiturn.enable data.prompt_key data.response_key "
+        "ulysses_sequence_parallel_size model.partial_pretrain optim.clip_grad optim.lr_scheduler "
+        "trainer.n_gpus_per_node trainer.nnodes"
+    ),
+    "openrlhf": (
+        "--actor_learning_rate --advantage_estimator --generate_max_len --init_kl_coef "
+        "--n_samples_per_prompt --pretrain --prompt_data --reward_pretrain --rollout_batch_size "
+        "--train_batch_size --vllm_num_engines --zero_stage"
+    ),
+    "openrlhf_rows": (
+        "--dataset --input_key --learning_rate --max_epochs --max_len --micro_train_batch_size "
+        "--output_key --zero_stage"
+    ),
+    "trl": (
+        "beta dataset_name learning_rate max_completion_length max_steps model_name_or_path "
+        "num_generations num_train_epochs output_dir per_device_train_batch_size use_vllm"
+    ),
+    "coati": (
+        "--max_epochs --max_input_len --num_makers --num_trainers --pretrain --prompt_path "
+        "--rm_pretrain --train_batch_size --trainer_strategy"
+    ),
+}
+"""System -> the renamed keys or flags that nearly every script has."""
 
-    Flags of which the table `beside` says the same are left out, and so are those that training
-    does not need, and those whose key has the same last name. `verl-like migrate` gives the reason
-    and the way out for each name.
+
+def migration_list(
+    system: str,
+    rows: Callable[[], list[list[str]]],
+    beside: Callable[[], list[list[str]]] = list,
+) -> str:
+    """The `COMMON` keys or flags of another system, then those rejected.
+
+    Flags of which the list `beside` says the same are left out, and so are those that training
+    does not need. `verl-like migrate` gives the reason and the way out for each name.
     """
+    common = COMMON[system].split()
     known = {(name, OF_POLICY.sub("", said)) for name, said in beside()}
     fates: dict[str, set[str]] = {}
     for name, said in rows():
@@ -581,7 +635,7 @@ def migration_table(
         name = name if len(fates.get(flag, ())) > 1 else flag
         if REJECTED.fullmatch(said):
             rejected.append(name)
-        elif _last_name(flag) != _last_name(said):
+        elif flag.strip("`") in common:
             renamed.setdefault(said, []).append(name)
     lines = [f"- {_joined(names)}: {said}" for said, names in renamed.items()]
     return (
@@ -610,11 +664,6 @@ def _most_general(names: list[str]) -> list[str]:
     ]
 
 
-def _last_name(text: str) -> str:
-    """`--lora_rank` and `model.lora_rank` have the same."""
-    return text.strip("`").lstrip("-").rpartition(".")[2]
-
-
 def _joined(names: list[str]) -> str:
     """Names with the commands that take them, each name once: `beta` (dpo, kto)."""
     commands: dict[str, list[str]] = {}
@@ -626,24 +675,22 @@ def _joined(names: list[str]) -> str:
     )
 
 
-def tinker_method_table() -> str:
-    """A row for each method of the tinker SDK that is rejected."""
+def tinker_method_list() -> str:
+    """The methods of the tinker SDK that are rejected."""
     methods = json.loads((DOCS / "data" / "tinker_methods.json").read_text(encoding="utf-8"))
-    rejected = {name: said for name, said in methods.items() if said != "works"}
-    rows = [f"| `{name}` | {said.removeprefix('rejected: ')} |" for name, said in rejected.items()]
-    return "\n".join(["| Rejected | Why |", "|---|---|", *rows])
+    return f"{_code(name for name, said in methods.items() if said != 'works')}."
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "flat-names": ("python.md", flat_name_table),
     **{page.removesuffix(".md"): (page, partial(key_table, page)) for page in KEY_PAGES},
     "rewards": ("rewards.md", reward_key_table),
-    "models": ("models.md", model_table),
+    "models": ("models.md", model_lists),
     "sft-keys": ("sft.md", partial(recipe_key_table, SFT, RunConfig)),
     "reward-model-keys": ("reward_model.md", partial(recipe_key_table, REWARD_MODEL, RowConfig)),
     "async-keys": ("async.md", partial(recipe_key_table, ASYNC, PPOConfig)),
     "columns": ("dataflow.md", column_table),
-    "tinker-methods": ("serve.md", tinker_method_table),
+    "tinker-methods": ("serve.md", tinker_method_list),
     "presets": ("algorithms.md", preset_table),
     "estimators": ("algorithms.md", estimator_table),
     "policy-losses": ("algorithms.md", policy_loss_list),
@@ -653,28 +700,32 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "preference-losses": ("preference.md", preference_loss_table),
     "preference-keys": ("preference.md", preference_key_table),
     "lr-schedules": ("updates.md", lr_schedule_table),
-    "verl": ("coming_from_verl.md", partial(migration_table, verl_rows)),
-    "verl_sft": ("coming_from_verl.md", partial(migration_table, partial(flag_rows, "verl_sft"))),
+    "verl": ("coming_from_verl.md", partial(migration_list, "verl", verl_rows)),
+    "verl_sft": (
+        "coming_from_verl.md",
+        partial(migration_list, "verl_sft", partial(flag_rows, "verl_sft")),
+    ),
     "openrlhf": (
         "coming_from_openrlhf.md",
-        partial(migration_table, partial(flag_rows, "openrlhf", "--")),
+        partial(migration_list, "openrlhf", partial(flag_rows, "openrlhf", "--")),
     ),
     "openrlhf_rows": (
         "coming_from_openrlhf.md",
         partial(
-            migration_table,
+            migration_list,
+            "openrlhf_rows",
             partial(flag_rows, "openrlhf_rows", "--"),
             partial(flag_rows, "openrlhf", "--"),
         ),
     ),
-    "trl": ("coming_from_trl.md", partial(migration_table, partial(flag_rows, "trl"))),
+    "trl": ("coming_from_trl.md", partial(migration_list, "trl", partial(flag_rows, "trl"))),
     "coati": (
         "coming_from_colossalchat.md",
-        partial(migration_table, partial(flag_rows, "coati", "--")),
+        partial(migration_list, "coati", partial(flag_rows, "coati", "--")),
     ),
     "corrections": ("algorithms.md", correction_table),
     "commands": ("commands.md", command_list),
-    "metrics": ("metrics.md", metric_tables),
+    "metrics": ("metrics.md", metric_lists),
     "preset-cards": ("cards.md", preset_card_list),
     "estimator-cards": ("cards.md", estimator_card_list),
     "policy-loss-cards": ("cards.md", policy_loss_card_list),

@@ -1,4 +1,4 @@
-"""The table of `docs/models.md`, from `data/models.json`, which `make_models.py` writes."""
+"""The lists of `docs/models.md`, from `data/models.json`, which `make_models.py` writes."""
 
 from __future__ import annotations
 
@@ -106,21 +106,26 @@ def read_results() -> dict[str, Outcome | None]:
     return results
 
 
-def model_table() -> str:
-    """Return a row for each family, or for each outcome in a family, and the exceptions."""
+HEADS = {
+    ("packed", "yes"): "Packed, `native`",
+    ("packed", "hf"): "Packed, not `native`",
+    ("padded", "yes"): "Padded, `native`",
+    ("padded", "hf"): "Padded, not `native`",
+    ("rejected", ""): "Rejected",
+}
+"""Rows and native decoding -> the words before the model types."""
+
+
+def model_lists() -> str:
+    """Return a list of model types for each outcome, and the exceptions."""
     results = read_results()
     tested = {case: outcome for case, outcome in results.items() if outcome and "+" not in case}
-    lines = ["| Family | `model_type` | Rows | `native` |", "|---|---|---|---|"]
+    lists: dict[tuple[str, str], list[str]] = {head: [] for head in HEADS}
     for family in sorted(FAMILIES, key=str.lower):
-        groups: dict[str, list[str]] = {}
         for name in FAMILIES[family].split():
             rows, _, native, _ = tested[name]
-            can_decode = {"yes": "yes", "hf": "no"}[native] if rows != "rejected" else "–"
-            cells = f"{rows} | {can_decode}"
-            groups.setdefault(cells, []).append(f"`{name}`")
-        heads = [family, *[""] * len(groups)]
-        for head, (cells, names) in zip(heads, groups.items(), strict=False):
-            lines.append(f"| {head} | {', '.join(names)} | {cells} |")
+            lists[rows, native if rows != "rejected" else ""].append(f"`{name}`")
+    lines = [f"- **{HEADS[head]}:** {', '.join(names)}." for head, names in lists.items()]
     return "\n".join([*lines, "", _exceptions(tested), "", _not_tested(results)])
 
 

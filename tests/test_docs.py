@@ -185,9 +185,11 @@ KEYS = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", ["async.md", "coming_from_colossalchat.md", "troubleshooting.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/async.md", "examples/async/README.md", "docs/troubleshooting.md"]
+)
 def test_the_keys_that_a_page_names_are_there(page: str) -> None:
-    named = set(KEYS.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
+    named = set(KEYS.findall((ROOT / page).read_text(encoding="utf-8")))
     keys = set(named_keys(AsyncConfig))
     of_generators = {
         name for name in named if name.startswith("async_training.generator_settings.")
@@ -197,7 +199,7 @@ def test_the_keys_that_a_page_names_are_there(page: str) -> None:
 
 
 def test_the_hooks_beside_colossalchats_callbacks_are_ours() -> None:
-    text = (ROOT / "docs" / "coming_from_colossalchat.md").read_text(encoding="utf-8")
+    text = (ROOT / "examples" / "async" / "README.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `on_")]
     ours = {name for row in rows for name in re.findall(r"`(on_\w+)", row[1])}
     assert len(ours) >= 5

@@ -1,9 +1,9 @@
 """usage: verl-like eval MODEL [key=value ...]
 
-MODEL is a model folder, a run folder (its newest checkpoint), or a global_step_N in one. Samples of
-every prompt of data.val_files are scored, and mean@n, best@n and maj@n of each data source printed:
-the numbers of a validation in a run. If MODEL is a run of `verl-like ppo`, its
-prompts, rewards, sampling and seed are reused; your settings override them.
+MODEL is a model folder, a name on the Hugging Face hub, a run folder (its trained model), or a
+global_step_N in one. Samples of every prompt of data.val_files are scored, and mean@n, best@n and
+maj@n of each data source printed: the numbers of a validation in a run. If MODEL is a run of
+`verl-like ppo`, its prompts, rewards, sampling and seed are reused; your settings override them.
 
   data.val_files=[a.parquet,b.jsonl]
   actor_rollout_ref.rollout.val_kwargs.n=8  actor_rollout_ref.rollout.val_kwargs.do_sample=true

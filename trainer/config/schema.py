@@ -88,7 +88,7 @@ class TrainerConfig(Section):
     default_local_dir: str = key("runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER)
     """Run folder."""
     test_freq: int = key(0, at_least=-1)
-    """Steps between validations. 0: only after the last step; -1: never."""
+    """Steps between validations. 0: only after the last step; -1: not even then."""
     val_before_train: bool = key(True)
     """Validate before the first step."""
     dry_run: bool = key(False)

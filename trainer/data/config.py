@@ -81,6 +81,6 @@ class ValidatingTrainerConfig(TrainerConfig):
     """Section `trainer` of a recipe that validates on `data.val_files`."""
 
     test_freq: int = key(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
-    """Steps between validations. 0: only after the last step; -1: never."""
+    """Steps between validations. 0: only after the last step; -1: not even then."""
     val_before_train: bool = key(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before the first step."""

@@ -299,7 +299,7 @@ class CriticModelConfig(Section):
     """The critic's model; types, attention, packing and LoRA's other settings are the actor's."""
 
     path: str = key("", allows="a folder")
-    """Folder of the model."""
+    """Folder of a language model or a reward model; by default the actor's `model.path`."""
     enable_gradient_checkpointing: bool | None = key(None, may_change_on_resume=True)
     """Recompute activations in the backward pass; null: on CUDA."""
     lora_rank: int = key(0, at_least=0)

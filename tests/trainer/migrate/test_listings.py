@@ -18,13 +18,11 @@ SHELL["((total_steps * train_epochs))"] = "18"
 COMMAND = re.compile(r"^```text\n(verl-like (?:.|\n)*?)\n```", re.M)
 
 
-def page(name: str) -> str:
-    return (ROOT / "docs" / f"coming_from_{name}.md").read_text(encoding="utf-8")
-
-
-def port(name: str) -> Any:
-    """Return the run of the page's command; a variable is its value in `SHELL`, or its own name."""
-    command = COMMAND.search(page(name))
+def port(example: str) -> Any:
+    """Return the run of the README's command; a variable is its value in `SHELL`, or its name."""
+    command = COMMAND.search(
+        (ROOT / "examples" / example / "README.md").read_text(encoding="utf-8")
+    )
     assert command is not None
     words = shlex.split(command[1].replace("\\\n", " "))
     for variable, value in SHELL.items():
@@ -33,14 +31,13 @@ def port(name: str) -> Any:
 
 
 def test_split_placement_is_a_setting() -> None:
-    assert "Role.Critic: critic_pool_id" in page("verl")
-    config = port("verl")
+    config = port("split_placement")
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": [4], "critic_pool": [4]}
     assert config.role_mapping["critic"] == "critic_pool"
 
 
 def test_makers_and_trainers_are_an_async_run() -> None:
-    config = port("colossalchat")
+    config = port("async")
     async_training = config.async_training
     assert (async_training.generators, async_training.trainers, async_training.score_on) == (
         2,

@@ -1,4 +1,4 @@
-"""The page for those who come from ColossalChat goes through their listing name by name."""
+"""The README of the asynchronous example goes through ColossalChat's listing name by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def section() -> str:
-    text = (ROOT / "docs" / "coming_from_colossalchat.md").read_text(encoding="utf-8")
+    text = (ROOT / "examples" / "async" / "README.md").read_text(encoding="utf-8")
     _, _, rest = text.partition("## Makers and trainers\n")
     return rest.partition("\n## ")[0]
 
