@@ -38,7 +38,7 @@ class Section:
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_is_frozen", False):
             raise AttributeError(
-                f"{type(self).__name__}.{name}={value!r}: the configuration of a run is only read. "
+                f"{type(self).__name__}.{name}={value!r}: the configuration of a run is read-only. "
                 "`verl_like.config_key.changed(config, {key: value})` returns another one."
             )
         object.__setattr__(self, name, value)

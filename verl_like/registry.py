@@ -79,8 +79,8 @@ class Registry(Mapping[str, T]):
             return self._entries[name]
         if "." not in name and ":" not in name:
             raise ConfigError(
-                f"unknown {self.kind} {name!r}; there are {', '.join(sorted(self._entries))}, and "
-                f"your own by its path (module.name or file.py:name).{nearest(name, self._entries)}"
+                f"unknown {self.kind} {name!r}. Known: {', '.join(sorted(self._entries))}. For "
+                f"your own, give module.name or file.py:name.{nearest(name, self._entries)}"
             )
         loaded: T = _imported(name, f"{self.kind} {name!r}")
         self._reject_unfit(loaded, name)

@@ -249,7 +249,9 @@ def test_a_later_run_of_another_model_is_refused_before_anything_starts(
     start = f"trainer.resume_from_path={whole}/global_step_4"
     path = "trainer.resume_mode=resume_path", start, "trainer.save_freq=-1"
     unread = "~trainer.max_ckpt_to_keep"
-    with pytest.raises(CheckpointError, match=r"4.actor is of another model: .*there \[\d+, 64\]"):
+    with pytest.raises(
+        CheckpointError, match=r"4.actor belongs to a different model: .*there \[\d+, 64\]"
+    ):
         run(load_config(settings_of(tiny_dir, tmp_path / "run", *LOCAL, *path, unread, model)))
     assert not (tmp_path / "run" / "logs").exists()
 

@@ -39,8 +39,10 @@ def test_a_run_whose_rewards_all_fail_ends_with_an_exit_code_and_their_words(
         main_ppo.main()
     error = ended.value.code
     assert isinstance(error, str), "which ends a process with 1, in these words"
-    assert error.startswith("error: the reward 'mine' failed for 8 of 8 samples")
-    assert "reward.max_failed_share=0.5 allows fewer" in error
+    assert error.startswith(
+        f"error: the reward 'mine' (broken in {path}) failed for 8 of 8 samples"
+    )
+    assert "more than reward.max_failed_share=0.5 allows" in error
     assert error.endswith(
         f"ZeroDivisionError: division by zero\n    at {path}, line 2: return 1 / 0"
     )

@@ -132,7 +132,7 @@ BAD_OF_PPO = [
     ("reward.function.path={tmp}/my.py", "has no such name; it has asks, fails, splits"),
     (
         "reward.function.path={tmp}/my.py reward.function.name=asks",
-        "nothing fills the reward function's parameter 'answer'",
+        "the reward function has an unknown parameter 'answer'",
     ),
     (
         "reward.function.path={tmp}/my.py reward.function.name=fails",

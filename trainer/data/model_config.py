@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from trainer.data.files import listing
@@ -10,9 +11,17 @@ from verl_like.files import read_json_object
 from workers.models.folder import model_folder
 
 
+def small_files_of(key: str, path: str) -> Path:
+    """Return the folder of the model that the key names; its weights need not be there."""
+    try:
+        return model_folder(path, weights=False)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={path}: {error}") from error
+
+
 def read_model_config(key: str, path: str) -> dict[str, Any]:
     """Return `config.json` of a model folder."""
-    folder = model_folder(path, weights=False)
+    folder = small_files_of(key, path)
     file = folder / "config.json"
     if not file.is_file():
         parent = folder.parent

@@ -23,12 +23,12 @@ from trainer.config.schema import TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.data.files import listing, row_limit
 from trainer.data.loader import check_same_rows, digest_of_rows, epoch_order
+from trainer.data.model_config import small_files_of
 from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.columns import PLAYERS
-from workers.models.folder import model_folder
 from workers.models.tokenizers import check_template
 from workers.rewards.code import find_open_assert
 
@@ -39,7 +39,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
     """Load the tokenizer of the model folder that the key names; eos pads by default."""
     from transformers import AutoTokenizer
 
-    folder = model_folder(path, weights=False)
+    folder = small_files_of(key, path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as err:

@@ -30,7 +30,7 @@ def check_model(config: Any, key: str, path: str) -> None:
     """Reject a model that is missing, or has fewer positions than a sample has tokens."""
     limit = num_positions(read_model_config(key, path))
     if config.trainer.simulate is None:
-        check_weights(key, path, config.actor_rollout_ref.model.random_init_seed)
+        check_weights(key, path, config.actor_rollout_ref.model)
     data = config.data
     width = data.max_prompt_length + data.max_response_length
     if limit is not None and width > limit:

@@ -36,7 +36,7 @@ def preflight(config: RowConfig, num_sides: int) -> None:
         path = model.model.path
         check_ranks(config, role, model.sharding)
         if config.trainer.simulate is None:
-            check_weights(model.key, path, model.model.random_init_seed)
+            check_weights(model.key, path, model.model)
         limit = num_positions(read_model_config(model.key, path))
         if limit is not None and longest > limit:
             raise ConfigError(

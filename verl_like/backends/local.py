@@ -80,9 +80,9 @@ class LocalWorkerGroup(WorkerGroup):
         else:
             if device_name != "cpu":
                 raise WorkerError(
-                    "backend=local starts child processes only on CPUs, but "
-                    f"{facts[0].name} needs {len(facts)} of them on GPUs. Use "
-                    "backend=ray, or trainer.device=cpu."
+                    "trainer.backend=local starts child processes only on CPUs, but "
+                    f"{facts[0].name} needs {len(facts)} of them on GPUs. Set "
+                    "trainer.backend=ray, or trainer.device=cpu."
                 )
             transport = ChildTransport(recipes, facts, limits, env, master_port)
         classes = {r: recipe.cls for r, recipe in ray_cls_with_init.roles(name_prefix).items()}

@@ -136,7 +136,7 @@ class Transport(ABC):
             if not self.is_replaceable:
                 raise WorkerDiedError(words)
             if not self._has_warned_of_loss:
-                logger.warning("%s It is replaced when it is needed next.", words)
+                logger.warning("%s It will be replaced on its next use.", words)
             self._has_warned_of_loss = True
 
     def take_finished(self) -> list[Header]:

@@ -194,9 +194,9 @@ def _needs_with_cpus(
         cpus = cpu_share(left, num_others)
         if cpus <= 0:
             raise NoRoomError(
-                f"the CPUs of pool_resources leave {left:g} of "
-                f"{sum(node.cpus for node in nodes):g} for the {num_others} processes of the other "
-                "pools. Lower pool_resources.<pool>.cpus, or give every pool its own."
+                f"pool_resources leaves {left:g} of {sum(node.cpus for node in nodes):g} CPUs for "
+                f"the {num_others} processes of the other pools. Lower "
+                "pool_resources.<pool>.cpus, or set it for every pool."
             )
     return {pool: replace(need, cpus=need.cpus or cpus) for pool, need in result.items()}
 

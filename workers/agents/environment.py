@@ -368,8 +368,8 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"environment={path}: {cls.__name__} does not take environment.kwargs="
-            f"{dict(kwargs)}: {error}."
+            f"environment={path}: {cls.__name__} cannot be created with environment.kwargs="
+            f"{dict(kwargs)}: {error}. Rows are passed to reset(row, rng), not to the constructor."
         ) from error
     for parameter in [*inspect.signature(cls.reset).parameters.values()][1:]:
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -455,7 +455,9 @@ class Episode:
             raise TypeError(f"{method} returned {_kind(answers)}, not a dict by {players}")
         replies = {player: read(answer) for player, answer in answers.items()}
         if early := sorted({*replies} - self._waiting):
-            raise ValueError(f"{method} answers {early[0]!r}, who is speaking now or has left")
+            raise ValueError(
+                f"{method} returned a reply for {early[0]!r}, whose turn it is or who has left"
+            )
         self._waiting -= {*replies}
         self._speaking |= {player for player in replies if "end" not in replies[player]}
         if self._waiting and not self._speaking:
@@ -463,7 +465,7 @@ class Episode:
         for player in self._silent & {*replies}:
             if "messages" in replies[player]:
                 if answers[player].reward:
-                    raise ValueError(f"{method} rewards {player!r}, who has said nothing yet")
+                    raise ValueError(f"{method} rewards {player!r} before its first turn")
                 replies[player] = {"text": answers[player].text}
         self._silent -= {*replies}
         return {"players": replies}

@@ -515,7 +515,7 @@ def key_in(headers: Iterable[tuple[str, str]]) -> str:
 def _check_kinds(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if not fits(value, KINDS.get(name, {})):
-            raise RejectedRequest(f"{name}={value!r:.80} is no {words_of(KINDS[name])}", name)
+            raise RejectedRequest(f"{name}={value!r:.80} must be {words_of(KINDS[name])}", name)
 
 
 def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -554,7 +554,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
         if not isinstance(arguments, dict):
-            raise TypeError("no object")
+            raise TypeError("not an object")
         named = {"name": str(function["name"]), "arguments": arguments}
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise RejectedRequest(

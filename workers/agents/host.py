@@ -168,7 +168,7 @@ class EnvironmentHost:
         self._end()
         self._idle.clear()
         logger.warning(
-            "environment: %s. Start %s of it follows, and unfinished trajectories are retried "
+            "environment: %s. Restarting it (start %s); unfinished trajectories are retried "
             "(environment.retries).",
             why,
             self.num_starts + 1,

@@ -105,4 +105,4 @@ def _listen(host: str, port: int) -> socket.socket:
             return socket.create_server((host, number))
         except OSError as error:
             problem = error
-    raise ConfigError(f"environment.endpoint={host}:{port}: it cannot listen there: {problem}")
+    raise ConfigError(f"environment.endpoint={host}:{port}: cannot listen there: {problem}")

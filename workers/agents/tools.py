@@ -50,10 +50,13 @@ class Tool:
         """Create the tool of a typed function with a docstring; `key` names it in errors."""
         where = key or f"environment: {getattr(function, '__name__', function)}"
         if not callable(function) or isinstance(function, type):
-            raise ConfigError(f"{where} is no function.")
+            raise ConfigError(f"{where} is not a function.")
         docstring = inspect.getdoc(function)
         if not docstring:
-            raise ConfigError(f"{where} has no docstring, which tells the policy what it does.")
+            raise ConfigError(
+                f"{where} has no docstring. Add one: the policy reads it to learn what the "
+                "tool does."
+            )
         hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
         description, described = read_docstring(docstring, list(parameters))
         properties, required = {}, []
@@ -102,7 +105,7 @@ class Tool:
                 return f"{self.name} needs the argument {name!r}; it takes {takes}"
         for name, value in arguments.items():
             if not fits(value, properties[name]):
-                return f"{self.name}: {name}={value!r:.80} is no {words_of(properties[name])}"
+                return f"{self.name}: {name}={value!r:.80} must be {words_of(properties[name])}"
         return ""
 
 

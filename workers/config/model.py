@@ -175,6 +175,9 @@ class FrozenModelConfig(Section):
 class ModelConfig(Section):
     """A Hugging Face model folder and how it is loaded."""
 
+    SECTION = "actor_rollout_ref.model"  # not annotated, so it is no key
+    """The section that sets these keys, for messages."""
+
     path: str = key(
         "",
         allows="a folder or a name",

@@ -62,6 +62,8 @@ class RowDataConfig(Section):
 class TrainedModelConfig(ModelConfig, ShardedConfig):
     """The trained model, and its distribution over ranks."""
 
+    SECTION = "model"
+
     fsdp_config: FSDPConfig = key(factory=FSDPConfig)
     """Sharding."""
 

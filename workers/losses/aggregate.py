@@ -70,7 +70,7 @@ def agg_loss(
     """
     if loss_agg_mode not in AGGREGATIONS:
         raise ConfigError(
-            f"unknown loss_agg_mode {loss_agg_mode!r}; there are {', '.join(AGGREGATIONS)}."
+            f"unknown loss_agg_mode {loss_agg_mode!r}. Known: {', '.join(AGGREGATIONS)}."
             f"{nearest(loss_agg_mode, AGGREGATIONS)}"
         )
     inside = loss_mask.bool()

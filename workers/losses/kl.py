@@ -85,6 +85,6 @@ def _estimator(name: str, full_name: str) -> Callable[[Tensor], Tensor]:
     if name in KL_ESTIMATORS:
         return KL_ESTIMATORS[name]
     raise ConfigError(
-        f"unknown KL estimator {full_name!r}; there are {', '.join(KL_ESTIMATORS)}, also with a "
+        f"unknown KL estimator {full_name!r}. Known: {', '.join(KL_ESTIMATORS)}, also with a "
         f"trailing +.{nearest(name, KL_ESTIMATORS)}"
     )

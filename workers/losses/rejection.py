@@ -82,7 +82,7 @@ def criteria_of(names: str | None, thresholds: str | None) -> tuple[Criterion, .
     for name in chosen:
         if name not in CRITERIA:
             raise ConfigError(
-                f"{SECTION}.rollout_rs={names}: there is no criterion {name!r}; there are "
+                f"{SECTION}.rollout_rs={names}: there is no criterion {name!r}. Known: "
                 f"{', '.join(CRITERIA)}.{nearest(name, CRITERIA)}"
             )
         if chosen.count(name) > 1:

@@ -24,11 +24,16 @@ INSTALL_FLASH = 'pip install torch, then pip install -e ".[flash-attn]" --no-bui
 
 
 def resolve_attention(
-    wanted: str, device: torch.device, dtype: torch.dtype, model_cls: Any, hf_config: Any = None
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    model_cls: Any,
+    hf_config: Any = None,
+    key: str = "attn_implementation",
 ) -> str:
     """Return sdpa, or eager if the model has no sdpa or sdpa would omit part of its computation.
 
-    `dtype` is the compute type of the passes.
+    `dtype` is the compute type of the passes; `key` is the name of `wanted` in messages.
     """
     if wanted == "eager":
         return wanted
@@ -36,9 +41,9 @@ def resolve_attention(
     cap = soft_cap(hf_config)
     if cap is not None and wanted == "sdpa":
         raise ConfigError(
-            f"model.attn_implementation=sdpa leaves out the soft-capping of {model_cls.__name__} "
-            f"(attn_logit_softcapping={cap:g} in its config.json), and every number would be "
-            "wrong; set auto, which takes eager, or flash_attention_2, which has it on CUDA."
+            f"{key}=sdpa omits the soft-capping of {model_cls.__name__} "
+            f"(attn_logit_softcapping={cap:g} in its config.json), so every number would be "
+            f"wrong. Set {key}=auto, which uses eager, or flash_attention_2, which has it on CUDA."
         )
     chosen, reason = "sdpa", ""
     if not getattr(model_cls, "_supports_sdpa", False):

@@ -96,7 +96,7 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
     folder = model_folder(config.path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path={config.path!r} is not a Hugging Face model folder (no config.json "
+            f"{config.path!r} is not a Hugging Face model folder (no config.json "
             "there); `verl-like make-tiny DIR` makes a tiny one in DIR/model."
         )
 
@@ -112,7 +112,12 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             )
 
         attention = resolve_attention(
-            config.attn_implementation, device, precision.compute, model_cls, hf_config
+            config.attn_implementation,
+            device,
+            precision.compute,
+            model_cls,
+            hf_config,
+            f"{config.SECTION}.attn_implementation",
         )
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
@@ -121,14 +126,14 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             module = model if head == "token" else ScalarHeadModel(model)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"model.path={config.path!r} does not load as a causal LM: {error}"
+            f"the model {config.path!r} does not load as a causal LM: {error}"
         ) from error
 
     can_recompute = model.supports_gradient_checkpointing
     if config.enable_gradient_checkpointing and not can_recompute:
         raise ConfigError(
             f"model type {hf_config.model_type} has no gradient checkpointing in this "
-            "transformers; set model.enable_gradient_checkpointing=False."
+            "transformers. Set enable_gradient_checkpointing=false in the model's section."
         )
     if recomputes(config, device.type, can_recompute):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

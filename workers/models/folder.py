@@ -49,8 +49,8 @@ def model_folder(path: str, weights: bool = True) -> Path:
             folder_of_hub = Path(snapshot_download(path, allow_patterns=["*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(
-            f"model.path={path}: there is no such folder, and the Hugging Face hub does "
-            f"not provide a model of that name: {' '.join(str(error).split())[:300]}"
+            f"there is no model folder {path!r}, and the Hugging Face hub does not provide a model "
+            f"of that name: {' '.join(str(error).split())[:300]}"
         ) from error
     return folder_of_hub
 

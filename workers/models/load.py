@@ -46,8 +46,8 @@ COMPUTED = (
 SCORE = "score.weight"
 """The name of the scalar head's weight in sequence classifiers."""
 NO_SCORE = (
-    f"has no {SCORE} of [1, hidden]: it is no reward model with one output (a sequence classifier "
-    "with num_labels=1)."
+    f"has no {SCORE} of [1, hidden]: it is not a reward model with one output (a sequence "
+    "classifier with num_labels=1)."
 )
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def load_weights(
         if isinstance(module, ScalarHeadModel):
             _check_head(whole, config, source)
         if head == "score" and SCORE in missing:
-            raise ConfigError(f"model.path={config.path!r} {NO_SCORE}")
+            raise ConfigError(f"the model {config.path!r} {NO_SCORE}")
         _reject_unfit(config, unfit)
         pieces = _load_converted(missing, config, source) if missing else set[str]()
         if not missing:
@@ -109,8 +109,8 @@ def load_weights(
         if not is_bare_config(config.path):
             extra = _in_words(module, source.unknown_entries(whole, pieces))
             raise ConfigError(
-                f"model.path={config.path!r} lacks {len(missing)} weights: "
-                f"{', '.join([*missing][:20])}{f'; and there are {extra}' if extra else ''}."
+                f"the model {config.path!r} lacks {len(missing)} weights: "
+                f"{', '.join([*missing][:20])}{f'; it has {extra}' if extra else ''}."
             )
         values = random_weights(config)
         for name, weight in missing.items():
@@ -133,14 +133,14 @@ def _check_head(module: ScalarHeadModel, config: ModelConfig, source: Folder) ->
     others = [name for name in source.files if name.startswith("score.") and name != SCORE]
     if has_head and others:
         raise ConfigError(
-            f"model.path={config.path!r}: its head has {', '.join(others)}, but a score "
+            f"the model {config.path!r}: its head has {', '.join(others)}, but a score "
             f"is computed only from {SCORE}; save it without them."
         )
     if module.config.num_labels == 1 and not (has_head or is_bare_config(config.path)):
         raise ConfigError(
-            f"model.path={config.path!r} is a classifier with one label by its config.json, but "
-            f"its weights hold no {SCORE} of [1, hidden]; save it again with save_pretrained, "
-            "or take id2label out of config.json to start from a head of zeros."
+            f"the model {config.path!r} is a classifier with one label according to its "
+            f"config.json, but its weights have no {SCORE} of [1, hidden]. Save it again with "
+            "save_pretrained, or take id2label out of config.json to start from a head of zeros."
         )
 
 
@@ -236,7 +236,7 @@ class Folder:
                 try:
                     self.files = read_json_object(index)["weight_map"]
                 except (OSError, ValueError, KeyError) as error:
-                    raise ConfigError(f"model.path: {index} cannot be read: {error}") from error
+                    raise ConfigError(f"{index} cannot be read: {error}") from error
             elif (path / file).is_file():
                 self.files = dict.fromkeys(self._open(file).keys(), file)
             if self.files:
@@ -280,9 +280,7 @@ class Folder:
                     PickledTensors(path) if is_pickle else safe_open(path, framework="pt")
                 )
             except (OSError, SafetensorError, UnpicklingError, RuntimeError) as error:
-                raise ConfigError(
-                    f"model.path: {self.path / file} cannot be read: {error}"
-                ) from error
+                raise ConfigError(f"{self.path / file} cannot be read: {error}") from error
         return self.opened[file]
 
 
@@ -353,7 +351,7 @@ def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
 def _reject_unfit(config: ModelConfig, unfit: list[str]) -> None:
     if unfit:
         raise ConfigError(
-            f"model.path={config.path!r}: weights do not fit: {', '.join(unfit[:20])}."
+            f"the model {config.path!r} has weights of the wrong shape: {', '.join(unfit[:20])}."
         )
 
 
@@ -365,9 +363,9 @@ def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
     """
     if extra := _in_words(module, names):
         raise ConfigError(
-            f"model.path={config.path!r}: {extra}. Without them the model would compute other "
-            "numbers: config.json may describe another model, or the folder may be quantized; "
-            "save it again with save_pretrained."
+            f"the model {config.path!r} has {extra}. Its outputs would probably be wrong: "
+            "config.json may describe a different model, or the folder may be quantized. Save it "
+            "again with save_pretrained."
         )
 
 
@@ -375,7 +373,7 @@ def _in_words(module: Any, names: Iterable[str]) -> str:
     """Describe the names that are not known to be superfluous; "" if there are none."""
     ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
     extra = sorted(name for name in names if not re.search("|".join(ignored), name))
-    takes = f"{len(extra)} entries that nothing in the model takes: {', '.join(extra[:20])}"
+    takes = f"{len(extra)} entries that the model does not use: {', '.join(extra[:20])}"
     return takes if extra else ""
 
 
@@ -385,13 +383,12 @@ def _copy(weight: Tensor, stored: Any) -> None:
         local.copy_(local_rows(weight, stored))
 
 
-def check_weights(key: str, path: str, seed: int | None) -> None:
+def check_weights(key: str, path: str, model: ModelConfig) -> None:
     """Reject a folder without weights, unless a seed asks for random ones."""
-    if seed is None and is_bare_config(path):
+    if model.random_init_seed is None and is_bare_config(path):
         raise ConfigError(
-            f"{key}={path} has a config.json and no weights. To start from random weights, set "
-            "model.random_init_seed=<number> in the same section; or use a folder of "
-            "save_pretrained."
+            f"{key}={path} has a config.json and no weights. Use a folder that save_pretrained "
+            f"wrote, or set {model.SECTION}.random_init_seed=<number> to start from random weights."
         )
 
 
@@ -402,9 +399,9 @@ def random_weights(config: ModelConfig) -> dict[str, Tensor]:
     """
     from transformers import AutoModelForCausalLM
 
-    check_weights("model.path", config.path, config.random_init_seed)
+    check_weights(f"{config.SECTION}.path", config.path, config)
     assert config.random_init_seed is not None, "a folder without weights and seed was let through"
-    logger.info("model.path=%s: random weights, seed %d", config.path, config.random_init_seed)
+    logger.info("the model %s: random weights, seed %d", config.path, config.random_init_seed)
     hf_config = read_hf_config(model_folder(config.path))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.random_init_seed)

@@ -41,8 +41,8 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"model.lora_rank={config.lora_rank} needs the package peft: pip install "
-            "'verl-like[lora]'"
+            f"LoRA (lora_rank={config.lora_rank}) needs the package peft: "
+            "pip install 'verl-like[lora]'"
         ) from error
 
     has_scalar_head = isinstance(module, ScalarHeadModel)
@@ -66,16 +66,16 @@ def add_adapter(module: Any, config: ModelConfig) -> None:
             targets = config.target_modules
             hint = nearest(targets if isinstance(targets, str) else targets[0], linear)
             raise ConfigError(
-                f"model.target_modules={config.target_modules}: no adapter fits: {error}{hint} "
-                f"The model's linear layers: {', '.join(linear)}; all-linear takes all but the "
-                "head."
+                f"{config.SECTION}.target_modules={config.target_modules}: no adapter fits: "
+                f"{error}{hint} The model's linear layers: {', '.join(linear)}; all-linear takes "
+                "all but the head."
             ) from error
 
     adapted = adapted_layers(module)
     other = [name for name in adapted if not _is_linear(adapted[name].get_base_layer())]
     if other:
         raise ConfigError(
-            f"model.target_modules: {', '.join(other[:5])} is not a linear layer; name "
+            f"{config.SECTION}.target_modules: {', '.join(other[:5])} is not a linear layer. Name "
             "only linear layers."
         )
 

@@ -54,9 +54,9 @@ def precision_of(config: ModelConfig, device_type: str) -> Precision:
         compute = torch.bfloat16 if device_type == "cuda" else weights
     if compute.itemsize > weights.itemsize:
         raise ConfigError(
-            f"model.compute_dtype={config.compute_dtype} is wider than the weights "
-            f"(model.dtype={config.dtype}), whose bits are lost already; set model.dtype=float32, "
-            "or leave model.compute_dtype out."
+            f"{config.SECTION}.compute_dtype={config.compute_dtype} is wider than the weights "
+            f"({config.SECTION}.dtype={config.dtype}), whose bits are lost already. Set "
+            f"{config.SECTION}.dtype=float32, or leave {config.SECTION}.compute_dtype out."
         )
     return Precision(weights, compute)
 

@@ -233,8 +233,9 @@ def check_device(device_type: str) -> None:
     if device_type != "cpu":
         raise ConfigError(
             f"quantization=int8 works only on CPUs, and this role's device is "
-            f"{device_type}: leave quantization out and set rollout.dtype or model.compute_dtype="
-            "bfloat16; rollout.name=vllm has rollout.quantization=fp8."
+            f"{device_type}. Leave quantization out and set actor_rollout_ref.rollout.dtype or "
+            "actor_rollout_ref.model.compute_dtype to bfloat16. "
+            "actor_rollout_ref.rollout.name=vllm has actor_rollout_ref.rollout.quantization=fp8."
         )
     if not _is_exact():
         raise ConfigError(

@@ -65,8 +65,8 @@ class Routers:
             routers = [getattr(block, name) for name in ROUTERS if hasattr(block, name)]
             if len(routers) != 1 or not all(hasattr(routers[0], n) for n in ("weight", "top_k")):
                 raise ConfigError(
-                    f"{KEY}: {type(block).__name__} has no router apart from its "
-                    "experts, so its choices cannot be replayed. Leave it out."
+                    f"{KEY}: {type(block).__name__} has no router that is separate "
+                    "from its experts, so its choices cannot be replayed. Leave it out."
                 )
             self.experts.append(experts)
             self.routers.append(routers[0])
@@ -123,13 +123,14 @@ class Routers:
         if chosen.shape[1:] != self.shape:
             raise BatchError(
                 f"column {COLUMN!r} has [layers, choices] of {list(chosen.shape[1:])} "
-                f"per token, but the model's routers choose {list(self.shape)}: it is of "
-                "another model."
+                f"per token, but the model's routers choose {list(self.shape)}: it was "
+                "recorded with a different model."
             )
         if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
             raise BatchError(
                 f"column {COLUMN!r} names experts {int(chosen.min())} to {int(chosen.max())}, and "
-                f"a layer of the model has {self.num_experts}: it comes from another model."
+                f"a layer of the model has {self.num_experts}: it was recorded "
+                "with a different model."
             )
 
 

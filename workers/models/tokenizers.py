@@ -25,7 +25,7 @@ def check_same_tokenizer(path: str, policy_path: str, role: str) -> None:
     tokens = vocabulary.keys() | policy.keys()
     other = sorted(token for token in tokens if vocabulary.get(token) != policy.get(token))
     raise ConfigError(
-        f"the model of role {role!r}, {path!r}, has another tokenizer than "
+        f"the model of role {role!r}, {path!r}, has a different tokenizer from "
         f"actor_rollout_ref.model.path={policy_path!r}: {len(other)} tokens differ, such as "
         f"{', '.join(map(repr, other[:3]))}. Responses are not tokenized again for it: use a model "
         "of the actor's family."

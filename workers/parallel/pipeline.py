@@ -191,8 +191,8 @@ class Pipeline:
         if states.dtype != self.dtype:
             raise ConfigError(
                 f"parallel.pp={self.size}: the states between layers are {states.dtype}, "
-                f"but passes compute in {self.dtype}; set parallel.pp=1, or set "
-                f"model.compute_dtype to {states.dtype}."
+                f"but passes compute in {self.dtype}. Set parallel.pp=1, or compute_dtype in the "
+                f"model's section to {str(states.dtype).removeprefix('torch.')}."
             )
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         states = states.contiguous()

@@ -125,9 +125,10 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
     data_size, is_left = divmod(num_ranks, model_size)
     if is_left:
         raise ConfigError(
-            f"parallel.pp={sharding.pp}, sp={sharding.sp} and tp={sharding.tp} make models of "
-            f"{model_size} ranks, which do not divide the {num_ranks} ranks; nearest that do: "
-            f"{nearest_divisors(model_size, num_ranks)}."
+            f"parallel.pp x sp x tp = {sharding.pp} x {sharding.sp} x {sharding.tp} = {model_size} "
+            f"ranks per model copy, which does not divide the {num_ranks} ranks of the pool. Use a "
+            f"product that does (nearest: {nearest_divisors(model_size, num_ranks)}), or give the "
+            "pool more processes."
         )
     size = data_size if sharding.fsdp_size == -1 else sharding.fsdp_size
     if size < 1 or data_size % size:

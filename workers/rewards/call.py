@@ -142,8 +142,8 @@ def _check_filled(
             )
         theirs = f", the rows' columns {', '.join(columns)}" if columns else ""
         raise ConfigError(
-            f"nothing fills the reward function's parameter {parameter.name!r}. Functions are "
-            f"called by keyword with {', '.join([*SHORT_NAMES, *SAMPLE_FIELDS])} (or, for a whole "
-            f"batch, responses and the other plurals){theirs}, and what its kwargs have: rename "
-            "it, or give it a default."
+            f"the reward function has an unknown parameter {parameter.name!r}. It is called by "
+            f"keyword with {', '.join([*SHORT_NAMES, *SAMPLE_FIELDS])} (or, for a whole "
+            f"batch, responses and the other plurals){theirs}, and the names in its kwargs. "
+            "Rename the parameter, or give it a default."
         )

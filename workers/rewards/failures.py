@@ -85,7 +85,7 @@ class FailureLog:
         """Log the totals, if some failures were not logged."""
         for name, sums in self._sums.items():
             if self._has_more and sums:
-                logger.warning("the reward %r failed in all:%s", name, _below(sums.values()))
+                logger.warning("total failures of the reward %r:%s", name, _below(sums.values()))
 
 
 def _below(failures: Iterable[Failure]) -> str:

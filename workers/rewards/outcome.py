@@ -20,8 +20,8 @@ VOTE = "pred"
 """The only text that is used: a sample's answer, for the majority vote over a prompt's samples."""
 LATE = "passed its deadline"
 NO_REWARD = (
-    ", which is no reward: return a number, or a dict with one as 'score', or score a batch by the "
-    "parameters solution_strs, prompts, ... and return a list of these"
+    ". Return a number, a dict with a number as 'score', or (for a function with batch parameters "
+    "such as solution_strs) a list of these"
 )
 """End of the error for a result without a number."""
 PLACE = "\n    at {}, line {}"

@@ -96,8 +96,10 @@ class RemoteScorer:
                 return self._protocol.outcomes(self._post(body, end), len(samples))
             except _TemporaryError as err:
                 if attempt == self._config.retries:
-                    tries = "once" if attempt == 0 else f"{attempt + 1} times"
-                    raise RewardServerError(f"{self._config.url}, asked {tries}: {err}") from err
+                    tries = "" if attempt == 0 else f" {attempt + 1} times"
+                    raise RewardServerError(
+                        f"the request to {self._config.url} failed{tries}: {err}"
+                    ) from err
             except (KeyError, TypeError, ValueError) as err:
                 raise RewardServerError(
                     f"{self._config.url} returned an invalid reply: {err}"
@@ -105,7 +107,9 @@ class RemoteScorer:
 
             pause = wait * self._random.uniform(0.5, 1.5)
             if time.monotonic() + pause >= end:
-                raise TimeoutError(f"no time is left for another request to {self._config.url}")
+                raise TimeoutError(
+                    f"the deadline passed before another request to {self._config.url}"
+                )
             if self._given_up.wait(pause):
                 raise TimeoutError(f"the request to {self._config.url} was cancelled")
             wait = min(2 * wait, LONGEST_WAIT_S)
@@ -115,7 +119,7 @@ class RemoteScorer:
         """Return the server's reply to one request as parsed JSON."""
         patience = min(self._config.timeout_s, end - time.monotonic())
         if patience <= 0:
-            raise TimeoutError(f"no time is left for a request to {self._config.url}")
+            raise TimeoutError(f"the deadline passed before a request to {self._config.url}")
 
         headers = {"Content-Type": "application/json"}
         if self._token:

@@ -335,15 +335,19 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
     """Raise if there are too many failures, with the first of each kind."""
     config, most, count = part.config, part.max_failed_share, int(failed.sum())
     if config.on_failure == "fail" and count:
-        rule = "its on_failure is fail. Fix it, or set on_failure=default or skip."
+        rule = ". Its on_failure is fail. Fix it, or set on_failure=default or skip."
     elif count > most * len(failed):
         section = "environment" if config.kind == "environment" else "reward"
-        rule = f"{section}.max_failed_share={most:g} allows fewer. Fix it, or raise the limit."
+        rule = (
+            f", more than {section}.max_failed_share={most:g} allows. Fix it, or raise the limit."
+        )
     else:
         return
     text = "".join(f"\n  {failure}" for failure in failures.values())
+    is_users = config.kind == "function" and config.path
+    code = f" ({config.function} in {config.path})" if is_users else ""
     raise RewardError(
-        f"the reward {config.name!r} failed for {count} of {len(failed)} samples, and {rule}{text}"
+        f"the reward {config.name!r}{code} failed for {count} of {len(failed)} samples{rule}{text}"
     )
 
 

@@ -275,7 +275,7 @@ class RolloutEngine(ABC):
 
     def follow(self) -> None:
         """Sample the same as the first rank of the engine in one call."""
-        raise RolloutError("rollout: this engine has one rank, and no other to follow.")
+        raise RolloutError("rollout: this engine has only one rank.")
 
     def weights_checksum(self) -> str:
         """Return a hash of the full weights, comparable with the trainer's."""
@@ -349,8 +349,9 @@ class RolloutEngine(ABC):
             )
         if sampling.routed_experts and self.no_choices() is None:
             raise ConfigError(
-                f"sampling: {type(self).__name__} does not note which experts its model chooses "
-                "(actor.router_replay); rollout.name=native, hf and vllm in process do."
+                f"sampling: {type(self).__name__} does not record which experts its model chooses "
+                "(actor_rollout_ref.actor.router_replay). actor_rollout_ref.rollout.name=native, "
+                "hf and vllm in process do."
             )
         outside = [token for token, _ in sampling.logit_bias if not 0 <= token < self.vocab_size]
         if outside:
@@ -399,5 +400,5 @@ def _check_ids(part: str, ids: Sequence[int], name: str, vocab_size: int) -> Non
         raise RolloutError(
             f"rollout: the {part} of {name} has token id {low if low < 0 else high}, outside "
             f"the vocabulary of {vocab_size}; tokenizer and actor_rollout_ref.model.path "
-            "do not fit."
+            "do not match."
         )

@@ -116,7 +116,7 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
     if len(chosen) < needed:
         raise RolloutError(
             f"rollout: {sample.name} has the experts of {len(chosen)} tokens, but its "
-            f"last token was drawn after {needed} tokens."
+            f"last token was sampled after {needed} tokens."
         )
     length = len(sample.prompt) + len(sample.tokens)
     return torch.cat([chosen, chosen.new_zeros(length - len(chosen), *chosen.shape[1:])])
@@ -156,10 +156,10 @@ def check_draws(batch: DataProto) -> dict[str, float]:
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
         names = ", ".join(f"{uids[row]}/{indices[row]}" for row in wrong[:NAMED])
         raise BatchError(
-            f"{len(wrong)} of {len(batch)} samples are not what the rollout drew, by their hashes "
-            f"(uid/index: {names}{', …' if len(wrong) > NAMED else ''}): prompts, responses, "
-            "token_versions, position_ids or response_mask were changed since. A stage or hook "
-            f"that means to train other tokens drops the column {COLUMN!r}."
+            f"{len(wrong)} of {len(batch)} samples differ from what the rollout sampled (hash "
+            f"mismatch; uid/index: {names}{', …' if len(wrong) > NAMED else ''}): prompts, "
+            "responses, token_versions, position_ids or response_mask were changed since. If a "
+            f"stage or hook changes tokens on purpose, let it drop the column {COLUMN!r}."
         )
     return {"training/num_proven_samples": float(len(batch))}
 

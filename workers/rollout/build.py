@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from verl_like.process.worker import Worker
     from workers.config import ActorRolloutRefConfig, RolloutConfig, WorkersConfig
 
+SECTION = "actor_rollout_ref.rollout"
+
 
 def engine_for(rollout: RolloutConfig, device_type: str) -> str:
     """Return the engine's name; "auto" depends on the device."""
@@ -58,9 +60,9 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
     if (name, device_type) != ("native", "cuda"):
         return []
     return [
-        "notice: rollout.name=native decodes on GPUs without CUDA graphs and without paging its KV "
-        "cache: it is the engine for CPUs. rollout.name=vllm is the one for GPUs (pip install -e "
-        '".[vllm]")'
+        f"notice: {SECTION}.name=native decodes on GPUs without CUDA graphs and without paging its "
+        f"KV cache: it is the engine for CPUs. {SECTION}.name=vllm is the one for GPUs (pip "
+        'install -e ".[vllm]")'
     ]
 
 
@@ -72,14 +74,14 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
     urls = rollout.server_urls
     if urls and (len(urls) != world_size or len(set(urls)) != world_size):
         raise ConfigError(
-            f"rollout.server_urls names {len(set(urls))} servers for the rollout's {world_size} "
+            f"{SECTION}.server_urls names {len(set(urls))} servers for the rollout's {world_size} "
             "processes; each process needs a separate server."
         )
     ranks = ranks_per_engine(config)
     if world_size % ranks:
         valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigError(
-            f"rollout.tensor_model_parallel_size={ranks} does not divide the rollout's "
+            f"{SECTION}.tensor_model_parallel_size={ranks} does not divide the rollout's "
             f"{world_size} processes; valid: {valid}."
         )
 
@@ -87,13 +89,13 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
 def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
     """Reject a quantization that this engine does not support on this device."""
     quantization, passed_on = rollout.quantization, rollout.engine_kwargs.get("quantization")
-    pair = f"rollout.quantization={quantization} with rollout.name={rollout.name}"
+    pair = f"{SECTION}.quantization={quantization} with {SECTION}.name={rollout.name}"
     if quantization is None:
         return
     if passed_on:
         raise ConfigError(
-            f"{pair} and rollout.engine_kwargs.quantization={passed_on}: vLLM takes one. Leave one "
-            "of them out."
+            f"{pair} and {SECTION}.engine_kwargs.quantization={passed_on}: vLLM takes one. Leave "
+            "one of them out."
         )
     if (quantization == FP8) != (rollout.name == "vllm"):
         raise ConfigError(
@@ -116,10 +118,10 @@ def user_engine(name: str) -> type[RolloutEngine] | None:
         return None
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(
-            f"rollout.name={name} is not a rollout engine: make it a subclass of "
+            f"{SECTION}.name={name} is not a rollout engine: make it a subclass of "
             "workers.rollout.base.RolloutEngine."
         )
-    subject = f"rollout.name={name}"
+    subject = f"{SECTION}.name={name}"
     check_methods(engine, RolloutEngine, subject)
     check_call(engine, subject, CallSignature("module", "limits", by_name=["decode"]))
     return engine
@@ -131,9 +133,8 @@ def check_notes_routing(rollout: RolloutConfig) -> None:
     if rollout.server_urls or (custom and custom.no_choices is RolloutEngine.no_choices):
         engine = "a server of vLLM's" if rollout.server_urls else rollout.name
         raise ConfigError(
-            f"{ROUTING_KEY} with rollout.name={rollout.name}: {engine} does not note which experts "
-            "its routers choose. Set actor_rollout_ref.rollout.name=native, or leave the replay "
-            "out."
+            f"{ROUTING_KEY} with {SECTION}.name={rollout.name}: {engine} does not record which "
+            f"experts its routers choose. Set {SECTION}.name=native, or leave the replay out."
         )
 
 

@@ -48,8 +48,8 @@ class HFEngine(ModuleEngine):
         self.uses_cache = not reason
         if reason:
             logger.warning(
-                "rollout.name=hf decodes model type %s without a cache, by a pass over the whole "
-                "row for each token, which is slow: with its cache %s.",
+                "actor_rollout_ref.rollout.name=hf decodes model type %s without a cache, by a "
+                "pass over the whole row for each token, which is slow: with its cache %s.",
                 module.config.model_type,
                 reason,
             )
@@ -89,10 +89,11 @@ def _check_rotary(config: Any, width: int) -> None:
     border = factor_border(config)
     if border is not None and width > border:
         raise ConfigError(
-            f"rollout.name=hf draws the first {border} tokens of a row of model type "
-            f"{config.model_type!r} with other rotary factors (longrope) than the trainer's pass "
-            f"over a longer row has: keep data.max_prompt_length + data.max_response_length, now "
-            f"{width}, at {border} or less, or choose actor_rollout_ref.rollout.name=vllm."
+            f"actor_rollout_ref.rollout.name=hf samples the first {border} tokens of a row of "
+            f"model type {config.model_type!r} with other rotary factors (longrope) than the "
+            "trainer uses for a longer row. Keep data.max_prompt_length + "
+            f"data.max_response_length, now {width}, at {border} or less, or set "
+            "actor_rollout_ref.rollout.name=vllm."
         )
 
 

@@ -280,7 +280,7 @@ def sampling_params(
 
 
 def _refusal(name: str, value: Any, valid: str) -> ConfigError:
-    return ConfigError(f"rollout.sampling_kwargs.{name}={value} cannot work; it must be {valid}.")
+    return ConfigError(f"sampling_kwargs.{name}={value} must be {valid}.")
 
 
 def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
@@ -289,7 +289,7 @@ def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
         if name not in EXTRA_SAMPLING:
             valid = ", ".join(EXTRA_SAMPLING)
             raise ConfigError(
-                f"rollout.sampling_kwargs names {name!r}; valid: "
+                f"actor_rollout_ref.rollout.sampling_kwargs names {name!r}; valid: "
                 f"{valid}.{nearest(name, EXTRA_SAMPLING)}"
             )
     sections = {"rollout": config, "rollout.val_kwargs": config.validation}

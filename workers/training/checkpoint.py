@@ -266,7 +266,7 @@ def reject_other_model(
     there = {name: list(stored.size) for name, stored in saved.items() if name.startswith("model.")}
     if not there:
         raise CheckpointError(
-            f"the checkpoint {folder} holds no weights to go on from: checkpoint.save_contents "
+            f"the checkpoint {folder} has no weights to resume from: checkpoint.save_contents "
             "lacked 'model'."
         )
     other_shape = [
@@ -280,5 +280,5 @@ def reject_other_model(
         "of another shape": other_shape,
     }
     named = {kind: [n.removeprefix("model.") for n in names] for kind, names in problems.items()}
-    if text := describe_problems(f"the checkpoint {folder} is of another model", **named):
+    if text := describe_problems(f"the checkpoint {folder} belongs to a different model", **named):
         raise CheckpointError(f"{text} {way_out}")

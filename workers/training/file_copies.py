@@ -180,7 +180,7 @@ class FileCopies(FileWriter):
 
         def go_on(_: float = 0.0) -> None:
             if self._is_dropped:
-                raise CheckpointError(f"{path} was given up")
+                raise CheckpointError(f"{path} was abandoned")
 
         go_on()
         return write_copy.write_file(path, copy.contents, start, go_on)
@@ -220,8 +220,7 @@ class FileCopies(FileWriter):
             code = process.returncode
             end = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             logger.warning(
-                "%s: the process that wrote it ended by %s; the rest is written by the one that "
-                "trains.",
+                "%s: the process that wrote it ended by %s; the training process writes the rest.",
                 *(path, end),
             )
         return None

@@ -235,7 +235,7 @@ def count_mini_batches(total: int, mini_batch_size: int) -> int:
     raise ConfigError(
         f"a mini-batch of {mini_batch_size} samples does not divide the batch of {total} samples; "
         f"nearest that do: {ways or 'none, the batch is empty'}. ppo_mini_batch_size counts "
-        "prompts: samples = prompts × rollout.n."
+        "prompts: samples = prompts × actor_rollout_ref.rollout.n."
     )
 
 

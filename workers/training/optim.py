@@ -65,10 +65,10 @@ class MatrixDecayAdamW(torch.optim.AdamW):
 
 
 BFLOAT16_WEIGHTS = (
-    "model.dtype=bfloat16 keeps weights and moments in bfloat16, where a small step rounds to "
-    "nothing: five steps of AdamW at lr 1e-6 moved 1.4 % of the weights of a small Llama, against "
-    "71 % with float32 weights. Leave model.dtype at float32, unless the memory is not there; "
-    "passes compute in bfloat16 all the same (model.compute_dtype)."
+    "dtype=bfloat16 of the model keeps weights and moments in bfloat16, where small steps round to "
+    "nothing: five steps of AdamW at lr 1e-6 changed 1.4 % of the weights of a small Llama, but "
+    "71 % with float32 weights. Leave dtype at float32 if the memory allows it; passes can still "
+    "compute in bfloat16 (compute_dtype)."
 )
 
 
@@ -246,4 +246,4 @@ class NonfiniteGuard:
                 "earlier checkpoint."
             )
         if self.groups.is_first:
-            logger.warning("%s %d in a row, %d in all.", fact, self.in_a_row, self.total)
+            logger.warning("%s %d consecutive, %d in total.", fact, self.in_a_row, self.total)

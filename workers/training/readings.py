@@ -103,7 +103,7 @@ class RowScores(Reading):
             self.score_at = getattr(model.module.config, "score_at", "last_token")
         if self.score_at not in SCORE_AT:
             raise ConfigError(
-                f"model.path={model.model_config.path!r}: config.json has "
+                f"the model {model.model_config.path!r}: config.json has "
                 f"score_at={self.score_at!r}; valid: {', '.join(SCORE_AT)}."
             )
         self.folder_settings = {"score_at": self.score_at}

@@ -57,7 +57,7 @@ SPLITS = (
 )
 LARGEST_SQUARE = 2048
 """Largest pass, in tokens, if attention grows with their square; a longer single row is allowed."""
-PADDED_BY_USER = "model.use_remove_padding=False"
+PADDED_BY_USER = "use_remove_padding=false in the model's section"
 """Reason for padded rows when the user chose them."""
 LENGTHS = (100, 57, 50, 33, 12, 9)
 """Lengths of the test rows: together more than the positions of a stand-in model."""
@@ -137,8 +137,8 @@ def prove_rows(
     if reason not in ("", PADDED_BY_USER):
         logger.warning(
             "model type %s is not %s right from packed rows (%s); it runs on padded rows, which "
-            "takes longer. model.use_remove_padding=False turns packed rows (and this warning) "
-            "off.",
+            "takes longer. use_remove_padding=false in the model's section turns packed rows (and "
+            "this warning) off.",
             support.model_type,
             "proven" if reason.startswith(NO_MODEL) else "computed",
             reason,

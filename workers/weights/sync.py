@@ -104,7 +104,7 @@ def deliver_weights(
         if rollout_group.shares_processes_with(actor_group):
             raise WeightSyncError(
                 "weights cannot be delivered to a rollout in the actor's own processes: "
-                "sync_weights(actor_group, rollout_group, version) hands it over."
+                "sync_weights(actor_group, rollout_group, version) shares them by reference."
             )
         address, sent_version = actor_group.open_delivery.remote_on(sender, version).get()[0]
         arguments = sender, address, rollout_group.world_size
@@ -121,7 +121,7 @@ def _retry_if_rejected(sync: Callable[[], dict[str, float]]) -> dict[str, float]
     try:
         return sync()
     except WeightsRejectedError as error:
-        logger.warning("%s. They are sent once more.", error)
+        logger.warning("%s. Retrying once.", error)
         return sync()
 
 
@@ -198,7 +198,7 @@ def _warn_of_unchanged_weights() -> None:
     logger.warning(
         "A new version of the weights equals the previous version bit for bit: no "
         "update in between has changed the weights that a rollout gets. Are all "
-        "advantages zero, is actor.optim.lr too small for the type of the rollout's "
-        "weights (rollout.dtype), or are all weights frozen? During "
-        "trainer.critic_warmup this is expected."
+        "advantages zero, is actor_rollout_ref.actor.optim.lr too small for the type of the "
+        "rollout's weights (actor_rollout_ref.rollout.dtype), or are all weights frozen? "
+        "During trainer.critic_warmup this is expected."
     )

@@ -140,7 +140,7 @@ SETTINGS = [
         "data.max_prompt_length=4 data.filter_overlong_prompts=true",
         ["300 prompts of at most 10 tokens", "300 dropped", "remaining 0", "train_batch_size=8"],
     ),
-    ("algorithm.adv_estimator=gea", ["'gea'", "there are coati", "Did you mean 'gae'"]),
+    ("algorithm.adv_estimator=gea", ["'gea'", "Known: coati", "Did you mean 'gae'"]),
     ("algorithm.adv_estimator=GAE", ["'GAE'", "Did you mean 'gae'"]),
     ("algorithm.score_clip=0", ["null to leave scores as they are"]),
     ("algorithm.filter_groups.max_num_gen_batches=0", ["must be above 0"]),

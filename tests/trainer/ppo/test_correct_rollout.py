@@ -184,7 +184,7 @@ def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("correction=icepop",), "there are bypass_pg_geo_rs, .*decoupled_token_icepop"),
+        (("correction=icepop",), "Known: bypass_pg_geo_rs, .*decoupled_token_icepop"),
         (("corection=disabled",), "Did you mean 'correction'"),
         (("correction=bypass_pg_is", "algorithm.use_kl_in_reward=true"), "use_kl_in_reward=true.*"),
         (("correction=bypass_pg_is", "algorithm=gspo"), "loss_type=reinforce.*loss_mode=gspo"),

@@ -35,7 +35,7 @@ def test_an_idle_worker_that_dies_or_is_stopped_ends_the_wait_for_another(
         os.kill(pid, signal.SIGSTOP)
         idle.transport.is_replaceable = True
         assert busy.sleeps(4).get() == [0], "whoever calls it next will see"
-        assert caplog.text.count("It is replaced when it is needed next.") == 1
+        assert caplog.text.count("It will be replaced on its next use.") == 1
 
         idle.transport.is_replaceable = False
         began, slow = time.monotonic(), busy.sleeps(60)

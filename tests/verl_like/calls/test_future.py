@@ -186,12 +186,12 @@ def test_what_cannot_be_fetched_is_the_error_of_its_own_call() -> None:
     class Lossy(Store):
         def fetch(self, reference: Any) -> Any:
             if reference == "lost":
-                raise WorkerDiedError("the machine that held the answer is gone")
+                raise WorkerDiedError("the machine that stored the result is gone")
             return super().fetch(reference)
 
     store = Lossy({})
     lost, kept = store.call("lost"), store.call("kept")
-    with pytest.raises(WorkerDiedError, match=r"^lost, role rank 0 .*the machine that held"):
+    with pytest.raises(WorkerDiedError, match=r"^lost, role rank 0 .*the machine that stored"):
         gather(kept, lost)
     assert kept.get() == ["kept"]
 

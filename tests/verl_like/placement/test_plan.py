@@ -129,7 +129,7 @@ def test_cpus_of_a_pool_of_its_own_come_before_the_shares_of_the_others() -> Non
     needs = {"generator_pool": ProcessNeeds(cpus=0.25)}
     plan = Placement.plan(TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs=needs)
     assert [p.cpus_per_process for p in plan.pools.values()] == [0.25, 0.75]
-    with pytest.raises(PlacementError, match="leave 0 of 2 for the 2 processes of the other pools"):
+    with pytest.raises(PlacementError, match="leaves 0 of 2 CPUs for the 2 processes of the other"):
         Placement.plan(
             TWO_POOLS, ROLES, [Node("a", 4, 2.0)], needs={"generator_pool": ProcessNeeds(cpus=1.0)}
         )

@@ -203,7 +203,7 @@ def test_positions_that_are_changed_are_found(play: Play) -> None:
     batch = batch_of(play(num=2))
     assert check_draws(batch)["training/num_proven_samples"] == 2
     as_one = batch.padded("attention_mask").cumsum(-1) - 1
-    with pytest.raises(BatchError, match="2 of 2 samples are not what the rollout drew"):
+    with pytest.raises(BatchError, match="2 of 2 samples differ from what the rollout sampled"):
         check_draws(batch.set_columns({"position_ids": as_one}))
 
 

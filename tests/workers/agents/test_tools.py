@@ -92,7 +92,7 @@ def test_an_argument_may_be_described_with_its_type() -> None:
         ("silent", r"tools\[0\] has no docstring"),
         ("odd", r"tools\[0\]: a has the type <class 'set'>, which JSON does not have"),
         ("nothing", r"tools\[0\]='nothing': .* has no such name"),
-        ("Count", r"tools\[0\] is no function"),
+        ("Count", r"tools\[0\] is not a function"),
     ],
 )
 def test_what_is_no_tool_is_refused(name: str, words: str) -> None:
@@ -148,16 +148,19 @@ def test_a_call_is_read_as_models_write_it(text: str, said: str) -> None:
         ('<tool_call>{"name": "ad", "arguments": {}}</tool_call>', "no tool 'ad', only add, div"),
         ('<tool_call>{"name": "add", "arguments": {"c": 1}}</tool_call>', "no argument 'c'; it"),
         ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', "add needs the argument 'a'"),
-        ('<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>', "a='x' is no integer"),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>',
+            "a='x' must be integer",
+        ),
         (
             '<tool_call>{"name": "add", "arguments": {"a": true}}</tool_call>',
-            "a=True is no integer",
+            "a=True must be integer",
         ),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "are [1], not an object"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "its arguments are not JSON"),
         ("<tool_call>add(1)</tool_call>", "the call is not Python: a call is name(argument=value"),
         ("<tool_call>[]</tool_call>", 'a call is {"name"'),
-        ("<tool_call><function=add><parameter=a>x</parameter>", "a='x' is no integer"),
+        ("<tool_call><function=add><parameter=a>x</parameter>", "a='x' must be integer"),
         ("<tool_call>ad</tool_call>", "no tool 'ad'"),
         ("<tool_call>add</tool_call>", "add needs the argument 'a'"),
         ("[TOOL_CALLS]{1", "the call is not JSON"),

@@ -207,7 +207,7 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
         ({"rollout_is_threshold": 0.55}, "write both ends with a point, 0.5_5.0"),
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None has 0"),
         ({"rollout_rs": "tokn_k1", "rollout_rs_threshold": "2"}, "Did you mean 'token_k1'"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "there are token_k1, token_k2"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "Known: token_k1, token_k2"),
         ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": "2"}, "token_k1 twice"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2,3"}, "one for each of its 1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1"}, "a ratio of equal policies is 1"),

@@ -61,7 +61,9 @@ def test_soft_capping_takes_eager_and_refuses_sdpa() -> None:
     assert resolve_attention("eager", *arguments, capped_config(50.0)) == "eager"
     assert resolve_attention("auto", *arguments, capped_config(None)) == "sdpa"
     assert resolve_attention("sdpa", *arguments, capped_config(None)) == "sdpa"
-    with pytest.raises(ConfigError, match=r"attn_logit_softcapping=50 .*set auto"):
+    with pytest.raises(
+        ConfigError, match=r"attn_logit_softcapping=50 .*Set attn_implementation=auto"
+    ):
         resolve_attention("sdpa", *arguments, capped_config(50.0))
 
 

@@ -141,7 +141,11 @@ def edited(folder: Path, name: str, tensor: Tensor | None) -> None:
     ("name", "tensor", "words"),
     [
         ("experts.1.w2.weight", torch.ones(3, 4), r"experts.1.w2.weight \(is \[3, 4\], config"),
-        ("experts.9.w2.weight", torch.ones(2), r"1 entries that nothing .* takes: .*experts.9.w2"),
+        (
+            "experts.9.w2.weight",
+            torch.ones(2),
+            r"1 entries that the model does not use: .*experts.9.w2",
+        ),
     ],
 )
 def test_an_expert_that_does_not_fit_is_refused_by_name(

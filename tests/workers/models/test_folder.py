@@ -46,7 +46,7 @@ def test_a_model_is_known_by_its_name_on_the_hub(cached_model: str, tiny_dir: Pa
 def test_a_name_that_the_hub_does_not_give_is_refused(cached_model: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"model.path=maker/other: there is no such folder, and the Hugging Face hub",
+        match=r"there is no model folder 'maker/other', and the Hugging Face hub",
     ):
         model_folder("maker/other")
 

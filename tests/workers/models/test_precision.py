@@ -45,7 +45,9 @@ def test_masters_are_float32_and_passes_on_cuda_bfloat16_unless_said_otherwise(
 
 
 def test_types_that_bring_back_no_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="wider than the weights .*set model.dtype=float32"):
+    with pytest.raises(
+        ConfigError, match="wider than the weights .*Set actor_rollout_ref.model.dtype=float32"
+    ):
         precision_of(ModelConfig(dtype="bfloat16", compute_dtype="float32"), "cuda")
 
 

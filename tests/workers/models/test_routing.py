@@ -118,7 +118,7 @@ def test_nothing_is_left_at_the_module_when_it_is_over() -> None:
         (
             "JambaConfig",
             {"num_experts": 4, "use_mamba_kernels": False},
-            "has no router apart from its experts",
+            "has no router that is separate from its experts",
         ),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_buffer_that_nothing_fills_is_refused_by_name(
     with pytest.raises(ConfigError, match=rf"lacks 1 weights: {name}\.$"):
         load_model(config.actor_rollout_ref.model, "token")
     edit(tmp_path, lambda tensors: tensors.update({f"{name}s": torch.ones(1)}))
-    both = f"lacks 1 weights: {name}; and there are 1 entries that nothing .* takes: {name}s"
+    both = f"lacks 1 weights: {name}; it has 1 entries that the model does not use: {name}s"
     with pytest.raises(ConfigError, match=both):
         load_model(config.actor_rollout_ref.model, "token")
 
@@ -253,7 +253,9 @@ def test_a_buffer_that_nothing_fills_is_refused_by_name(
 def test_an_entry_that_nothing_takes_is_refused_by_name(family: str, tmp_path: Path) -> None:
     config = tiny_config(save_model(tmp_path, family))
     edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.scales": torch.ones(2)}))
-    with pytest.raises(ConfigError, match="1 entries that nothing .* takes: model.layers.0.scales"):
+    with pytest.raises(
+        ConfigError, match="1 entries that the model does not use: model.layers.0.scales"
+    ):
         load_model(config.actor_rollout_ref.model, "token")
 
 

@@ -51,7 +51,9 @@ def test_the_axes_fill_the_pool() -> None:
 
 def test_models_that_do_not_fill_the_pool_are_refused() -> None:
     axes = settle("fsdp", FSDPConfig(), ParallelConfig(sp=3, tp=2))
-    with pytest.raises(ConfigError, match="models of 6 ranks, .* the 8 ranks; nearest .* 4 or 8"):
+    with pytest.raises(
+        ConfigError, match="1 x 3 x 2 = 6 ranks per model .* the 8 ranks .*nearest: 4 or 8"
+    ):
         dims_of(8, axes)
     axes = settle("fsdp", FSDPConfig(fsdp_size=3), ParallelConfig(tp=2))
     with pytest.raises(ConfigError, match="does not divide the 8 / 2 = 4 ranks; valid: .* 1, 2, 4"):

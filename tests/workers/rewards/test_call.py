@@ -103,7 +103,7 @@ def test_a_batch_with_a_score_too_few_fails_whole() -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda solution: 0.0, "nothing fills the reward function's parameter 'solution'"),
+        (lambda solution: 0.0, "the reward function has an unknown parameter 'solution'"),
         (lambda solution_str, /: 0.0, "'solution_str' takes no keyword"),
         (lambda solution_strs, ground_truth: 0.0, "parameter 'ground_truth'"),
     ],

@@ -192,7 +192,7 @@ def test_retries_end(ask: Any, serve: Any) -> None:
     url = serve(reply)
     ((score, _, error),) = ask(url, retries=2).score([sample("a")])
     assert score is None
-    assert error == f'{url}, asked 3 times: status 500: {{"error": "on fire"}}'
+    assert error == f'the request to {url} failed 3 times: status 500: {{"error": "on fire"}}'
     assert requests == [0, 1, 2]
 
 
@@ -229,7 +229,7 @@ def test_the_deadline_of_a_batch_ends_the_retries(ask: Any, serve: Any) -> None:
 
 
 def test_a_server_that_is_down_at_the_start_is_refused(ask: Any) -> None:
-    with pytest.raises(ConfigError, match=r"reward server .* does not answer: .*asked 2 times"):
+    with pytest.raises(ConfigError, match=r"reward server .* does not answer: .*failed 2 times"):
         ask("http://127.0.0.1:9/score", retries=1).start()
 
 

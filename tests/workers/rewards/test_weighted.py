@@ -216,7 +216,7 @@ def test_failures_of_a_kind_are_logged_once_and_counted_at_the_end(
     rewards.close()
     first, sums = (record.getMessage() for record in caplog.records)
     assert "the reward 'judge' failed for 1 of 4 samples, which get the score 0" in first
-    assert sums == "the reward 'judge' failed in all:\n  0 and 2 more: no"
+    assert sums == "total failures of the reward 'judge':\n  0 and 2 more: no"
 
 
 def test_kinds_of_failures_are_bounded(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,7 +96,7 @@ def test_a_critic_reads_the_head_of_a_pickle(
 
 
 def test_a_model_without_a_score_head_is_refused(tiny_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="it is no reward model with one output"):
+    with pytest.raises(ConfigError, match="it is not a reward model with one output"):
         scorer(tiny_dir, tiny_dir / "model")
 
 

@@ -227,9 +227,12 @@ def test_the_adapter_and_the_head_load_by_peft(one_layer_dir: Path, tmp_path: Pa
     ("change", "problem"),
     [
         ({"model.norm.weight": None}, "lacks 1 weights: model.norm.weight"),
-        ({"model.extra.weight": torch.ones(2)}, "nothing in the model takes: model.extra.weight"),
+        ({"model.extra.weight": torch.ones(2)}, "the model does not use: model.extra.weight"),
         ({"score.bias": torch.ones(1)}, "its head has score.bias, but a score is computed only"),
-        ({"score.weight": None}, "one label by its config.json, .* hold no score.weight of"),
+        (
+            {"score.weight": None},
+            "one label according to its config.json, .* have no score.weight of",
+        ),
     ],
 )
 def test_a_damaged_folder_is_refused_with_the_names(

@@ -152,7 +152,7 @@ def test_a_rollout_of_the_weights_own_type_shares_the_module_however_passes_comp
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("dtype", "rollout.engine_kwargs.dtype: set rollout.dtype instead"),
+        ("dtype", "rollout.engine_kwargs.dtype: set actor_rollout_ref.rollout.dtype instead"),
         ("load_format", "rollout.engine_kwargs.load_format: the engine sets it"),
     ],
 )

@@ -88,7 +88,7 @@ def test_whatever_is_changed_is_refused_by_name(
     column = batch.column(name)
     held = column.like(changed) if isinstance(column, Ragged) else changed
     batch.set_columns({name: held})
-    with pytest.raises(BatchError, match=r"1 of 2 samples are not what the .* \(uid/index: a/0\)"):
+    with pytest.raises(BatchError, match=r"1 of 2 samples differ from what the .*uid/index: a/0\)"):
         check_draws(batch)
 
 

@@ -144,13 +144,13 @@ class PlainEngine(EmptyEngine):
 def test_an_engine_that_does_not_note_them_is_refused() -> None:
     engine = EmptyEngine(LIMITS)
     engine.vocab_size = 64
-    with pytest.raises(ConfigError, match="EmptyEngine does not note which experts"):
+    with pytest.raises(ConfigError, match="EmptyEngine does not record which experts"):
         engine._check_sampling(SAMPLING)
     own = RolloutConfig(name=f"{PlainEngine.__module__}.PlainEngine")
-    with pytest.raises(ConfigError, match="PlainEngine does not note which experts"):
+    with pytest.raises(ConfigError, match="PlainEngine does not record which experts"):
         check_notes_routing(own)
     server = RolloutConfig(name="vllm", server_urls=["http://here:8000"])
-    with pytest.raises(ConfigError, match="a server of vLLM's does not note which experts"):
+    with pytest.raises(ConfigError, match="a server of vLLM's does not record which experts"):
         check_notes_routing(server)
     for name in ("native", "hf", "vllm", "workers.rollout.hf.HFEngine"):
         check_notes_routing(RolloutConfig(name=name))

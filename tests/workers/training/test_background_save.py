@@ -126,7 +126,7 @@ def test_a_dropped_checkpoint_is_written_no_further(one_layer_dir: Path, tmp_pat
     actor = started(BackgroundActor, tiny_config(one_layer_dir), 10)
     assert actor.start_checkpoint(str(tmp_path / "actor"), 1)
     actor.hurry_checkpoint(is_wanted=False)
-    with pytest.raises(CheckpointError, match="shards/0.safetensors was given up"):
+    with pytest.raises(CheckpointError, match="shards/0.safetensors was abandoned"):
         actor.write_checkpoint()
     assert not (tmp_path / "actor" / "shards" / "0.safetensors").exists()
     assert actor.start_checkpoint(str(tmp_path / "actor"), 2)

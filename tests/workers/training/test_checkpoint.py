@@ -246,7 +246,7 @@ def test_another_models_checkpoint_is_refused_with_the_tensors_that_do_not_fit(
     make_tiny.make(tmp_path / "wide", num_train=1, num_val=1, hidden_size=32, num_layers=2)
     saved(tmp_path / "wide", tmp_path / "actor")
     message = refusal(actor_of(one_layer_dir), tmp_path / "actor")
-    assert "is of another model" in message
+    assert "belongs to a different model" in message
     assert "9 unknown here: model.layers.1.input_layernorm.weight, " in message
     assert re.search(
         r"of another shape: model.embed_tokens.weight \(there \[\d+, 32\], here \[\d+, 64\]\)",
@@ -261,7 +261,7 @@ def test_a_checkpoint_without_weights_is_no_place_to_go_on_from(
 ) -> None:
     actor = saved(one_layer_dir, tmp_path / "actor", contents=["hf_model"])
     message = refusal(actor, tmp_path / "actor")
-    assert "holds no weights to go on from: checkpoint.save_contents lacked 'model'" in message
+    assert "has no weights to resume from: checkpoint.save_contents lacked 'model'" in message
 
 
 def fill_the_disk(one_layer_dir: Path, folder: Path) -> tuple[str, str]:

@@ -116,7 +116,7 @@ def test_what_a_checkpoint_does_not_hold_is_refused(one_layer_dir: Path, tmp_pat
         exported(one_layer_dir, actor, out, as_adapter=True)
     with pytest.raises(CheckpointError, match="holds no moving average.*Leave out --average"):
         exported(one_layer_dir, actor, out, of_average=True)
-    with pytest.raises(CheckpointError, match="of another model.*with --model"):
+    with pytest.raises(CheckpointError, match="belongs to a different model.*with --model"):
         exported(one_layer_dir, actor, out, lora_rank=4)
 
     (shard,) = (actor / "shards").glob("*.safetensors")

@@ -126,7 +126,7 @@ def test_a_dropped_file_is_written_no_further(
     children_before: set[int], copies: FileCopies, halted: Future[Files], tmp_path: Path
 ) -> None:
     copies.hurry(is_wanted=False)
-    with pytest.raises(CheckpointError, match="file was given up"):
+    with pytest.raises(CheckpointError, match="file was abandoned"):
         halted.result(LIMIT_S)
     assert (tmp_path / "file").stat().st_size == 4096
     assert own_children() == children_before

@@ -161,7 +161,7 @@ def test_what_is_neither_sent_nor_held_is_named_and_comes_with_a_full_sync(
     del keepers.workers[1].copy.manifest["small"]
     sync_weights(changing, keepers, 1)
     assert "rollout rank 1: transfer: 1 neither sent nor held: small" in caplog.text
-    assert caplog.text.count("They are sent once more.") == 1
+    assert caplog.text.count("Retrying once.") == 1
     assert versions(keepers) == [1, 1]
 
 

@@ -337,7 +337,7 @@ def test_what_is_refused_is_sent_once_more(
     assert versions(rollout) == [3, 3]
     assert set(checksums(rollout)) == {checksums(actor)[0]}
     assert "version 3 was not applied: rollout rank 1: engine: " in caplog.text
-    assert caplog.text.count("They are sent once more.") == 1
+    assert caplog.text.count("Retrying once.") == 1
 
 
 def test_an_engine_that_never_joins_is_named(actor: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,5 +362,5 @@ def test_a_bucket_that_is_dropped_on_purpose_is_missed_once(
     actor.drop_next_bucket()
     sync_weights(actor, rollout, 3)
     assert "0 of 1 buckets" in caplog.text
-    assert caplog.text.count("They are sent once more.") == 1
+    assert caplog.text.count("Retrying once.") == 1
     assert set(checksums(rollout)) == {checksums(actor)[0]}

@@ -258,7 +258,7 @@ class ClusterProbe:
             return None
         return (
             f"the head of the Ray cluster is gone: no GCS listens at {host}:{port}. Start the "
-            "cluster again; the same command then goes on from the last checkpoint."
+            "cluster again; the same command then resumes from the last checkpoint."
         )
 
     def _is_gone(self, address: str, port: int) -> bool:

@@ -150,7 +150,7 @@ class RayTransport(ProcessTransport):
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {_cause_of_death(error)}") from None
         except ObjectLostError as error:
-            gone = f"the machine that held the answer is gone ({type(error).__name__})"
+            gone = f"the machine that stored the result is gone ({type(error).__name__})"
             raise WorkerDiedError(gone) from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
@@ -161,9 +161,9 @@ class RayTransport(ProcessTransport):
             if isinstance(reason, Exception):  # raised by a class that could not be unpickled here
                 text = pickling_message(f"{type(reason).__name__}: {reason}")
                 raise WorkerError(text) from None
-            raise WorkerError(f"Ray cannot bring the answer: {error}") from None
+            raise WorkerError(f"Ray could not return the result: {error}") from None
         except RayError as error:
-            raise WorkerError(f"Ray cannot bring the answer: {error}") from None
+            raise WorkerError(f"Ray could not return the result: {error}") from None
 
     def fetch_together(self, references: Sequence[Any], seconds: float) -> list[Any] | None:
         """Fetch all values in one request; None if one failed, whose error `fetch` raises."""

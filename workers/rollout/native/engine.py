@@ -131,7 +131,7 @@ class NativeEngine(ModuleEngine):
                 self.direct_agrees = agrees(self.module)
             if not self.direct_agrees:
                 warnings.warn(
-                    "rollout.name=native: the direct pass differs from "
+                    "actor_rollout_ref.rollout.name=native: the direct pass differs from "
                     f"{type(self.module).__name__} as transformers {transformers.__version__} "
                     "computes it; decoding through the module instead, which is slower.",
                     stacklevel=2,

@@ -159,8 +159,9 @@ def check_decoding(config: Any, longest: int) -> None:
     reason = native_problem(config, longest)
     if reason:
         raise ConfigError(
-            f"rollout.name=native does not decode model type {config.model_type!r} as transformers "
-            f"computes it: {reason}. Choose actor_rollout_ref.rollout.name=hf or vllm."
+            "actor_rollout_ref.rollout.name=native does not decode model type "
+            f"{config.model_type!r} as transformers computes it: {reason}. Set "
+            "actor_rollout_ref.rollout.name=hf or vllm."
         )
 
 
@@ -228,7 +229,8 @@ def check_model(config: Any, width: int) -> None:
     window = getattr(config, "sliding_window", None) if has_window else None
     if kinds - {"full_attention", "sliding_attention"} or (window is not None and window < width):
         raise ConfigError(
-            f"rollout.name=native decodes full attention only; model type {config.model_type!r} "
-            f"has layers {', '.join(sorted(kinds))} and a sliding window of {window} (this run is "
-            f"{width} tokens wide). Choose actor_rollout_ref.rollout.name=hf or vllm."
+            "actor_rollout_ref.rollout.name=native decodes only full attention, but model type "
+            f"{config.model_type!r} has layers {', '.join(sorted(kinds))} and a sliding window of "
+            f"{window} (this run is {width} tokens wide). Set actor_rollout_ref.rollout.name=hf "
+            "or vllm."
         )

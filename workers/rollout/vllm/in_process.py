@@ -59,9 +59,9 @@ class InProcessVllm:
         options |= settings.options
         if self.lockstep is not None and options["async_scheduling"]:
             raise ConfigError(
-                "rollout.engine_kwargs.async_scheduling with tensor_model_parallel_size="
-                f"{num_ranks}: vLLM's schedule then depends on the timing of each rank, but all "
-                "ranks must have the same schedule. Leave it out."
+                "actor_rollout_ref.rollout.engine_kwargs.async_scheduling with "
+                f"tensor_model_parallel_size={num_ranks}: vLLM's schedule then depends on the "
+                "timing of each rank, but all ranks must have the same schedule. Leave it out."
             )
         try:
             environment = process_environment(settings.device_type, limits.kv_cache_gb, num_ranks)
@@ -213,7 +213,8 @@ def lora_options(rank: int) -> dict[str, Any]:
     slots = [slot for slot in get_args(MaxLoRARanks) if slot >= rank]
     if not slots:
         raise ConfigError(
-            f"model.lora_rank={rank}: vLLM's largest adapter has rank "
-            f"{max(get_args(MaxLoRARanks))}. Set a smaller rank, or rollout.merge_lora=true."
+            f"actor_rollout_ref.model.lora_rank={rank}: vLLM's largest adapter has rank "
+            f"{max(get_args(MaxLoRARanks))}. Set a smaller rank, or "
+            "actor_rollout_ref.rollout.merge_lora=true."
         )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(slots)}

@@ -230,6 +230,6 @@ class VllmServer:
 
     def _error(self, problem: str) -> RolloutError:
         return RolloutError(
-            f"rollout: the server {self.url} (rollout.server_urls) {problem}. Start it "
-            f"in an environment that has this package: {self.way_out}"
+            f"rollout: the server {self.url} (actor_rollout_ref.rollout.server_urls) {problem}. "
+            f"Start it in an environment that has this package: {self.way_out}"
         )

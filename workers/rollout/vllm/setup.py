@@ -28,10 +28,11 @@ TESTED = ("0.32", "0.33")
 """Supported vLLM versions: from the first up to, but not including, the second."""
 
 
+NAME = "actor_rollout_ref.rollout.name"
 OURS = {
-    "dtype": "rollout.dtype",
-    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "max_num_seqs": "rollout.max_num_seqs",
+    "dtype": "actor_rollout_ref.rollout.dtype",
+    "tensor_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "max_num_seqs": "actor_rollout_ref.rollout.max_num_seqs",
     "max_model_len": "data.max_prompt_length and data.max_response_length",
     "model": "actor_rollout_ref.model.path",
 }
@@ -53,12 +54,11 @@ FIXED = (
 def check_options(options: Mapping[str, object]) -> None:
     """Reject those of `rollout.engine_kwargs` that the engine sets itself."""
     for name in options:
+        key = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
         if name in OURS:
-            raise ConfigError(f"rollout.engine_kwargs.{name}: set {OURS[name]} instead.")
+            raise ConfigError(f"{key}: set {OURS[name]} instead.")
         if name in FIXED:
-            raise ConfigError(
-                f"rollout.engine_kwargs.{name}: the engine sets it and relies on it; leave it out."
-            )
+            raise ConfigError(f"{key}: the engine sets it and relies on it; leave it out.")
 
 
 def check_version(device_type: str) -> str:
@@ -68,8 +68,8 @@ def check_version(device_type: str) -> str:
         installed = version(package)
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"rollout.name=vllm on {device_type} needs the package {package} (extra [{extra}]), "
-            f"which is not installed: {_install(package)}. rollout.name=native needs nothing."
+            f"{NAME}=vllm on {device_type} needs the package {package} (extra [{extra}]), which is "
+            f"not installed: {_install(package)}. {NAME}=native needs no package."
         ) from error
     return check_tested_version(installed, package)
 
@@ -78,7 +78,7 @@ def check_tested_version(installed: str, package: str, where: str = "") -> str:
     """Return the version `installed`; reject untested versions."""
     if not _numbers(TESTED[0]) <= _numbers(installed) < _numbers(TESTED[1]):
         raise ConfigError(
-            f"rollout.name=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "
+            f"{NAME}=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "
             f"included); found {installed}{where}: {_install(package)}."
         )
     return installed
@@ -150,7 +150,9 @@ def merge_hint(settings: VllmSettings) -> str:
     """Return advice for the case that vLLM has problems with the adapter."""
     if settings.adapter is None:
         return ""
-    return " rollout.merge_lora=true sends merged weights instead of a LoRA adapter."
+    return (
+        " actor_rollout_ref.rollout.merge_lora=true sends merged weights instead of a LoRA adapter."
+    )
 
 
 @dataclass(frozen=True)

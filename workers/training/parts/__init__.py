@@ -75,7 +75,8 @@ def check_axes(
         from workers.training.parts.compile import blocking_axis
 
         if reason := blocking_axis(dims):
-            raise ConfigError(f"model.compile=on: {section}.{reason}; set model.compile=auto.")
+            compile_key = f"{config.SECTION}.compile"
+            raise ConfigError(f"{compile_key}=on: {section}.{reason}; set {compile_key}=auto.")
     if dims.sp > 1:
         check_split(support, dims.sp, "" if config.use_remove_padding else PADDED_BY_USER, section)
     if dims.pp > 1:

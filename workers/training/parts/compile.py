@@ -78,7 +78,8 @@ class Compile(ModelPart):
         if all_reduce(failed, model.groups.world, torch.distributed.ReduceOp.MAX):
             reason = reason or "they do not run on another rank"
             if model.model_config.compile == "on":
-                raise ConfigError(f"model.compile=on: {reason}; set model.compile=off.")
+                key = f"{model.model_config.SECTION}.compile"
+                raise ConfigError(f"{key}=on: {reason}; set {key}=off.")
             warn_once(f"layers of {model.module.config.model_type} are not compiled: {reason}.")
         else:
             self._switch(model, is_on=True)

@@ -99,7 +99,8 @@ class Float8(ModelPart):
 
     def check(self, model: Model) -> None:
         """Reject a device or type without float8 products, and layers that are split over ranks."""
-        check_float8(model.device, model.precision.compute, model.dims)
+        key = f"{model.model_config.SECTION}.fp8_linear"
+        check_float8(model.device, model.precision.compute, model.dims, key)
 
     def finish(self, model: Model) -> None:
         """Choose the layers."""
@@ -125,11 +126,13 @@ def _forward(layer: Any, input: Tensor) -> Tensor:  # noqa: A002 - the name in t
     return compute(input, layer.weight, layer.bias)
 
 
-def check_float8(device: torch.device, compute: torch.dtype, dims: ParallelDims) -> None:
+def check_float8(
+    device: torch.device, compute: torch.dtype, dims: ParallelDims, key: str = "fp8_linear"
+) -> None:
     """Reject a device or type without float8 products, and layers that are split over ranks."""
     reason = f"parallel.tp={dims.tp} cuts linear layers" if dims.tp > 1 else ""
     if reason := reason or _why_not(device, compute):
-        raise ConfigError(f"model.fp8_linear: {reason}; leave it out.")
+        raise ConfigError(f"{key}: {reason}; leave it out.")
 
 
 def _why_not(device: torch.device, compute: torch.dtype) -> str:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from workers.parallel.groups import RankGroups
     from workers.training.passes import Passes
 
+COEF = "actor_rollout_ref.actor.router_aux_loss_coef"
+
 
 class LoadBalancing(ModelPart):
     """Adds the routers' load-balancing loss to the loss of a mini-batch."""
@@ -181,8 +183,8 @@ def _reject_interleaved(pp: int, schedule: str) -> None:
     """Reject two stages per rank: transformers hooks only the routers of the first pass."""
     if pp > 1 and schedule == "interleaved":
         raise ConfigError(
-            "actor.router_aux_loss_coef does not work with two pipeline stages per rank: set "
-            "actor.parallel.pp_schedule=1f1b or gpipe, or leave it at 0."
+            f"{COEF} does not work with two pipeline stages per rank. Set "
+            "actor_rollout_ref.actor.parallel.pp_schedule=1f1b or gpipe, or leave it at 0."
         )
 
 
@@ -198,6 +200,6 @@ def check_routers(path: str, parallel: ParallelConfig | None = None) -> None:
 def missing_routers(model_type: str) -> str:
     """Return the message for a model type without such a loss."""
     return (
-        "actor.router_aux_loss_coef is set, and transformers has no load-balancing loss for model "
-        f"type {model_type!r}: it has no experts, or balances them otherwise. Leave it at 0."
+        f"{COEF} is set, but transformers has no load-balancing loss for model type "
+        f"{model_type!r}: it has no experts, or balances them differently. Leave it at 0."
     )

@@ -148,7 +148,7 @@ def test_an_answer_whose_machine_is_gone_is_the_death_of_its_worker(
         future = group.echo.remote(batch(2))
         wait_until(future.done)
         monkeypatch.setattr(ray, "get", lost)
-        with pytest.raises(WorkerDiedError, match="machine that held the answer is gone"):
+        with pytest.raises(WorkerDiedError, match="machine that stored the result is gone"):
             future.get()
         monkeypatch.undo()
 

@@ -176,7 +176,7 @@ def test_a_server_that_is_not_there_is_named_with_the_command_that_starts_one(
     folder: Path, model: Any
 ) -> None:
     words = (
-        r"the server http://127.0.0.1:9 \(rollout.server_urls\) cannot be reached .*Start it.*: "
+        r"the server http://127.0.0.1:9 \(.*rollout.server_urls\) cannot be reached .*Start it.*: "
         f"VLLM_SERVER_DEV_MODE=1 .*--model {folder} .*--max-model-len {PROMPT + RESPONSE} "
     )
     with pytest.raises(RolloutError, match=words):

@@ -122,7 +122,9 @@ def test_layers_that_fail_to_compile_are_not_used(
     monkeypatch.setattr(
         torch, "compile", lambda f: compiles(f) if f is compile_part._doubled else fails
     )
-    with pytest.raises(ConfigError, match="compile=on: no graph of this layer; set model.compile"):
+    with pytest.raises(
+        ConfigError, match="compile=on: no graph of this layer; set actor_rollout_ref.model.comp"
+    ):
         actor(tiny_dir, "on")
 
 
