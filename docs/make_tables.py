@@ -398,12 +398,16 @@ def command_list() -> str:
 
 
 def metric_lists() -> str:
-    """Return a list for every group of metrics in `data/metrics.yaml`."""
+    """Return a list for every group of metrics in `data/metrics.yaml`.
+
+    A unit that the meaning contains is left out.
+    """
     groups = yaml.safe_load((DOCS / "data" / "metrics.yaml").read_text(encoding="utf-8"))
     parts = []
     for title, metrics in groups.items():
         rows = [
-            f"- `{name}`{'' if unit == '-' else f' ({unit})'}: {' '.join(meaning.split())}"
+            f"- `{name}`{'' if unit == '-' or unit in meaning else f' ({unit})'}: "
+            + " ".join(meaning.split())
             for name, (unit, meaning) in metrics.items()
         ]
         parts.append("\n".join([f"## {title}", "", *rows]))
@@ -592,8 +596,7 @@ COMMON = {
     ),
     "openrlhf": (
         "--actor_learning_rate --advantage_estimator --generate_max_len --init_kl_coef "
-        "--n_samples_per_prompt --pretrain --prompt_data --reward_pretrain --rollout_batch_size "
-        "--train_batch_size --vllm_num_engines --zero_stage"
+        "--n_samples_per_prompt --pretrain --prompt_data --reward_pretrain --zero_stage"
     ),
     "openrlhf_rows": (
         "--dataset --input_key --learning_rate --max_epochs --max_len --micro_train_batch_size "
