@@ -1,4 +1,4 @@
-"""The blocks of the README and the docs work: Python runs, commands compose, quotes are true.
+"""The blocks of the README and the docs work: Python runs, quotes are true.
 
 The ```python blocks of one page share their names.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -19,22 +17,12 @@ import pytest
 from tests import ROOT
 from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
-from trainer.async_training.config import AsyncConfig
-from trainer.cli.main import RECIPES
-from trainer.config.keys import named_keys
-from trainer.config.recipe import Recipe
 from trainer.config.schema import TRACKERS
 from trainer.hooks import Hooks
 from trainer.launch import nominal_placement
 from workers.training.schedules import LR_SCHEDULES
 
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
-NAMES = "|".join(RECIPES)
-STARTS = (
-    rf"(?:verl-like |-m trainer\.(?:cli\.)?main[ _])({NAMES}) +((?:\.{{3}} )?\+?[\w.]+=[^`#\n]+)"
-)
-"""A command that starts a run, and its settings."""
-NUMBER_OF_SHELL = re.compile(r"(async_training|trainer)\.\w+=\$")
 
 
 def pages() -> list[object]:
@@ -146,56 +134,6 @@ def test_the_metrics_that_a_page_looks_at_are_written_by_the_code(page: str) -> 
     named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))
     assert len(named) >= 5
     assert [name for name in named if name not in code] == []
-
-
-def commands() -> Iterator[object]:
-    """Return the settings of every command that starts a run; `...` stands for further settings.
-
-    Numbers that a variable of the shell holds are left out, and so are the help texts in
-    `commands.md`, where words follow a command.
-    """
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if path.name == "commands.md":
-            continue
-        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-        for name, command in re.findall(STARTS, text):
-            parts = [part for part in shlex.split(command) if part != "..."]
-            settings = [part for part in parts if not NUMBER_OF_SHELL.match(part)]
-            if settings != ["key=value"]:
-                recipe = resolve_name(RECIPES[name])
-                yield pytest.param(recipe, settings, id=f"{path.name}: {settings[0]}")
-
-
-@pytest.mark.parametrize(("recipe", "settings"), list(commands()))
-def test_a_command_composes_and_its_pools_have_room(
-    recipe: Recipe[Any], settings: list[str]
-) -> None:
-    has_roles = "actor_rollout_ref" in recipe.schema.__dataclass_fields__
-    model = "actor_rollout_ref.model.path" if has_roles else "model.path"
-    needed = {"data.train_files": "train.parquet", model: "model"}
-    given = {setting.partition("=")[0] for setting in settings}
-    missing = [f"{key}={value}" for key, value in needed.items() if key not in given]
-    config = load_config([*missing, *settings], recipe)
-    assert config.data.train_files
-    nominal_placement(config)
-
-
-KEYS = re.compile(
-    r"`((?:actor_rollout_ref|algorithm|critic|data|async_training|reward_model|trainer)(?:\.\w+)+)"
-)
-
-
-@pytest.mark.parametrize(
-    "page", ["docs/async.md", "examples/async/README.md", "docs/troubleshooting.md"]
-)
-def test_the_keys_that_a_page_names_are_there(page: str) -> None:
-    named = set(KEYS.findall((ROOT / page).read_text(encoding="utf-8")))
-    keys = set(named_keys(AsyncConfig))
-    of_generators = {
-        name for name in named if name.startswith("async_training.generator_settings.")
-    }
-    assert len(named) > 15
-    assert named - keys - of_generators - {"async.json"} == set()
 
 
 def test_the_hooks_beside_colossalchats_callbacks_are_ours() -> None:
