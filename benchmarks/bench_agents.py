@@ -33,7 +33,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from workers.agents import End, Environment, Turn
+from workers.agents import Environment, TrajectoryEnd, Turn
 from workers.cpu.allocator import keep_freed_memory
 
 HERE = Path(__file__).resolve()
@@ -54,14 +54,14 @@ class Free(Environment):
         self.fails = self.raises > 0 and row["number"] % self.raises == 0
         return "go"
 
-    def step(self, text: str) -> Turn | End:
+    def step(self, text: str) -> Turn | TrajectoryEnd:
         """An observation of a few tokens."""
         self.said += 1
         if self.is_hung:
             time.sleep(3600)
         if self.fails:
             raise RuntimeError("out of order")
-        return End(1.0) if self.said == self.turns else Turn(f"next {self.said}", 0.1)
+        return TrajectoryEnd(1.0) if self.said == self.turns else Turn(f"next {self.said}", 0.1)
 
 
 class Model:

@@ -27,7 +27,7 @@ from verl_like import DataProto, Dispatch, Worker, WorkerGroup, register
 from verl_like import make_nd_compute_dataproto_dispatch_fn as nd
 from verl_like.batch.ragged import Ragged
 from verl_like.calls import result as form
-from verl_like.calls.result import Metrics
+from verl_like.calls.result import CallMetrics
 from verl_like.calls.wire import Call
 from verl_like.process.facts import ProcessFacts
 
@@ -46,10 +46,10 @@ class Trained(Worker):
     def one_to_all(self, number: int) -> None: ...
 
     @register(dispatch_mode=nd("nd1"))
-    def update_nd1(self, data: DataProto) -> Metrics: ...
+    def update_nd1(self, data: DataProto) -> CallMetrics: ...
 
     @register(dispatch_mode=nd("nd8"))
-    def update_nd8(self, data: DataProto) -> Metrics: ...
+    def update_nd8(self, data: DataProto) -> CallMetrics: ...
 
     @register(dispatch_mode=nd("nd8"))
     def score_nd8(self, data: DataProto) -> DataProto: ...

@@ -227,7 +227,7 @@ def run(
         at_end.enter_context(mock.patch.multiple(worker_groups, **pretended))
         lock = at_end.enter_context(FolderLock(folder))
         inputs = cls.prepare(config, at_end)
-        config = cls.settled(config)
+        config = cls.resolve_config(config)
         open_run_folder(config, lock)
         note_start(folder)
         before_mib = rss_mib()

@@ -47,7 +47,7 @@ class Simulated(ProcessTransport):
         """`meshes` by rank."""
         super().__init__(facts, Deadlines())
         self.started = [
-            _header(one.name, "__init__", one.rank, mesh_facts=places)
+            _header(one.name, "__init__", one.rank, mesh_layout=places)
             for one, places in zip(facts, meshes, strict=True)
         ]
         self._free_at = [0.0] * len(facts)

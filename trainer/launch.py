@@ -70,14 +70,14 @@ def run(
         # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         nothing_left = ResumePoint(config).finished_message
-        if nothing_left and trainer_cls.wrote_all(config):
+        if nothing_left and trainer_cls.all_files_written(config):
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)
             return RunResult.of(config, trainer_cls.role)
 
         of_attempt = at_end.enter_context(ExitStack())
         inputs = trainer_cls.prepare(config, of_attempt)
-        config = trainer_cls.settled(config)
+        config = trainer_cls.resolve_config(config)
         folder = open_run_folder(config, lock)
 
         observers, ended = active_observers(config, trainer_cls), False
@@ -112,8 +112,8 @@ def check(
     with reproducible_arithmetic():
         if plan is not None:
             print(plan(config), flush=True)
-        lines = look_at(config, trainer_cls)
-        config = trainer_cls.settled(config)
+        lines = preflight_lines(config, trainer_cls)
+        config = trainer_cls.resolve_config(config)
         if plan is None:
             show_plan(nominal_placement(config), config, trainer_cls)
         print("", *lines, sep="\n", flush=True)
@@ -231,7 +231,7 @@ def describe_plan(
         config, {role: model for role, model in roles.items() if model is not None}
     )
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
-    if trainer_cls.leaves_model(config):
+    if trainer_cls.exports_model(config):
         left = "warning: no model will be saved (trainer.save_final=false, trainer.save_freq=-1)."
         if trainer.save_final:
             left = f"Final model: {trainer.default_local_dir}/{MODEL}"
@@ -281,7 +281,7 @@ def check_trainer(cls: type[Trainer]) -> None:
 ALL_FOUND = "No problems found. (Some problems can only appear once processes run.)"
 
 
-def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
+def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     """Return lines about the run; raise for anything that cannot work."""
     if config.trainer.backend == "local" and config.trainer.nnodes > 1:
         raise ConfigError(
@@ -310,5 +310,5 @@ def look_at(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
 
     with ExitStack() as at_end:
         inputs = trainer_cls.prepare(config, at_end)
-        lines += trainer_cls.look_at(config, *inputs)
+        lines += trainer_cls.describe_inputs(config, *inputs)
     return [*lines, ALL_FOUND]

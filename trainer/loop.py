@@ -43,7 +43,7 @@ class EndOfSamples(Exception):
     """Raised if there is no data for the current step: the run ends with the previous step."""
 
 
-class ToldToStop(Exception):
+class StopRequested(Exception):
     """Raised if the run must stop while a step waits for something that may never come."""
 
 
@@ -90,12 +90,12 @@ class Trainer(Hooks, ABC):
         return ()
 
     @classmethod
-    def settled(cls, config: Any) -> Any:
+    def resolve_config(cls, config: Any) -> Any:
         """Return the configuration with values that depend on files and devices."""
         return config
 
     @classmethod
-    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+    def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
         """Return lines of a dry run about the inputs that `prepare` has made."""
         return []
 
@@ -105,12 +105,12 @@ class Trainer(Hooks, ABC):
         return list(config.role_workers.values())
 
     @classmethod
-    def leaves_model(cls, config: Any) -> bool:
+    def exports_model(cls, config: Any) -> bool:
         """Return whether the run trains a model that it can save in its folder."""
         return bool(cls.role) and hasattr(worker_class(config, cls.role), "export_model")
 
     @classmethod
-    def wrote_all(cls, config: Any) -> bool:
+    def all_files_written(cls, config: Any) -> bool:
         """Return whether all output files exist; called when the last step is already saved."""
         return True
 
@@ -337,7 +337,7 @@ class Loop:
             self._save(is_last=True)
             self._commit()
             return f"the run ends after step {record.step}: {end}"
-        except ToldToStop as waiting:
+        except StopRequested as waiting:
             record.step -= 1
             if trainer.can_save:
                 self._stop_here()
@@ -424,7 +424,7 @@ class Loop:
     def _leave_model(self) -> None:
         """Save the trained model in the run folder if configured, and print its path."""
         trainer, record = self.trainer, self.record
-        if not trainer.leaves_model(record.config):
+        if not trainer.exports_model(record.config):
             return
         if record.config.trainer.save_final:
             folder = record.checkpoints.write_model(record.step, record.groups[trainer.role])

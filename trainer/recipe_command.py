@@ -34,7 +34,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
 from trainer.config.unused_keys import annotated_yaml
-from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunStopped
+from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import changed
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError
 from verl_like.masking import mask_text
@@ -178,7 +178,7 @@ def exit_on_error(folder: str | Path = "") -> Iterator[None]:
     """End the process by SystemExit if the block raises; `folder` is named if its disk is full."""
     try:
         yield
-    except RunStopped as stopped:
+    except RunInterrupted as stopped:
         print(f"{stopped}; {GOES_ON}", file=sys.stderr)
         sys.exit(stopped.exit_code)
     except KeyboardInterrupt:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
     from verl_like.calls.group import (
         create_colocated_worker_cls as create_colocated_worker_cls,
     )
-    from verl_like.calls.result import Metrics as Metrics
+    from verl_like.calls.result import CallMetrics as CallMetrics
     from verl_like.calls.result import Result as Result
     from verl_like.calls.verl_surface import scatter_lists as scatter_lists
     from verl_like.errors import ConfigError as ConfigError
@@ -74,8 +74,8 @@ if TYPE_CHECKING:  # `as` itself: type checkers take the name as public
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
     from workers.agents import Adapter as Adapter
-    from workers.agents import End as End
     from workers.agents import Environment as Environment
+    from workers.agents import TrajectoryEnd as TrajectoryEnd
     from workers.agents import Turn as Turn
     from workers.columns import read_columns as read_columns
     from workers.columns import write_columns as write_columns
@@ -96,13 +96,13 @@ _MODULE_OF = {
     "DataProtoItem": "verl_like.batch.protocol",
     "AsyncPPO": "trainer.api.recipes",
     "Dispatch": "verl_like.calls.dispatch",
-    "End": "workers.agents",
+    "TrajectoryEnd": "workers.agents",
     "Environment": "workers.agents",
     "Execute": "verl_like.calls.dispatch",
     "FSDPConfig": "workers.config",
     "GRPO": "trainer.api.recipes",
     "LocalWorkerGroup": "verl_like.backends.local",
-    "Metrics": "verl_like.calls.result",
+    "CallMetrics": "verl_like.calls.result",
     "ModelConfig": "workers.config",
     "Node": "verl_like.placement.pools",
     "OptimConfig": "workers.config",

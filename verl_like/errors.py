@@ -15,7 +15,7 @@ VerlLikeError
 ├── RolloutError (RuntimeError)        generation was rejected or failed
 │   └── LostSamplesError               also a WorkerDiedError: samples were unfinished
 ├── WeightSyncError (RuntimeError)     weights that are not provably the trainer's
-├── LedgerError (RuntimeError)         a sample that was lost or counted twice
+├── SampleLogError (RuntimeError)      a sample that was lost or counted twice
 └── CheckpointError (RuntimeError)     a checkpoint that cannot be written, read or trusted
     └── DamagedCheckpointError         its files differ from those that were written
 """
@@ -90,7 +90,7 @@ class WeightSyncError(VerlLikeError, RuntimeError):
     """The weights of a rollout engine are not provably the trainer's."""
 
 
-class LedgerError(VerlLikeError, RuntimeError):
+class SampleLogError(VerlLikeError, RuntimeError):
     """The sample log does not add up: a sample was lost, or counted twice."""
 
 

@@ -20,7 +20,7 @@ from trainer.ppo.stages import PPOTrainer
 from trainer.ppo.update import choose_tokens_of
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
-from workers.agents import End, Environment
+from workers.agents import Environment, TrajectoryEnd
 from workers.columns import COLUMNS
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticCopyWorker, CriticWorker
@@ -92,8 +92,8 @@ class Pair(Environment):
     def reset(self, row: dict[str, Any], rng: np.random.Generator) -> dict[str, str]:
         return {"a": "", "b": ""}
 
-    def step(self, text: str, player: str) -> dict[str, End]:
-        return {player: End(1.0)}
+    def step(self, text: str, player: str) -> dict[str, TrajectoryEnd]:
+        return {player: TrajectoryEnd(1.0)}
 
 
 @pytest.fixture(scope="module")

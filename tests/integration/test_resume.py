@@ -21,7 +21,7 @@ from tests.conftest import draw_no_figures
 from tests.forked import Descriptors
 from tests.integration.runs import calls, lines, numbers, overrides
 from trainer import load_config, run
-from trainer.run_folder.signals import RunStopped
+from trainer.run_folder.signals import RunInterrupted
 from verl_like.errors import CheckpointError
 
 STEPS = 6
@@ -165,7 +165,7 @@ def test_a_run_that_is_told_to_stop_while_it_writes_commits_that_and_its_last_st
     whole: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(tiny_dir, tmp_path, *LOCAL, f"{ACTORS}.HeldBackActor")
-    with pytest.raises(RunStopped, match="SIGTERM after step 5 of 6, saved in .*global_step_5"):
+    with pytest.raises(RunInterrupted, match="SIGTERM after step 5 of 6, saved in .*global_step_5"):
         run(load_config(settings), callbacks=[ToldToStopInStep5()])
     committed = sorted(path.parent.name for path in tmp_path.glob("global_step_*/commit.json"))
     assert committed == ["global_step_4", "global_step_5"]

@@ -20,7 +20,7 @@ from trainer.ppo.recipe import PPO
 from trainer.report.accounts import describe_faults
 from trainer.roadside.fault_injection import FaultInjection
 from trainer.sft.recipe import SFT
-from verl_like.errors import ConfigError, LedgerError
+from verl_like.errors import ConfigError, SampleLogError
 
 STEPS, PROMPTS = 30, 2
 OF_ASYNC_RUNS = ("async/", "training/weights_changed_share")
@@ -243,7 +243,7 @@ def test_a_step_that_is_lost_or_doubled_is_told(
         injection.before_step(Recorder(), step)
     lines = "".join(f'{{"step": {step}}}\n' for step in written)
     (tmp_path / "metrics.jsonl").write_text(lines)
-    with pytest.raises(LedgerError, match=problem):
+    with pytest.raises(SampleLogError, match=problem):
         injection.at_end()
 
 

@@ -23,7 +23,7 @@ from trainer import load_config, run
 from trainer.launch import nominal_placement
 from trainer.recipe_command import exit_on_error
 from trainer.report.page import write_report
-from trainer.run_folder.signals import SIGNALS, RunStopped
+from trainer.run_folder.signals import SIGNALS, RunInterrupted
 from verl_like.config_key import changed
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.files import fingerprint
@@ -193,7 +193,7 @@ def test_a_second_signal_ends_the_run_at_once_with_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM, signal.SIGUSR1])
-    with pytest.raises(RunStopped, match="Stopped by SIGUSR1 at once") as stopped:
+    with pytest.raises(RunInterrupted, match="Stopped by SIGUSR1 at once") as stopped:
         run(config(tmp_path), Signalled)
     assert stopped.value.exit_code == 143
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
@@ -205,7 +205,7 @@ def test_a_stopped_run_that_writes_no_checkpoints_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Signalled, "signals", [signal.SIGTERM])
-    with pytest.raises(RunStopped, match="after step 3 of 6, without a checkpoint"):
+    with pytest.raises(RunInterrupted, match="after step 3 of 6, without a checkpoint"):
         run(config(tmp_path, save_freq=-1, save_every_minutes="null"), Signalled)
     assert not list(tmp_path.glob("global_step_*"))
 
@@ -271,7 +271,7 @@ def test_a_signal_in_a_validation_lets_it_end_and_its_step_be_saved(
     whole: Path, tmp_path: Path
 ) -> None:
     settings = {"save_freq": -1, "test_freq": 4, "val_before_train": False}
-    with pytest.raises(RunStopped, match="SIGTERM after step 4 of 6, saved in"):
+    with pytest.raises(RunInterrupted, match="SIGTERM after step 4 of 6, saved in"):
         run(config(tmp_path, **settings), SignalledAsItValidates)
     assert lines(tmp_path)[-1]["val-core/constant"] == 1.0
     run(config(tmp_path))
@@ -279,7 +279,7 @@ def test_a_signal_in_a_validation_lets_it_end_and_its_step_be_saved(
 
 
 def test_a_signal_in_the_validation_before_the_first_step_stops_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match="SIGTERM at once"):
+    with pytest.raises(RunInterrupted, match="SIGTERM at once"):
         run(config(tmp_path), SignalledAsItValidates)
     assert not list(tmp_path.glob("global_step_*"))
 

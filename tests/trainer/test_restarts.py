@@ -24,7 +24,7 @@ from trainer import load_config, restarts, run
 from trainer.config.recipe import Recipe
 from trainer.recipe_command import exit_on_error
 from trainer.roadside.alarms import AlarmTexts
-from trainer.run_folder.signals import RunStopped, StopSignals
+from trainer.run_folder.signals import RunInterrupted, StopSignals
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, NoRoomError, WeightSyncError, WorkerDiedError
@@ -281,7 +281,7 @@ def test_a_run_that_is_told_to_stop_while_it_loses_a_role_goes_on_from_its_check
     monkeypatch.setattr(Stopped, "is_told_before", is_told_before)
     told = (lambda *_: None) if is_told_before else (lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(restarts.Restarts, "_pause", told)
-    with pytest.raises(RunStopped, match=f"Stopped by SIGTERM {where}"):
+    with pytest.raises(RunInterrupted, match=f"Stopped by SIGTERM {where}"):
         run(config(tmp_path, ChildrenConfig), Stopped)
     newest = tmp_path / "latest_checkpointed_iteration.txt"
     assert newest.read_text() == "2"
@@ -347,5 +347,5 @@ def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path
     with StopSignals() as stop, stop.held():
         made = with_a_restart(tmp_path, stop)
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(RunStopped, match="SIGTERM while it waited for a node"):
+        with pytest.raises(RunInterrupted, match="SIGTERM while it waited for a node"):
             made.when_there_is_room(start, since)

@@ -94,8 +94,8 @@ OF_PPO = {
     "max_new_tokens": "data.max_response_length",
     "temperature": "actor_rollout_ref.rollout.temperature",
     "top_p": "actor_rollout_ref.rollout.top_p",
-    "kl": "actor_rollout_ref.actor.kl_loss_coef",
-    "clip": "actor_rollout_ref.actor.clip_ratio",
+    "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
+    "clip_ratio": "actor_rollout_ref.actor.clip_ratio",
     "lora_rank": "actor_rollout_ref.model.lora_rank",
     "lora_alpha": "actor_rollout_ref.model.lora_alpha",
     "engine": "actor_rollout_ref.rollout.name",
@@ -107,8 +107,8 @@ OF_ROWS = {
     "lora_alpha": "model.lora_alpha",
 } | OF_RUNS
 OF_TRL = {
-    "beta": "kl",
-    "epsilon": "clip",
+    "beta": "kl_coef",
+    "epsilon": "clip_ratio",
     "eval_steps": "validate_every",
     "learning_rate": "lr",
     "max_completion_length": "max_new_tokens",

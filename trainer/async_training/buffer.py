@@ -25,7 +25,7 @@ from trainer.async_training.config import AsyncConfig
 from trainer.async_training.pieces import Demand, Loader, OpenPieces, PieceStream
 from trainer.async_training.samplers import (
     SAMPLERS,
-    Experience,
+    SampleChunk,
     SelectedBatch,
     chosen,
     num_samples_of,
@@ -91,8 +91,8 @@ class ExperienceBuffer:
 
         A finished chunk makes no room, so it wakes no generator.
         """
-        self._queued_at_save: list[Experience] = []
-        self._to_validate: list[Experience] = []
+        self._queued_at_save: list[SampleChunk] = []
+        self._to_validate: list[SampleChunk] = []
         self._generators: set[int] = set()
         self._idle: set[int] = set()
         self.weights = WeightVersion(0, 0)
@@ -125,7 +125,7 @@ class ExperienceBuffer:
 
     def begin(
         self, generator: int, weights: WeightVersion, waits: bool = True
-    ) -> Experience | None:
+    ) -> SampleChunk | None:
         """Return the next chunk for a generator with these weights; wait for its turn.
 
         Return None if the generator has to take newer weights first, if the run is over, or if
@@ -144,7 +144,7 @@ class ExperienceBuffer:
                 self._has_turn.wait(LOOK_S)
         return None
 
-    def put(self, experience: Experience) -> None:
+    def put(self, experience: SampleChunk) -> None:
         """Queue a finished chunk; with `on_buffer_full=evict_oldest` a full buffer drops the
         oldest.
         """
@@ -177,7 +177,7 @@ class ExperienceBuffer:
 
     # ---------------------------------------------------------------------------- trainer's side
 
-    def take(self, demand: Demand) -> list[Experience]:
+    def take(self, demand: Demand) -> list[SampleChunk]:
         """Wait for the chunks of a batch, as the sampler chooses them, and return them.
 
         Raise the error of a generator's thread, `StalledError` if no thread can continue, or
@@ -202,7 +202,7 @@ class ExperienceBuffer:
         generators = generators[: len(rows)]
         chunks = zip(generators, rows.chunk(len(generators)), strict=True)
         parts = [
-            Experience(number=-1 - place, num_samples=len(rows), generator=generator, rows=rows)
+            SampleChunk(number=-1 - place, num_samples=len(rows), generator=generator, rows=rows)
             for place, (generator, rows) in enumerate(chunks)
         ]
         with self._changed:
@@ -270,7 +270,7 @@ class ExperienceBuffer:
         """
         restores = self.settings.on_resume == "restore"
         folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
-        queued = [Experience.from_state(facts, folder) for facts in state["queued"]]
+        queued = [SampleChunk.from_state(facts, folder) for facts in state["queued"]]
         with self._change():
             self.stream.load_state_dict(state["stream"])
             self.stream.hand_back(piece for piece in queued if piece.samples is None)
@@ -298,7 +298,7 @@ class ExperienceBuffer:
         with self._changed:
             return num_samples_of(self.open.ready)
 
-    def in_flight(self, generator: int | None = None) -> list[Experience]:
+    def in_flight(self, generator: int | None = None) -> list[SampleChunk]:
         """Return the chunks that this generator, or any generator, is generating."""
         with self._changed:
             pieces = self.open.in_flight.values()
@@ -356,7 +356,7 @@ class ExperienceBuffer:
             "async_training.max_staleness, or another sampler, would let them continue."
         )
 
-    def _take_chosen(self) -> list[Experience]:
+    def _take_chosen(self) -> list[SampleChunk]:
         """Return the batch that the sampler chooses, with a part for each routed trainer rank."""
         whole = SelectedBatch()
         for view in self.open.views(self._demand, self.version, self._num_taken):
@@ -375,7 +375,7 @@ class ExperienceBuffer:
         self._num_taken += bool(whole.selected)
         return whole.selected
 
-    def _begin_next(self, generator: int, version: int) -> Experience | None:
+    def _begin_next(self, generator: int, version: int) -> SampleChunk | None:
         """Return the first chunk that this generator may generate, if there is room for it."""
         if self.is_paused:
             others = self._generators - {generator}
@@ -396,6 +396,6 @@ class ExperienceBuffer:
         self._idle.discard(generator)
         return piece
 
-    def _drop(self, experience: Experience, reason: str) -> None:
+    def _drop(self, experience: SampleChunk, reason: str) -> None:
         self.open.ready.remove(experience)
         self.log.drop(experience.names, reason)

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer, WeightVersion
-from trainer.async_training.samplers import Experience
+from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
 from trainer.ppo.sizes import CRITIC_COPY
@@ -66,7 +66,7 @@ class Generator:
         self._buffer, self._feed, self._goes_on_after = buffer, weights, goes_on_after
         self._activity = activity.of(f"generator {number}")
         self._weights = WeightVersion(0, 0)
-        self._running: dict[Submission, Experience] = {}
+        self._running: dict[Submission, SampleChunk] = {}
         self._max_tokens = config.rollout_of(number).max_new_tokens_per_call
         self._num_at_once = config.pieces_at_once(number)
         num_ranks = sum(sum(config.resource_pool_spec[pool]) for pool in config.child_pools)
@@ -114,7 +114,7 @@ class Generator:
 
     def _submit(self) -> None:
         """Submit chunks if the queue has room; wait for room if there is nothing else to do."""
-        begun: list[Experience] = []
+        begun: list[SampleChunk] = []
         while len(begun) < self._num_at_once:
             waits = not (self._running or begun)
             experience = self._buffer.begin(self._number, self._weights, waits)
@@ -126,7 +126,7 @@ class Generator:
         for _, of_one_draw in groupby(submissions, lambda submission: submission.rows.meta_info):
             self._client.submit(*of_one_draw)
 
-    def _submission_of(self, experience: Experience) -> Submission:
+    def _submission_of(self, experience: SampleChunk) -> Submission:
         assert experience.rows is not None, "a piece has rows until it is finished"
         rows = experience.rows
         if not experience.is_validation:
@@ -145,7 +145,7 @@ class Generator:
                 self._buffer.put(experience)
             del self._running[submission]
 
-    def _finish(self, experience: Experience, submission: Submission) -> None:
+    def _finish(self, experience: SampleChunk, submission: Submission) -> None:
         """Give the chunk its samples and, with `score_on=generator`, their scores."""
         experience.samples = submission.samples()
         if experience.is_validation:

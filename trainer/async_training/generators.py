@@ -27,7 +27,7 @@ from trainer.async_training.origins import Origins
 from trainer.async_training.pieces import Rounds
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
-from trainer.loop import ToldToStop, Trainer
+from trainer.loop import StopRequested, Trainer
 from trainer.record import Call, Run
 from trainer.report.accounts import describe_log
 from trainer.restarts import LOOK_AGAIN_S, wait_for_room
@@ -183,7 +183,7 @@ class LostGenerators:
                         self._groups[role].init_model(**self._init_arguments(role))
             except WorkerDiedError as again:
                 return self(generator, again, num_lost=0)
-            except ToldToStop:  # a run that is stopping leaves the step to the others
+            except StopRequested:  # a run that is stopping leaves the step to the others
                 if self._ranks_without(generator):
                     raise
                 return False
@@ -214,7 +214,7 @@ class LostGenerators:
 
     def _look_again(self) -> None:
         if self._run.stop.received or self._buffer.is_closed:
-            raise ToldToStop("a node to replace a generator's")
+            raise StopRequested("a node to replace a generator's")
         time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without(self, generator: int) -> list[int]:

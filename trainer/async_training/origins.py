@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.async_training.samplers import Experience
+from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.weights import WeightFeed
 from trainer.ppo.sample import over_draws
 from trainer.record import Metrics, Run
@@ -41,7 +41,7 @@ class Origins:
         """Metrics of the generators' scores in this step."""
         self._num_tokens = 0
 
-    def batch_of(self, pieces: list[Experience]) -> DataProto:
+    def batch_of(self, pieces: list[SampleChunk]) -> DataProto:
         """Return the samples of these pieces in order, with the column of generators."""
         pieces.sort(key=lambda piece: (piece.rank, piece.number))
         samples = [piece.samples for piece in pieces if piece.samples is not None]

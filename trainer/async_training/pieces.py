@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.async_training.config import AsyncConfig, open_at_once, samples_per_batch
-from trainer.async_training.samplers import BufferView, Experience, num_samples_of
+from trainer.async_training.samplers import BufferView, SampleChunk, num_samples_of
 from trainer.async_training.topology import ANY_RANK, by_first
 from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
@@ -136,7 +136,7 @@ class PieceStream:
         self._prompts_per_call = config.piece_size
         self._samples_per_prompt = config.actor_rollout_ref.rollout.n
         self.ranks = self._topology.routed_ranks
-        self.waiting: list[Experience] = []
+        self.waiting: list[SampleChunk] = []
         """Chunks that no generator has, in their order."""
         self._batches: dict[int, DataProto] = {}
         self._next_batch = self._next_number = 0
@@ -146,7 +146,7 @@ class PieceStream:
         """True if the loader has no further batch."""
         return self._loader.num_prompts(self._next_batch) == 0
 
-    def offer(self, generator: int) -> Experience | None:
+    def offer(self, generator: int) -> SampleChunk | None:
         """Return the first waiting chunk that this generator may generate; it stays in the stream.
 
         Return None if no prompts are left for this generator.
@@ -159,11 +159,11 @@ class PieceStream:
                 return None
             self._cut()
 
-    def hand_back(self, pieces: Iterable[Experience]) -> None:
+    def hand_back(self, pieces: Iterable[SampleChunk]) -> None:
         """Return these chunks to the stream, in order; they are handed out next."""
         self.waiting = sorted([*self.waiting, *pieces], key=lambda piece: piece.number)
 
-    def rows(self, piece: Experience) -> DataProto:
+    def rows(self, piece: SampleChunk) -> DataProto:
         """Return a row for each sample of a chunk."""
         if piece.batch not in self._batches:
             # chunks come batch by batch: two are enough for those that overlap
@@ -178,7 +178,7 @@ class PieceStream:
         """Return the number of samples in a batch."""
         return self._loader.num_prompts(batch) * self._samples_per_prompt
 
-    def state_dict(self, being_made: Iterable[Experience] = ()) -> dict[str, Any]:
+    def state_dict(self, being_made: Iterable[SampleChunk] = ()) -> dict[str, Any]:
         """Return the stream's position, with the chunks that a resume has to generate again."""
         waiting = sorted([*self.waiting, *being_made], key=lambda piece: piece.number)
         return {
@@ -190,7 +190,7 @@ class PieceStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._next_batch, self._next_number = state["next_batch"], state["next_number"]
-        self.waiting = [Experience(**place) for place in state["waiting"]]
+        self.waiting = [SampleChunk(**place) for place in state["waiting"]]
 
     def _cut(self) -> None:
         """Cut the loader's next batch into chunks."""
@@ -200,7 +200,7 @@ class PieceStream:
             last = (place + 1) * num_prompts // num_ranks
             for start in range(place * num_prompts // num_ranks, last, self._prompts_per_call):
                 stop = min(start + self._prompts_per_call, last)
-                piece = Experience(
+                piece = SampleChunk(
                     number=self._next_number,
                     num_samples=(stop - start) * self._samples_per_prompt,
                     batch=batch,
@@ -222,9 +222,9 @@ class OpenPieces:
         self._limit = open_at_once(config)
         self._evicts = config.async_training.on_buffer_full == "evict_oldest"
         self._stream = stream
-        self.ready: list[Experience] = []
+        self.ready: list[SampleChunk] = []
         """The queued chunks, in the order in which they arrived."""
-        self.in_flight: dict[int, Experience] = {}
+        self.in_flight: dict[int, SampleChunk] = {}
         """Number -> chunk that a generator is generating."""
 
     @property
@@ -232,7 +232,7 @@ class OpenPieces:
         """True if the oldest chunk must be evicted, with `on_buffer_full=evict_oldest`."""
         return self._evicts and num_samples_of(self.ready) > self._limit
 
-    def has_room(self, piece: Experience, lag: int, demand: Demand) -> bool:
+    def has_room(self, piece: SampleChunk, lag: int, demand: Demand) -> bool:
         """Return whether one more chunk may start, with weights that are `lag` versions old."""
         before = [other for other in self._stream.waiting if other.number < piece.number]
         opened = [*self.ready, *self.in_flight.values(), piece, *before]

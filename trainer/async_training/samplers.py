@@ -28,7 +28,7 @@ from verl_like.signatures import CallSignature, check_call, check_methods
 
 
 @dataclass(eq=False, kw_only=True)
-class Experience:
+class SampleChunk:
     """A chunk of a batch: consecutive prompts whose samples one generator generates.
 
     The rows of a validation belong to no batch: their number is negative.
@@ -80,7 +80,7 @@ class Experience:
         return {"piece": self.place(), **facts}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], folder: Path | None) -> Experience:
+    def from_state(cls, state: Mapping[str, Any], folder: Path | None) -> SampleChunk:
         """Return the chunk of a `state_dict`, with its samples if they are in the folder."""
         facts = {name: state[name] for name in ("generator", "version", "uids")}
         piece = cls(**state["piece"], **facts)
@@ -90,7 +90,7 @@ class Experience:
         return piece
 
 
-def num_samples_of(experiences: Iterable[Experience]) -> int:
+def num_samples_of(experiences: Iterable[SampleChunk]) -> int:
     """Return the number of samples in these chunks."""
     return sum(piece.num_samples for piece in experiences)
 
@@ -99,9 +99,9 @@ def num_samples_of(experiences: Iterable[Experience]) -> int:
 class BufferView:
     """Chunks to choose from, and the state of the run, as a sampler sees them."""
 
-    ready: Sequence[Experience]
+    ready: Sequence[SampleChunk]
     """Finished chunks, in the order in which they arrived."""
-    in_progress: Sequence[Experience]
+    in_progress: Sequence[SampleChunk]
     """Chunks that are being generated."""
     num_samples: int
     """Number of samples in a batch."""
@@ -112,7 +112,7 @@ class BufferView:
     """Number of samples that one version of the weights trains on."""
     seed: Sequence[int]
     """The seed of this batch: the run's seed and the number of the batch."""
-    orphaned: Sequence[Experience] = ()
+    orphaned: Sequence[SampleChunk] = ()
     """Chunks of a lost generator that wait for another generator."""
     samples_left_in_version: int = 0
     """Number of samples in later batches before the next version."""
@@ -129,8 +129,8 @@ class BufferView:
 class SelectedBatch:
     """The chunks of a batch in order, and chunks to drop, with reasons."""
 
-    selected: list[Experience] = field(default_factory=list)
-    dropped: list[tuple[Experience, str]] = field(default_factory=list)
+    selected: list[SampleChunk] = field(default_factory=list)
+    dropped: list[tuple[SampleChunk, str]] = field(default_factory=list)
 
 
 class Sampler(ABC):
@@ -179,9 +179,9 @@ def _check(sampler: Any, subject: str) -> None:
 SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)
 
 
-def select_exactly(experiences: Iterable[Experience], num_samples: int) -> list[Experience]:
+def select_exactly(experiences: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:
     """Return the first chunks that add up to exactly `num_samples` samples, or none."""
-    taken: list[Experience] = []
+    taken: list[SampleChunk] = []
     for experience in experiences:
         if experience.num_samples <= num_samples:
             taken.append(experience)
@@ -189,13 +189,13 @@ def select_exactly(experiences: Iterable[Experience], num_samples: int) -> list[
     return [] if num_samples else taken
 
 
-def most_urgent_first(view: BufferView, ready: Sequence[Experience]) -> list[Experience] | None:
+def most_urgent_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[SampleChunk] | None:
     """Return `ready`, with the chunks first that would be too stale for the next batch.
 
     All samples of a version that remain can then still be used before they become too stale. Return
     None if a chunk that this batch needs is still being generated.
     """
-    head: dict[int, Experience] = {}
+    head: dict[int, SampleChunk] = {}
     for version_made in sorted({piece.version for piece in [*ready, *view.in_progress]}):
         due = [
             piece for piece in ready if piece.version <= version_made and piece.number not in head
@@ -212,7 +212,7 @@ def most_urgent_first(view: BufferView, ready: Sequence[Experience]) -> list[Exp
     return [*head.values(), *(piece for piece in ready if piece.number not in head)]
 
 
-def _in_time(view: BufferView, ready: Sequence[Experience]) -> SelectedBatch:
+def _in_time(view: BufferView, ready: Sequence[SampleChunk]) -> SelectedBatch:
     """Choose the first chunks, after the chunks that would be too stale for the next batch."""
     ordered = most_urgent_first(view, ready)
     return (

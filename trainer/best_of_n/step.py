@@ -80,7 +80,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return min(self.config.trainer.total_training_steps or all_prompts, all_prompts)
 
     @classmethod
-    def wrote_all(cls, config: BestOfNConfig) -> bool:
+    def all_files_written(cls, config: BestOfNConfig) -> bool:
         """Return whether the file of the selected rows exists."""
         return _file_of(config).is_file()
 

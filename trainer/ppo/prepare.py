@@ -71,12 +71,12 @@ def worker_code(config: PPOConfig) -> list[str]:
     return [*roles, policy.rollout.name, loss, optim.optimizer, optim.lr_scheduler_type]
 
 
-def settled(config: Any) -> Any:
+def resolve_config(config: Any) -> Any:
     """Return the configuration with full paths, and with the largest passes that fit."""
     return fit_passes(with_full_paths(config), devices_of(config.trainer))
 
 
-def look_at(config: PPOConfig, *inputs: Any) -> list[str]:
+def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     """Describe prompts and rewards; check that rewards return the numbers that keys name."""
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0

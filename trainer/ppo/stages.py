@@ -240,8 +240,8 @@ class PPOTrainer(Trainer):
         if is_ours and not callbacks:  # they may write other columns
             check_columns(config)
 
-    settled = staticmethod(prepare.settled)
-    look_at = staticmethod(prepare.look_at)
+    resolve_config = staticmethod(prepare.resolve_config)
+    describe_inputs = staticmethod(prepare.describe_inputs)
     worker_code = staticmethod(prepare.worker_code)
     prepare = staticmethod(prepare.prepare)
     sample_metrics = staticmethod(compute_data_metrics)

@@ -177,7 +177,7 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
         at_end.enter_context(reproducible_arithmetic())
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         inputs = trainer_cls.prepare(config, at_end)
-        config = trainer_cls.settled(config)
+        config = trainer_cls.resolve_config(config)
         open_run_folder(config, lock)
         try:
             groups = at_end.enter_context(WorkerGroups(config, trainer_cls.worker_code(config)))
@@ -240,7 +240,7 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
 
     class Replaying(trainer_cls):  # type: ignore[misc, valid-type]
         @classmethod
-        def leaves_model(cls, config: Any) -> bool:
+        def exports_model(cls, config: Any) -> bool:
             return False
 
         def step(self) -> Metrics:

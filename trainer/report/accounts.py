@@ -59,7 +59,7 @@ ACCOUNT = {
 MOST_GENERATORS = 16
 """The most rows for generators."""
 PREFIX = "async/"
-Metrics = Sequence[Mapping[str, float]]
+MetricLines = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class AsyncRun:
     """Table cells: a heading, then a row for each generator."""
 
 
-def read_async(folder: Path, metrics: Metrics, notes: list[str]) -> AsyncRun | None:
+def read_async(folder: Path, metrics: MetricLines, notes: list[str]) -> AsyncRun | None:
     """Return the generators and trainers of a run; None if it has none."""
     seconds = seconds_by_role(metrics)
     path, table = folder / "async.json", list[list[str]]()
@@ -84,7 +84,7 @@ def read_async(folder: Path, metrics: Metrics, notes: list[str]) -> AsyncRun | N
     return AsyncRun(seconds, table) if seconds or table else None
 
 
-def seconds_by_role(metrics: Metrics) -> dict[str, dict[str, float]]:
+def seconds_by_role(metrics: MetricLines) -> dict[str, dict[str, float]]:
     """Return the sums of `async/<role>/<state>_s`."""
     by_role: dict[str, dict[str, float]] = {}
     for line in metrics:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.report.calls import TracedCall, pools_at_work
-from trainer.report.read import Metrics, series, spread
+from trainer.report.read import MetricLines, series, spread
 from trainer.report.trajectories import FAILED, NO_SUCCESS, SUCCESS
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def known_panels() -> list[Panel]:
     return [Panel(**facts) for facts in yaml.safe_load(PANELS_FILE.read_text(encoding="utf-8"))]
 
 
-def panels_of(metrics: Metrics) -> list[Panel]:
+def panels_of(metrics: MetricLines) -> list[Panel]:
     """Return the figures of a run: PPO's, or one for each metric of another recipe's steps."""
     known = dict.fromkeys(name for line in metrics for name in line)
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
@@ -102,7 +102,7 @@ def styled(draw: Callable[P, str]) -> Callable[P, str]:
 
 
 @styled
-def curves(metrics: Metrics, panel: Panel) -> str:
+def curves(metrics: MetricLines, panel: Panel) -> str:
     """A panel as SVG; empty when the run has none of its metrics."""
     known = dict.fromkeys(name for line in metrics for name in line)
     names = [name for wanted in panel.names for name in known if fnmatchcase(name, wanted)]

@@ -20,7 +20,7 @@ from trainer.report.trajectories import (
 from verl_like.errors import ConfigError
 from verl_like.files import json_objects
 
-Metrics = Sequence[Mapping[str, float]]
+MetricLines = Sequence[Mapping[str, float]]
 """A line for each step."""
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
@@ -64,7 +64,7 @@ class RunData:
     """All data of the report; `notes` lists what could not be read."""
 
     folder: Path
-    metrics: Metrics
+    metrics: MetricLines
     calls: Sequence[TracedCall]
     stages: Sequence[str]
     placement: Sequence[Sequence[str]]
@@ -85,7 +85,7 @@ class RunData:
         return series(self.metrics, name)
 
 
-def series(metrics: Metrics, name: str) -> tuple[list[float], list[float]]:
+def series(metrics: MetricLines, name: str) -> tuple[list[float], list[float]]:
     """Return (steps, values) of a metric, from the lines that have it."""
     lines = [line for line in metrics if name in line]
     return [line["step"] for line in lines], [line[name] for line in lines]
@@ -237,7 +237,7 @@ def spread(items: Sequence[Any], limit: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def phase_shares(metrics: Metrics, stages: Sequence[str]) -> list[tuple[str, float, float]]:
+def phase_shares(metrics: MetricLines, stages: Sequence[str]) -> list[tuple[str, float, float]]:
     """Return (phase, seconds per step, per cent of the step) over all steps.
 
     The part of `timing_s/step` outside its stages is `other`. The percentages, to one decimal, sum

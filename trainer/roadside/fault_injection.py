@@ -26,7 +26,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.report.accounts import FAULTS_FILE, LEDGER, OUTCOMES
 from trainer.roadside.sample_log import STEP_NOT_FINISHED, SampleWatch
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import LedgerError, WorkerDiedError
+from verl_like.errors import SampleLogError, WorkerDiedError
 from verl_like.files import json_line, json_objects
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class FaultInjection:
         )
         in_order = done == list(range(self._first + 1, self._first + 1 + len(done)))
         if not in_order or self._num_started != sum(outcomes.values()):
-            raise LedgerError(
+            raise SampleLogError(
                 f"the steps of a run with injected faults do not add up: {self._num_started} were "
                 f"started, {outcomes}; metrics.jsonl has steps {done} after step {self._first}. "
                 f"The faults are in {self._folder / FAULTS_FILE}."

@@ -5,7 +5,7 @@
 A sample is identified by the uid of its prompt and its index among the prompt's samples. The log
 counts its tokens twice, independently: when the sample comes from the rollout, and in the batch of
 the update call of critic and actor. Between the two, every filter reports the remaining samples
-(`on_filter`). If the counts differ, the run ends with a `LedgerError`, unless user code may have
+(`on_filter`). If the counts differ, the run ends with a `SampleLogError`, unless user code may have
 changed the batch.
 
 The tokens of a step, the account of an asynchronous run and the report of a run with faults are
@@ -22,7 +22,7 @@ from typing import Any
 
 from trainer.report.accounts import DRAWN, LEFT_OUT, TRAINED
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import LedgerError
+from verl_like.errors import SampleLogError
 from workers.columns import count_ones
 
 SampleKey = tuple[str, int]
@@ -73,7 +73,7 @@ class SampleLog:
         """Record that these samples are being generated, on this account."""
         for sample in samples:
             if sample in self._open:
-                raise LedgerError(
+                raise SampleLogError(
                     f"the samples of uid {sample[0]} are {self._open[sample].state} already, and "
                     f"generator {account} was told to make them again: no sample is made twice."
                 )
@@ -104,7 +104,7 @@ class SampleLog:
         for sample in among:
             entry, num = self._open[sample], tokens.get(sample, 0)
             if num > entry.tokens:
-                raise LedgerError(
+                raise SampleLogError(
                     f"sample {_name(sample)} has {num} tokens after {reason}, and had "
                     f"{entry.tokens} before."
                 )
@@ -132,7 +132,7 @@ class SampleLog:
             if num != self._tokens(sample)
         ]
         if differ:
-            raise LedgerError(
+            raise SampleLogError(
                 "the update got other tokens than those in the sample log, for "
                 f"{len(differ)} samples: {', '.join(differ[:NAMED])}."
             )
@@ -180,18 +180,18 @@ class SampleLog:
         """Raise if samples or tokens do not add up, or if open uids differ from `there`."""
         for state, uids in (there or {}).items():
             if astray := set(uids) ^ {uid for uid, _ in self.open(state)}:
-                raise LedgerError(
+                raise SampleLogError(
                     f"the sample log and the run differ in the groups that are {state}: "
                     f"{sorted(astray)[:NAMED]}."
                 )
         for generator, row in self.rows().items():
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
             if row["made"] != accounted + row["in_flight"]:
-                raise LedgerError(f"generator {generator}: its samples do not add up: {row}")
+                raise SampleLogError(f"generator {generator}: its samples do not add up: {row}")
         tokens = self.token_counts()
         parts = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
         if tokens["drawn"] != parts:
-            raise LedgerError(f"the tokens of the run do not add up: {tokens}")
+            raise SampleLogError(f"the tokens of the run do not add up: {tokens}")
 
     def token_counts(self) -> dict[str, Any]:
         """Return the tokens that were sampled, and their state."""
@@ -225,7 +225,7 @@ class SampleLog:
         dropped = sum((account.dropped for account in accounts), Counter[str]())
         trained = sum(account.trained for account in accounts)
         if num_made != trained + dropped.total() + len(self._open):
-            raise LedgerError(
+            raise SampleLogError(
                 f"the samples do not add up: {num_made} were made, {trained} trained on, "
                 f"{dict(dropped)} dropped, {len(self._open)} are open."
             )
@@ -264,7 +264,7 @@ class SampleLog:
 
     def _tokens(self, sample: SampleKey) -> int:
         if sample not in self._open:
-            raise LedgerError(
+            raise SampleLogError(
                 f"no samples of uid {sample[0]} are open: none were made, or all are closed."
             )
         return self._open[sample].tokens
@@ -319,7 +319,7 @@ class SampleWatch:
             if has_user_code(trainer):
                 self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
             elif tokens != known or len(tokens) != num_rows:
-                raise LedgerError(
+                raise SampleLogError(
                     f"tokens of step {trainer.global_step} do not add up: {self._drawn} of "
                     f"{len(known)} samples were drawn, {sum(tokens.values())} of {num_rows} came "
                     f"to the update, and only {dict(self._left_out)} were left out."
@@ -345,7 +345,7 @@ class SampleWatch:
                 tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
                 self._leave(USER_CODE, tokens)
             if missing := [sample for sample in self._samples if sample not in tokens]:
-                raise LedgerError(
+                raise SampleLogError(
                     f"the update of step {trainer.global_step} was called without "
                     f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has dropped these."
                 )
@@ -361,7 +361,7 @@ class SampleWatch:
                 self._leave(USER_CODE, {})
         if self._drawn and self._has_updated:
             if self._drawn != self._trained + self._left_out.total():
-                raise LedgerError(
+                raise SampleLogError(
                     f"tokens of step {trainer.global_step} do not add up: {self._drawn} were "
                     f"drawn, {self._trained} trained on, {dict(self._left_out)} left out."
                 )

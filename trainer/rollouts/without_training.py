@@ -86,10 +86,10 @@ class SamplingOnlyTrainer(Trainer):
         return tokenizer, rewards, prompts
 
     headline = staticmethod(headline)
-    settled = staticmethod(with_full_paths)
+    resolve_config = staticmethod(with_full_paths)
 
     @classmethod
-    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+    def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
         """Return lines of a dry run about prompts and rewards."""
         tokenizer, rewards, prompts = inputs
         _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)

@@ -116,7 +116,7 @@ class RowTrainer(Trainer, Generic[R]):
         return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
 
     @classmethod
-    def look_at(cls, config: Any, *inputs: Any) -> list[str]:
+    def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
         """Return the number of rows."""
         loader, *validation = inputs
         return [f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on"]

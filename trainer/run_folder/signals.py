@@ -1,10 +1,11 @@
 """SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask a run to stop after the current step is saved.
 
-    with StopSignals() as stop: # around a run with stop.held(): # inside, the first signal is only
-    noted while not stop.received: ... stop.end("after step 7") # raises `RunStopped` if there was a
-    signal
+    with StopSignals() as stop:  # around a run
+        with stop.held():  # inside, the first signal is only noted
+            while not stop.received: ...
+            stop.end("after step 7")  # raises `RunInterrupted` if there was a signal
 
-A second signal, or a signal outside `held`, raises `RunStopped` at once. A third signal has its
+A second signal, or a signal outside `held`, raises `RunInterrupted` at once. A third signal has its
 usual effect. The same signal again within a second does not count: a sender that signals a process
 group also signals a script, which passes it on.
 """
@@ -30,7 +31,7 @@ EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
 STOP_EXITS = (EXIT_OF_SIGTERM, EXIT_OF_CTRL_C)
 
 
-class RunStopped(KeyboardInterrupt):
+class RunInterrupted(KeyboardInterrupt):
     """A run was asked to stop; the message says after which step."""
 
     def __init__(self, number: int, where: str) -> None:
@@ -70,9 +71,9 @@ class StopSignals:
             self._holds = before
 
     def end(self, where: str) -> None:
-        """Raise `RunStopped` if a signal was noted; `where` is for its message."""
+        """Raise `RunInterrupted` if a signal was noted; `where` is for its message."""
         if self.received:
-            raise RunStopped(self.received, where)
+            raise RunInterrupted(self.received, where)
 
     def _take(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -91,7 +92,7 @@ class StopSignals:
             )
             return
         self._has_raised = True
-        raise RunStopped(number, "at once")
+        raise RunInterrupted(number, "at once")
 
 
 def _say(text: str) -> None:

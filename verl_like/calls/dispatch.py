@@ -30,7 +30,7 @@ from verl_like.errors import BatchError, DispatchError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE = "_verl_like_register"
-MeshFacts = list[tuple[int, bool]]
+MeshLayout = list[tuple[int, bool]]
 """For each rank: its data-parallel rank on a mesh, and True if its result is collected."""
 
 
@@ -58,9 +58,9 @@ class CallTarget:
         self.world_size = len(self.ranks)
         self._group, self._role, self._function = group, role, function
         self._is_one_rank = rank is not None
-        self._meshes: dict[str, MeshFacts] = {}
+        self._meshes: dict[str, MeshLayout] = {}
 
-    def mesh_facts(self, mesh_name: str) -> MeshFacts:
+    def mesh_layout(self, mesh_name: str) -> MeshLayout:
         """Return the layout of a mesh, which does not change between split and collect."""
         if self._is_one_rank:
             return [(0, True)]
@@ -314,12 +314,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
 
     @_per_argument
     def dispatch_fn(target: CallTarget, value: Any, key: int | str) -> list[Any]:
-        dp_ranks = [dp for dp, _ in target.mesh_facts(mesh_name)]
+        dp_ranks = [dp for dp, _ in target.mesh_layout(mesh_name)]
         chunks = split_over(target, value, key, max(dp_ranks) + 1)
         return [chunks[dp] for dp in dp_ranks]
 
     def collecting_ranks(target: CallTarget) -> list[int]:
-        facts = target.mesh_facts(mesh_name)
+        facts = target.mesh_layout(mesh_name)
         by_dp_rank = {dp: rank for rank, (dp, is_collect) in enumerate(facts) if is_collect}
         return [by_dp_rank[dp] for dp in sorted(by_dp_rank)]
 

@@ -26,7 +26,7 @@ from verl_like.batch.split import value_of, view_rows
 from verl_like.calls.dispatch import (
     CallTarget,
     Execute,
-    MeshFacts,
+    MeshLayout,
     Registration,
     mode_of,
     registered_methods,
@@ -242,7 +242,7 @@ class GroupState:
         self._mesh: dict[str, dict[str, dict[int, tuple[int, bool]]]] = {}
         """Role -> mesh -> the position of every rank."""
         self._mesh_known_at: dict[int, float] = {}
-        self._layouts: dict[tuple[str, str], MeshFacts] = {}
+        self._layouts: dict[tuple[str, str], MeshLayout] = {}
         """(mesh, role) -> its layout, checked since a worker last registered a mesh."""
 
     def learn(self, headers: Sequence[Header]) -> None:
@@ -251,15 +251,15 @@ class GroupState:
         The first header of a rank carries them, and so do later ones if a call registered more.
         """
         for header in headers:
-            if not header.mesh_facts or header.end < self._mesh_known_at.get(header.rank, 0.0):
+            if not header.mesh_layout or header.end < self._mesh_known_at.get(header.rank, 0.0):
                 continue  # a header of a later call on this rank was read before
             self._mesh_known_at[header.rank] = header.end
             self._layouts.clear()
-            for role, meshes in header.mesh_facts.items():
+            for role, meshes in header.mesh_layout.items():
                 for mesh, fact in meshes.items():
                     self._mesh.setdefault(role, {}).setdefault(mesh, {})[header.rank] = fact
 
-    def mesh(self, mesh_name: str, role: str, where: str) -> MeshFacts:
+    def mesh(self, mesh_name: str, role: str, where: str) -> MeshLayout:
         """Return the layout of a mesh for a call of `role`; errors name the call by `where`.
 
         A mesh of that role precedes one that another role in the same processes registered.
@@ -343,7 +343,7 @@ class WorkerGroup(VerlGroup):
         """Return whether the workers of both groups are in the same processes."""
         return self.transport.process_key == other.transport.process_key
 
-    def mesh_facts(self, mesh_name: str) -> MeshFacts:
+    def mesh_layout(self, mesh_name: str) -> MeshLayout:
         """Return every rank's data-parallel rank on a mesh, and whether its result is collected."""
         return self.state.mesh(mesh_name, role=next(iter(self.roles)), where=self.name)
 

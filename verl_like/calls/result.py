@@ -4,7 +4,7 @@
     def compute_values(self, data: DataProto) -> DataProto: ...       # get() gives a DataProto
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto) -> Metrics: ...          # get() gives lists by rank
+    def update_critic(self, data: DataProto) -> CallMetrics: ...  # get() gives lists by rank
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> Result: ...        # get() gives a Result
@@ -30,7 +30,7 @@ from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.wire import BATCH, BOTH, METRICS, Header
 from verl_like.errors import DispatchError
 
-Metrics = dict[str, Any]
+CallMetrics = dict[str, Any]
 """Name -> a number, a string, or a list of these; for a whole group, the list over its ranks."""
 
 
@@ -38,7 +38,7 @@ class Result(NamedTuple):
     """A batch and its metrics."""
 
     batch: Any = None
-    metrics: Metrics = {}
+    metrics: CallMetrics = {}
 
     @classmethod
     def of(cls, value: Any) -> Result:
@@ -77,7 +77,7 @@ def declared_form(method: Callable[..., Any]) -> str:
     return _FORM_OF.get(kind, METRICS if kind is Mapping else "")
 
 
-def split_result(value: Any, declared: str, where: str) -> tuple[Any, Metrics | None, str]:
+def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetrics | None, str]:
     """Return payload, metrics and form of a result; `where` names the method and rank."""
     payload, metrics, form = rows_of(value), None, type(value).__name__
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ def split_result(value: Any, declared: str, where: str) -> tuple[Any, Metrics | 
         raise DispatchError(f"{where} returned {form}, and is declared to return {declared}.")
     if metrics is None:
         return payload, None, form
-    plain: Metrics = {}
+    plain: CallMetrics = {}
     for name, entry in metrics.items():
         if not isinstance(name, str):
             raise DispatchError(

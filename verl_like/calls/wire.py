@@ -140,7 +140,7 @@ class Header(NamedTuple):
     rows: int | None = None
     keys: tuple[str, ...] = ()
     error: RemoteError | None = None
-    mesh_facts: dict[str, dict[str, tuple[int, bool]]] | None = None
+    mesh_layout: dict[str, dict[str, tuple[int, bool]]] | None = None
     metrics: dict[str, Any] | None = None
     only_padding: bool = False
     returned: str = ""

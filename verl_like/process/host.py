@@ -329,7 +329,7 @@ class WorkerHost:
             end=time.time(),
             cpu_s=time.process_time() - cpu,
             error=error,
-            mesh_facts=meshes,
+            mesh_layout=meshes,
             **fields,
         )
         return payload, header

@@ -7,7 +7,7 @@
 
         def step(self, text):
             if text.strip() == str(self.secret):
-                return End(reward=1.0)
+                return TrajectoryEnd(reward=1.0)
             return Turn("higher" if text < str(self.secret) else "lower")
 
 Its other public methods are tools, which the policy can call instead of a final response; so are
@@ -46,7 +46,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class End:
+class TrajectoryEnd:
     """The end of a trajectory, and the reward of the policy's last text."""
 
     reward: float = 0.0
@@ -59,7 +59,7 @@ class Environment:
 
         env = Guess(**kwargs)
         observation = env.reset(row, rng)     # None: the row's prompt is the whole observation
-        while not isinstance(answer := env.step(text), End):
+        while not isinstance(answer := env.step(text), TrajectoryEnd):
             text = say(answer.text)
 
     `rng` is a `numpy.random.Generator` with the same seed for every sample of a prompt; `self.rng`
@@ -83,10 +83,10 @@ class Environment:
         return None
 
     def step(self, text: str) -> Any:
-        """Reply to the policy's text with a `Turn` or an `End`.
+        """Reply to the policy's text with a `Turn` or a `TrajectoryEnd`.
 
         With several players, the arguments are the text and the player who wrote it. Return a dict:
-        player -> its `Turn`, after which that player speaks, or its `End`.
+        player -> its `Turn`, after which that player speaks, or its `TrajectoryEnd`.
         """
         raise NotImplementedError
 
@@ -502,11 +502,11 @@ class Episode:
         return answer | ({"call_like": unread_call} if unread_call else {})
 
     def _read(self, answer: Any) -> dict[str, Any]:
-        if isinstance(answer, End):
+        if isinstance(answer, TrajectoryEnd):
             reward = _finite(answer.reward)
             return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
         if not isinstance(answer, Turn):
-            raise TypeError(f"step returned {_kind(answer)}, not a Turn or an End")
+            raise TypeError(f"step returned {_kind(answer)}, not a Turn or a TrajectoryEnd")
         if not isinstance(answer.text, str):
             raise TypeError(f"step returned a Turn whose text is {_kind(answer.text)}")
         message = {"role": "user", "content": answer.text}

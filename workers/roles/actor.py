@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import Metrics, Result
+from verl_like.calls.result import CallMetrics, Result
 from verl_like.errors import BatchError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FSDPConfig, replays_routing, shuffle_seed
@@ -121,7 +121,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
             *("chosen_tokens", ROUTED),
         )
     )
-    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> Metrics:
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> CallMetrics:
         """Run one PPO update over the batch; return metrics, which are equal on all ranks except
         perf/.
 

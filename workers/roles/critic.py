@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import Metrics
+from verl_like.calls.result import CallMetrics
 from verl_like.errors import WeightSyncError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import CriticConfig, FSDPConfig, critic_model, critic_optim, shuffle_seed
@@ -102,7 +102,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
     @batch_columns(reads=(*SEQUENCES, "sample_number", "values", "returns"))
-    def update_critic(self, data: DataProto) -> Metrics:
+    def update_critic(self, data: DataProto) -> CallMetrics:
         """Update the model towards the returns. Metrics outside perf/ are equal on all ranks."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
             metrics = update(

@@ -25,7 +25,7 @@ from verl_like.calls.dispatch import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl_like.calls.result import Metrics, Result
+from verl_like.calls.result import CallMetrics, Result
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.process.worker import Worker
 from workers.parallel.sharding import dims_of
@@ -142,7 +142,7 @@ class ModelWorker(Worker):
         return Result(DataProto.from_dict(outputs), metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def optim_step(self, settings: StepSettings = CONFIGURED) -> Metrics:
+    def optim_step(self, settings: StepSettings = CONFIGURED) -> CallMetrics:
         """Take an optimizer step with the accumulated gradients, and clear them.
 
         Returns `grad_norm`, `lr` and `skipped_steps`, which is 1 if the norm was not finite.
@@ -150,7 +150,7 @@ class ModelWorker(Worker):
         if not self.losses():
             raise ConfigError(f"{self.role}.optim_step: the model is frozen.")
         with self.engine.running(self.engine.optimizer):
-            metrics: Metrics = self.engine.optim_step(settings)
+            metrics: CallMetrics = self.engine.optim_step(settings)
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

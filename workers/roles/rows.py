@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
-from verl_like.calls.result import Metrics
+from verl_like.calls.result import CallMetrics
 from workers.config.rows import RewardTrainingConfig, RowWorkerConfig
 from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
@@ -84,7 +84,7 @@ class RowWorker(Checkpointed, ModelWorker):
         """Return the micro-batch's share of the loss, and of the metrics."""
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    def update_model(self, data: DataProto) -> Metrics:
+    def update_model(self, data: DataProto) -> CallMetrics:
         """Take one optimizer step on all of these rows; return its metrics."""
         num_rows = len(data) if data.shard is None else data.shard.total
         with utilization("model", self.engine, data) as mfu:

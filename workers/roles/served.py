@@ -22,7 +22,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import Metrics
+from verl_like.calls.result import CallMetrics
 from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError, nearest
 from workers.config import ActorConfig
@@ -114,7 +114,7 @@ class TrainsStates(ModelWorker):
         self.states.clear_gradients(forget_moments)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def optim_step(self, settings: StepSettings = CONFIGURED) -> Metrics:
+    def optim_step(self, settings: StepSettings = CONFIGURED) -> CallMetrics:
         """Take an optimizer step of the state in use."""
         with self.states.without_frozen():
             return super().optim_step(settings)

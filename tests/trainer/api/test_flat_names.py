@@ -35,7 +35,9 @@ def test_every_switch_is_a_key() -> None:
 def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> None:
     names = {"lr": 1e-3, "n": 2, "batch_size": 4, "mini_batch_size": 2, "max_new_tokens": 8}
     model, prompts = tiny_dir / "model", ["say a"] * 8
-    run = GRPO(model, prompts, lambda response: 1.0, kl=0.5, epochs=2, save_to=tmp_path, **names)
+    run = GRPO(
+        model, prompts, lambda response: 1.0, kl_coef=0.5, epochs=2, save_to=tmp_path, **names
+    )
     config = run.config()
     assert config.algorithm.adv_estimator == "grpo"
     actor = config.actor_rollout_ref.actor
@@ -45,7 +47,9 @@ def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> No
     assert (config.trainer.total_epochs, run.folder) == (2, tmp_path)
     assert {"algorithm=grpo", "actor_rollout_ref.rollout.n=2"} <= set(run.command().split())
 
-    other = GRPO(model, prompts, lambda response: 1.0, algorithm="dr_grpo", kl=0, save_to=tmp_path)
+    other = GRPO(
+        model, prompts, lambda response: 1.0, algorithm="dr_grpo", kl_coef=0, save_to=tmp_path
+    )
     assert not other.config().actor_rollout_ref.actor.use_kl_loss
     section = {"adv_estimator": "rloo"}
     other = GRPO(model, prompts, lambda response: 1.0, algorithm=section, save_to=tmp_path)
@@ -95,7 +99,10 @@ def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Pat
         ({"zzz": 1}, r"no key 'zzz'\. Flat names: lr, "),
         ({"lr": 1, "actor_rollout_ref.actor.optim.lr": 2}, r"lr=1 sets actor.*given as 2, too"),
         ({"lr": 1.0, "actor_rollout_ref": {"actor": {"optim": {"lr": 2.0}}}}, "Drop one"),
-        ({"kl": 0, "actor_rollout_ref.actor.use_kl_loss": True}, "kl=0 sets .*kl_loss=False"),
+        (
+            {"kl_coef": 0, "actor_rollout_ref.actor.use_kl_loss": True},
+            "kl_coef=0 sets .*kl_loss=False",
+        ),
     ],
 )
 def test_what_no_name_is_and_what_is_said_twice_is_refused(

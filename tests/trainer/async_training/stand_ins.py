@@ -13,7 +13,7 @@ from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer
 from trainer.async_training.config import AsyncConfig, AsyncSettings
 from trainer.async_training.generator import Generator
-from trainer.async_training.samplers import Experience
+from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.topology import generator_pool, generator_role
 from trainer.roadside.sample_log import tokens_by_sample
 from verl_like.batch.columns import object_rows
@@ -75,14 +75,14 @@ def make_buffer(num_batches: int | None = None, **settings: Any) -> ExperienceBu
     return buffer
 
 
-def begin(buffer: ExperienceBuffer, generator: int = 0) -> Experience:
+def begin(buffer: ExperienceBuffer, generator: int = 0) -> SampleChunk:
     """Start a generator's next chunk, which must exist, and return it."""
     experience = buffer.begin(generator, buffer.weights)
     assert experience is not None
     return experience
 
 
-def finish(buffer: ExperienceBuffer, experience: Experience) -> Experience:
+def finish(buffer: ExperienceBuffer, experience: SampleChunk) -> SampleChunk:
     """Mark a chunk as generated and queued."""
     experience.samples = experience.rows
     buffer.put(experience)
@@ -96,7 +96,7 @@ def may_begin(buffer: ExperienceBuffer, generator: int = 0, version: int | None 
     return piece is not None and buffer.open.has_room(piece, buffer.version - held, buffer._demand)
 
 
-def train(buffer: ExperienceBuffer, taken: list[Experience], version: int) -> None:
+def train(buffer: ExperienceBuffer, taken: list[SampleChunk], version: int) -> None:
     """Train on all samples, as rank 0."""
     for one in taken:
         assert one.samples is not None

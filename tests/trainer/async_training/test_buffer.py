@@ -15,7 +15,7 @@ from trainer.async_training.buffer import EndOfSamples, ExperienceBuffer, Stalle
 from trainer.async_training.pieces import Demand
 from trainer.async_training.samplers import (
     BufferView,
-    Experience,
+    SampleChunk,
     Sampler,
     SamplerError,
     SelectedBatch,
@@ -24,7 +24,7 @@ from trainer.async_training.samplers import (
 )
 from trainer.report.accounts import describe_log
 from trainer.roadside.sample_log import IN_FLIGHT, QUEUED
-from verl_like.errors import LedgerError
+from verl_like.errors import SampleLogError
 
 
 def test_generators_run_ahead_as_far_as_staleness_allows_and_no_further() -> None:
@@ -213,7 +213,7 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
 ) -> None:
     buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, piece=piece)
     buffer.join(0)
-    slow: list[Experience] = []
+    slow: list[SampleChunk] = []
     for version in range(1, 60):
         buffer._demand = Demand(4)  # as generators see it while the trainer waits
         while may_begin(buffer):
@@ -329,11 +329,11 @@ def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
     begin(buffer)
     buffer.check()
     lost = buffer.open.ready.pop()
-    with pytest.raises(LedgerError, match=r"differ in the groups that are queued: \['0', '1'\]"):
+    with pytest.raises(SampleLogError, match=r"differ in the groups that are queued: \['0', '1'\]"):
         buffer.check()
     buffer.open.ready.append(lost)
     buffer.open.in_flight.clear()
-    with pytest.raises(LedgerError, match=r"that are in flight: \['2', '3'\]"):
+    with pytest.raises(SampleLogError, match=r"that are in flight: \['2', '3'\]"):
         buffer.check()
 
 

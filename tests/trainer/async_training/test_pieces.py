@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.trainer.async_training.stand_ins import NumberedPrompts, config_of
 from trainer.async_training.pieces import PieceStream
-from trainer.async_training.samplers import Experience
+from trainer.async_training.samplers import SampleChunk
 
 
 def stream_of(prompts: NumberedPrompts, **settings: Any) -> PieceStream:
@@ -14,12 +14,12 @@ def stream_of(prompts: NumberedPrompts, **settings: Any) -> PieceStream:
     return PieceStream(config_of(**settings), prompts)
 
 
-def uids(stream: PieceStream, piece: Experience) -> list[str]:
+def uids(stream: PieceStream, piece: SampleChunk) -> list[str]:
     stream.rows(piece)
     return piece.uids
 
 
-def next_of(stream: PieceStream, generator: int = 0) -> Experience:
+def next_of(stream: PieceStream, generator: int = 0) -> SampleChunk:
     piece = stream.offer(generator)
     assert piece is not None
     stream.waiting.remove(piece)

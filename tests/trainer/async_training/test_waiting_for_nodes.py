@@ -16,8 +16,8 @@ from trainer.async_training import generators
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.generators import LostGenerators
 from trainer.async_training.recipe import ASYNC
-from trainer.loop import Loop, ToldToStop
-from trainer.run_folder.signals import RunStopped
+from trainer.loop import Loop, StopRequested
+from trainer.run_folder.signals import RunInterrupted
 from verl_like.errors import NoRoomError, PlacementError, RolloutError, WorkerDiedError
 
 LOST = WorkerDiedError("node 7 is lost")
@@ -146,7 +146,7 @@ def test_told_to_stop_the_other_generators_end_the_step_or_nobody_does(
     two = config_of(tiny_dir, tmp_path, "async_training.generators=2")
     stopping = losses(two, Cluster(2, *no_room(3)), is_ending=True)
     assert stopping(1, LOST, num_lost=2) is False
-    with pytest.raises(ToldToStop):
+    with pytest.raises(StopRequested):
         stopping(0, LOST, num_lost=2)
 
 
@@ -159,12 +159,12 @@ def test_a_run_that_nobody_can_go_on_with_saves_its_last_step_when_it_is_told_to
             self.record: Any = SimpleNamespace(step=3, groups=Cluster(0))
 
         def _step(self) -> dict[str, float]:
-            raise ToldToStop("a node")
+            raise StopRequested("a node")
 
         def _stop_here(self) -> None:
             saved.append(self.record.step)
-            raise RunStopped(15, "after step 3")
+            raise RunInterrupted(15, "after step 3")
 
-    with pytest.raises(RunStopped, match="after step 3"):
+    with pytest.raises(RunInterrupted, match="after step 3"):
         Stopping()._next_step(None, None)  # type: ignore[arg-type]
     assert saved == [3]

@@ -22,7 +22,7 @@ from trainer.roadside.sample_log import (
     tokens_by_sample,
 )
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import LedgerError
+from verl_like.errors import SampleLogError
 from workers.agents.trajectory import GIVEN_UP
 from workers.rewards.weighted import SKIPPED
 
@@ -65,35 +65,35 @@ def test_every_sample_and_token_is_somewhere() -> None:
 
 def test_an_open_sample_is_not_made_twice_and_a_closed_one_not_trained_twice() -> None:
     log = filled()
-    with pytest.raises(LedgerError, match="uid b are queued already, and generator 1"):
+    with pytest.raises(SampleLogError, match="uid b are queued already, and generator 1"):
         log.begin(1, pairs("b"))
-    with pytest.raises(LedgerError, match="no samples of uid a are open"):
+    with pytest.raises(SampleLogError, match="no samples of uid a are open"):
         log.train({("a", 0): 4})
 
 
 def test_an_update_with_another_number_of_tokens_is_named() -> None:
-    with pytest.raises(LedgerError, match=r"for 1 samples: b/1 \(11 instead of 12\)"):
+    with pytest.raises(SampleLogError, match=r"for 1 samples: b/1 \(11 instead of 12\)"):
         filled().train({("b", 0): 8, ("b", 1): 11})
 
 
 def test_a_filter_that_adds_tokens_is_named() -> None:
-    with pytest.raises(LedgerError, match="b/0 has 9 tokens after skip, and had 8 before"):
+    with pytest.raises(SampleLogError, match="b/0 has 9 tokens after skip, and had 8 before"):
         filled().leave("skip", {("b", 0): 9}, [("b", 0)])
 
 
 def test_an_account_that_does_not_add_up_is_named() -> None:
     log = filled()
     log.accounts[0].made += 1
-    with pytest.raises(LedgerError, match="generator 0: its samples do not add up"):
+    with pytest.raises(SampleLogError, match="generator 0: its samples do not add up"):
         log.check()
-    with pytest.raises(LedgerError, match="9 were made, 2 trained on"):
+    with pytest.raises(SampleLogError, match="9 were made, 2 trained on"):
         log.totals()
 
 
 def test_tokens_that_do_not_add_up_are_named() -> None:
     log = filled()
     log.trained_tokens -= 1
-    with pytest.raises(LedgerError, match="tokens of the run do not add up: {'drawn': 35"):
+    with pytest.raises(SampleLogError, match="tokens of the run do not add up: {'drawn': 35"):
         log.check()
 
 
@@ -210,7 +210,7 @@ def test_a_sample_that_is_lost_changed_or_doubled_on_its_way_ends_the_run(
     changed.batch["response_mask"][3, 0] = 0
     doubled = DataProto.concat([batch, batch[:1]])
     for wrong in (batch[1:], changed, doubled):
-        with pytest.raises(LedgerError, match="tokens of step 1 do not add up"):
+        with pytest.raises(SampleLogError, match="tokens of step 1 do not add up"):
             watched(batch, PPOConfig(), wrong)
 
     monkeypatch.setattr(Trainer, "__module__", "of_a_user")

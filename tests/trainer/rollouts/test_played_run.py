@@ -32,7 +32,7 @@ from trainer.rollouts.turns import chats_of
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
-COUNT = """from workers.agents import End, Environment, Turn
+COUNT = """from workers.agents import TrajectoryEnd, Environment, Turn
 
 class Count(Environment):
     def reset(self, row, rng):
@@ -41,7 +41,7 @@ class Count(Environment):
 
     def step(self, text):
         self.said += 1
-        return End(1.0) if self.said == self.goal else Turn("no", reward=-0.25)
+        return TrajectoryEnd(1.0) if self.said == self.goal else Turn("no", reward=-0.25)
 """
 AGENT = """import openai
 

@@ -8,19 +8,19 @@ import threading
 
 import pytest
 
-from trainer.run_folder.signals import RunStopped, StopSignals
+from trainer.run_folder.signals import RunInterrupted, StopSignals
 
 
 def test_the_first_signal_is_noted_and_the_second_raised_where_the_program_stands() -> None:
     with StopSignals() as stop, stop.held():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.received == signal.SIGUSR1
-        with pytest.raises(RunStopped, match="SIGINT at once"):
+        with pytest.raises(RunInterrupted, match="SIGINT at once"):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_where_nothing_can_be_saved_the_first_one_is_raised() -> None:
-    with StopSignals(), pytest.raises(RunStopped, match="SIGTERM at once") as stopped:
+    with StopSignals(), pytest.raises(RunInterrupted, match="SIGTERM at once") as stopped:
         signal.raise_signal(signal.SIGTERM)
     assert stopped.value.exit_code == 143
 
@@ -30,7 +30,7 @@ def test_a_third_one_does_what_it_did_before_the_run() -> None:
     with StopSignals() as stop, stop.held():
         signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGINT) != before
-        with pytest.raises(RunStopped):
+        with pytest.raises(RunInterrupted):
             signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(KeyboardInterrupt) as interrupt:
             signal.raise_signal(signal.SIGINT)
@@ -43,7 +43,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatc
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         monkeypatch.setattr("trainer.run_folder.signals.SAME_S", 0.0)
-        with pytest.raises(RunStopped, match="SIGTERM at once"):
+        with pytest.raises(RunInterrupted, match="SIGTERM at once"):
             signal.raise_signal(signal.SIGTERM)
 
 

@@ -116,10 +116,10 @@ def test_a_mesh_counts_once_the_call_that_registers_it_was_read() -> None:
 def test_headers_tell_of_meshes_once_unless_a_call_registers_another() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     group.on_rows(batch(4))
-    assert [header.mesh_facts for header in group.transport.finished] == [None] * 4
+    assert [header.mesh_layout for header in group.transport.finished] == [None] * 4
     for ranks_per_piece in (4, 2):  # also of one that is as it was at the start
         group.lay_out_again(ranks_per_piece)
         assert len(group.on_rows.collecting_ranks()) == 4 // ranks_per_piece
     group.on_rows(batch(4))
-    told = [header.mesh_facts is not None for header in [*group.transport.finished][-4:]]
+    told = [header.mesh_layout is not None for header in [*group.transport.finished][-4:]]
     assert told == [False, False, True, True]  # the places of the first two never changed

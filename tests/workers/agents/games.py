@@ -8,7 +8,7 @@ import os
 import random
 import time
 
-from workers.agents import End, Environment, Turn
+from workers.agents import Environment, TrajectoryEnd, Turn
 
 
 class Count(Environment):
@@ -27,7 +27,7 @@ class Count(Environment):
         if self.is_slow and self.sleep:
             time.sleep(self.sleep)
         if len(self.said) == self.turns:
-            return End(float(len(self.said)))
+            return TrajectoryEnd(float(len(self.said)))
         return Turn(f"{len(self.said)}", reward=0.5)
 
 
@@ -56,7 +56,7 @@ class Dice(Environment):
         return f"{self.shared} {random.randrange(1000)}"
 
     def step(self, text):
-        return End(float(self.rng.integers(1000) + random.randrange(1000) / 1000))
+        return TrajectoryEnd(float(self.rng.integers(1000) + random.randrange(1000) / 1000))
 
 
 class Sometimes(Count):
@@ -104,7 +104,7 @@ class Hangs(Environment):
         return "go"
 
     def step(self, text):
-        return End(1.0)
+        return TrajectoryEnd(1.0)
 
 
 class HangsWhenTold(Environment):
@@ -113,7 +113,7 @@ class HangsWhenTold(Environment):
     def step(self, text):
         if text[:1] < "m":
             time.sleep(60)
-        return End(0.0)
+        return TrajectoryEnd(0.0)
 
 
 class Dies(Environment):
@@ -140,7 +140,7 @@ class Long(Environment):
         return "x" * (99 if row["number"] == 0 else 1)
 
     def step(self, text):
-        return End(1.0)
+        return TrajectoryEnd(1.0)
 
 
 class Strange(Environment):
@@ -154,7 +154,7 @@ class Strange(Environment):
         answers = {"number": 3, "none": None, "pair": ("hm", 1.0), "text": Turn(5), "str": "hm"}
         rewards = {"nan": float("nan"), "inf": -float("inf"), "no": None, "word": "1.0"}
         if self.answer in rewards:
-            return End(rewards[self.answer])
+            return TrajectoryEnd(rewards[self.answer])
         return (
             Turn("hm", rewards[self.answer[5:]]) if "turn" in self.answer else answers[self.answer]
         )
@@ -233,7 +233,7 @@ class NeedsLevel(Environment):
         return str(level)
 
     def step(self, text):
-        return End(truncated=text == "stop")
+        return TrajectoryEnd(truncated=text == "stop")
 
 
 class ByPlace(Environment):
@@ -243,7 +243,7 @@ class ByPlace(Environment):
 
 class NarrowStep(Environment):
     def step(self):
-        return End()
+        return TrajectoryEnd()
 
 
 def add(a: int, b: int = 1) -> int:
@@ -281,7 +281,7 @@ class Silent(Environment):
         return None
 
     def step(self, text):
-        return End(0.0)
+        return TrajectoryEnd(0.0)
 
 
 class Flaky(Count):
@@ -307,7 +307,7 @@ class Own(Environment):
         return str(self.rng.integers(10**9))
 
     def step(self, text):
-        return End()
+        return TrajectoryEnd()
 
 
 class Remembers(Environment):
@@ -320,7 +320,7 @@ class Remembers(Environment):
         return str(Remembers.games)
 
     def step(self, text):
-        return End()
+        return TrajectoryEnd()
 
 
 class NeverBegins(Environment):
@@ -332,7 +332,7 @@ class Truncates(Environment):
     """Plays one turn of an unfinished trajectory."""
 
     def step(self, text):
-        return End(0.25, truncated=True)
+        return TrajectoryEnd(0.25, truncated=True)
 
 
 class ByLot(Environment):
@@ -342,7 +342,7 @@ class ByLot(Environment):
         return str(rng.integers(10**6))
 
     def step(self, text):
-        return End(1.0)
+        return TrajectoryEnd(1.0)
 
 
 class FailsAgain(Count):
@@ -370,7 +370,7 @@ class EndsAgain(FailsAgain):
     """The same, but ends the process instead of failing."""
 
     def _answer(self):
-        return End(1.0)
+        return TrajectoryEnd(1.0)
 
 
 class Duel(Environment):
@@ -391,13 +391,13 @@ class Duel(Environment):
         if self.both and len(white) != len(black):
             return {}
         if self.leaves:
-            alone = Turn("alone") if len(black) < 2 else End(1.0)
-            return {"black": alone} | ({"white": End(0.25)} if player == "white" else {})
+            alone = Turn("alone") if len(black) < 2 else TrajectoryEnd(1.0)
+            return {"black": alone} | ({"white": TrajectoryEnd(0.25)} if player == "white" else {})
         if len(black) < len(white) and not self.both:
             return {"black": Turn("your move", 0.5 * (len(white) > 1))}
         if len(black) == self.rounds:
             longest = [max(map(len, texts)) for texts in (white, black)]
-            return {"white": End(longest[0]), "black": End(-longest[1])}
+            return {"white": TrajectoryEnd(longest[0]), "black": TrajectoryEnd(-longest[1])}
         if self.both:
             return {name: Turn("go on", 0.5) for name in self.players}
         return {"white": Turn("go on", 0.5)}
@@ -414,7 +414,7 @@ class Named(Environment):
         return "seen"
 
     def step(self, text):
-        return End(7.0)
+        return TrajectoryEnd(7.0)
 
 
 class FailsOnce(Environment):
@@ -430,7 +430,11 @@ class FailsOnce(Environment):
         if player == "white" and not os.path.exists(self.mark):
             open(self.mark, "w").close()
             raise ValueError("told to")
-        return {"black": Turn("go")} if player == "white" else {p: End(1.0) for p in self.players}
+        return (
+            {"black": Turn("go")}
+            if player == "white"
+            else {p: TrajectoryEnd(1.0) for p in self.players}
+        )
 
 
 class Stalls(Environment):

@@ -24,7 +24,7 @@ import pytest
 
 from trainer.cli import check_environment
 from verl_like.errors import ConfigError
-from workers.agents import Adapter, End, Turn
+from workers.agents import Adapter, TrajectoryEnd, Turn
 from workers.agents.environment import ADAPTERS, EnvironmentSpec, Episode, in_full
 from workers.agents.host import EnvironmentHost
 
@@ -49,8 +49,8 @@ class Level(Adapter):
     def reset(self, row: Any, rng: Any) -> str:
         return f"level {self.id} of {self.kwargs}"
 
-    def step(self, text: str) -> Turn | End:
-        return End(1.0)
+    def step(self, text: str) -> Turn | TrajectoryEnd:
+        return TrajectoryEnd(1.0)
 
 
 def test_a_class_of_the_users_takes_an_id() -> None:

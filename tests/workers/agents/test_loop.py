@@ -234,10 +234,10 @@ def test_one_whose_process_ends_fails_alone(play: Play) -> None:
     ("answer", "words"),
     [
         ("reset", "reset returned int 7, not a text or None"),
-        ("number", "step returned int 3, not a Turn or an End"),
-        ("none", "step returned NoneType None, not a Turn or an End"),
-        ("pair", "step returned tuple ('hm', 1.0), not a Turn or an End"),
-        ("str", "step returned str 'hm', not a Turn or an End"),
+        ("number", "step returned int 3, not a Turn or a TrajectoryEnd"),
+        ("none", "step returned NoneType None, not a Turn or a TrajectoryEnd"),
+        ("pair", "step returned tuple ('hm', 1.0), not a Turn or a TrajectoryEnd"),
+        ("str", "step returned str 'hm', not a Turn or a TrajectoryEnd"),
         ("nan", "the reward is nan, not a finite number"),
         ("inf", "the reward is -inf, not a finite number"),
         ("no", "the reward is None, not a finite number"),
@@ -307,7 +307,7 @@ HOGS = """
 import os
 import time
 from pathlib import Path
-from workers.agents import End
+from workers.agents import TrajectoryEnd
 
 class Hog:
     def __init__(self, file):
@@ -322,7 +322,7 @@ class Hog:
         if self.file.read_text() == str(os.getppid()):  # in the first process of the code
             self.ballast = bytearray(b"x" * int(0.15 * 2**30))
             time.sleep(60)
-        return End(1.0)
+        return TrajectoryEnd(1.0)
 
 class Greedy(Hog):
     def step(self, text):
@@ -332,7 +332,7 @@ class Prints(Hog):
     def step(self, text):
         print("a line")
         print("x" * 2**17)
-        return End(1.0)
+        return TrajectoryEnd(1.0)
 """
 
 
@@ -450,9 +450,9 @@ def test_a_text_like_a_call_in_another_form_is_noted_once(
 def test_what_processes_share_counts_once_against_their_memory(tmp_path: Path) -> None:
     """Eight processes share the 64 MiB of their code, within half a gigabyte."""
     (tmp_path / "heavy.py").write_text(
-        "import time\nfrom workers.agents import End\nBALLAST = bytearray(b'x' * 2**26)\n"
+        "import time\nfrom workers.agents import TrajectoryEnd\nBALLAST = bytearray(b'x' * 2**26)\n"
         "class Heavy:\n    def reset(self, row):\n        return 'go'\n"
-        "    def step(self, text):\n        time.sleep(1)\n        return End(1.0)\n"
+        "    def step(self, text):\n        time.sleep(1)\n        return TrajectoryEnd(1.0)\n"
     )
     spec = EnvironmentSpec(f"{tmp_path}/heavy.py:Heavy", sandbox=Sandbox(memory_gb=0.4))
     host = EnvironmentHost(spec, 20.0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, End, Turn
+from workers.agents.environment import Adapter, TrajectoryEnd, Turn
 
 
 class Gem(Adapter):
@@ -26,9 +26,9 @@ class Gem(Adapter):
         observation, _ = self._env.reset(seed=seed_from(rng))
         return str(observation)
 
-    def step(self, text: str) -> Turn | End:
+    def step(self, text: str) -> Turn | TrajectoryEnd:
         """Return the environment's reply."""
         observation, reward, terminated, truncated, _ = self._env.step(text)
         if terminated or truncated:
-            return End(float(reward), truncated=not terminated)
+            return TrajectoryEnd(float(reward), truncated=not terminated)
         return Turn(observation, float(reward))

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, End, Turn
+from workers.agents.environment import Adapter, TrajectoryEnd, Turn
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 HIGHLIGHTED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
@@ -53,7 +53,7 @@ class Gymnasium(Adapter):
         observation, _ = self._env.reset(seed=seed_from(rng))
         return f"{self._shown(observation)}\n{self._ask()}"
 
-    def step(self, text: str) -> Turn | End:
+    def step(self, text: str) -> Turn | TrajectoryEnd:
         """Act by the last numbers of the text."""
         import numpy as np
 
@@ -68,7 +68,7 @@ class Gymnasium(Adapter):
             return Turn(self._ask())
         observation, reward, terminated, truncated, _ = self._env.step(action)
         if terminated or truncated:
-            return End(float(reward), truncated=not terminated)
+            return TrajectoryEnd(float(reward), truncated=not terminated)
         return Turn(self._shown(observation), float(reward))
 
     def _ask(self) -> str:

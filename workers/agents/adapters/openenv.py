@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import imported, seed_from
-from workers.agents.environment import Adapter, End, Turn
+from workers.agents.environment import Adapter, TrajectoryEnd, Turn
 
 CONNECT_S = 10.0
 NOT_OBSERVED = {"done", "reward", "metadata"}
@@ -58,7 +58,7 @@ class OpenEnv(Adapter):
         )
         return _shown(self._ask("reset", {"seed": seed_from(rng), **self.kwargs}))
 
-    def step(self, text: str) -> Turn | End:
+    def step(self, text: str) -> Turn | TrajectoryEnd:
         """Send the policy's text as an action."""
         if self.field:
             action = {self.field: text}
@@ -71,7 +71,7 @@ class OpenEnv(Adapter):
                 return Turn(f"error: an action is a JSON object of {', '.join(self.fields)}")
         reply = self._ask("step", action)
         reward = reply.get("reward") or 0.0
-        return End(reward) if reply.get("done") else Turn(_shown(reply), reward)
+        return TrajectoryEnd(reward) if reply.get("done") else Turn(_shown(reply), reward)
 
     def _ask(self, kind: str, data: Any) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))

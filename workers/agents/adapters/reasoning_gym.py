@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, End
+from workers.agents.environment import Adapter, TrajectoryEnd
 
 
 class ReasoningGym(Adapter):
@@ -32,10 +32,10 @@ class ReasoningGym(Adapter):
         self._entry = self._data[0]
         return str(self._entry["question"])
 
-    def step(self, text: str) -> End:
+    def step(self, text: str) -> TrajectoryEnd:
         """Return the score of the answer."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(text)
         reply = text.strip() if answer is None else answer
-        return End(self._data.score_answer(answer=reply, entry=self._entry))
+        return TrajectoryEnd(self._data.score_answer(answer=reply, entry=self._entry))

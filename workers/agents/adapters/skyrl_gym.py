@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported
-from workers.agents.environment import Adapter, End, Turn, in_full, object_at
+from workers.agents.environment import Adapter, TrajectoryEnd, Turn, in_full, object_at
 
 
 class SkyRLGym(Adapter):
@@ -46,12 +46,12 @@ class SkyRLGym(Adapter):
         if begun != chat:
             raise ValueError("`init` changes the prompt: write it into the rows of the data")
 
-    def step(self, text: str) -> Turn | End:
+    def step(self, text: str) -> Turn | TrajectoryEnd:
         """Return the texts of the environment's messages."""
         output = self._env.step(text)
         if output.get("postprocessed_action", text) not in (None, text):
             raise ValueError("`step` changes earlier messages, but sampled tokens cannot change")
         if output["done"]:
-            return End(output["reward"])
+            return TrajectoryEnd(output["reward"])
         texts = [message["content"] for message in output["observations"]]
         return Turn("\n".join(texts), output["reward"])

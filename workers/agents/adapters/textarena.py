@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, End, Turn
+from workers.agents.environment import Adapter, TrajectoryEnd, Turn
 
 
 class TextArena(Adapter):
@@ -39,12 +39,12 @@ class TextArena(Adapter):
         self._game.reset(num_players=1, seed=seed_from(rng))
         return self._observed()
 
-    def step(self, text: str) -> Turn | End:
+    def step(self, text: str) -> Turn | TrajectoryEnd:
         """Play the policy's text."""
         is_over, _ = self._game.step(action=text)
         if is_over:
             rewards, _ = self._game.close()
-            return End(rewards[0])
+            return TrajectoryEnd(rewards[0])
         return Turn(self._observed())
 
     def _observed(self) -> str:

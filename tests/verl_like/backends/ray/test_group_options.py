@@ -25,7 +25,7 @@ def test_detached_workers_are_found_again_by_their_names() -> None:
         found = RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(Hybrid))
         assert found.world_size == 2
         assert found.both(1) == [10, 20]
-        assert [dp for dp, _ in found.mesh_facts("all")] == [0, 1]
+        assert [dp for dp, _ in found.mesh_layout("all")] == [0, 1]
         with pytest.raises(PlacementError, match="has the roles adder, scaler, worker, but"):
             RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(object))
         with pytest.raises(PlacementError, match="but ray_cls_with_init has adder, scaler, other"):
