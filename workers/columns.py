@@ -101,7 +101,7 @@ COLUMNS: dict[str, Column] = {
         Column("turn", "[rows, R]", "int64", " (trajectories)", *_GENERATED),
         Column("environment_rewards", "[rows, R]", "float32", " (trajectories)", *_GENERATED),
         Column("ended", "[rows]", "object", " (trajectories)", *_GENERATED),
-        Column("episode", "[rows]", "object", " (trajectories)", *_GENERATED),
+        Column("trajectory", "[rows]", "object", " (trajectories)", *_GENERATED),
         Column("response_text", "[rows]", "object", "the first stage that decodes responses"),
         _of_role("old_log_probs", "actor.compute_log_prob"),
         _of_role("entropys", "actor.compute_log_prob"),

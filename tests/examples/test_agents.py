@@ -69,7 +69,7 @@ def test_an_agents_requests_are_trained(tmp_path: Path, forked_python: Path) -> 
     for step in steps:
         assert step["agents/num_turns/mean"] == 2
         assert step["agents/ended/terminated"] == 1
-        assert step["training/num_proven_samples"] == 64
+        assert step["training/num_hash_matched_samples"] == 64
         assert step["critic/score/mean"] > 0
         assert step["actor/grad_norm"] > 0
 

@@ -102,12 +102,12 @@ def test_what_cannot_be_replayed_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("history", ["as_drawn", "as_template"])
+@pytest.mark.parametrize("history", ["sampled", "retokenized"])
 def test_an_async_run_of_pieces_of_turns_is_the_synchronous_one(
     history: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     model = with_experts(tiny_dir, tmp_path / "model")
-    more = (model, R3, f"environment.history={history}")
+    more = (model, R3, f"environment.history_tokens={history}")
     plain = play(tiny_dir, tmp_path / "plain", *more, recipe=PPO)
     parts = (f"{POLICY}.rollout.max_new_tokens_per_call=3", "async_training.max_staleness=0")
     found = play(tiny_dir, tmp_path / "async", *more, *parts)

@@ -123,7 +123,7 @@ def _check_generators(config: AsyncConfig) -> None:
     """Check the buffer, the generators' settings and engines, and the roles that score there."""
     async_training, topology = config.async_training, config.topology
     num_samples = samples_per_batch(config)
-    limit, age = async_training.max_inflight_samples, async_training.max_sample_age
+    limit, age = async_training.max_inflight_samples, async_training.drop_older_than
     if limit is not None and limit < num_samples:
         raise ConfigError(
             f"async_training.max_inflight_samples={limit} samples are less than a batch of "
@@ -132,7 +132,7 @@ def _check_generators(config: AsyncConfig) -> None:
         )
     if age is not None and age > async_training.max_staleness:
         raise ConfigError(
-            f"async_training.max_sample_age={age} is above "
+            f"async_training.drop_older_than={age} is above "
             f"async_training.max_staleness={async_training.max_staleness}, which generators "
             "already keep."
         )

@@ -57,7 +57,7 @@ class AsyncSettings(Section):
     """Generators, trainers, and the buffer between them."""
 
     topology: str | None = key(None, allows="a name such as 2m1t")
-    """Number of generators and trainers."""
+    """Generators and trainers in one name, as in ColossalChat; in place of the next two keys."""
     generators: int = key(1, above=0, read_when=BY_NUMBERS)
     """Generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
@@ -80,10 +80,10 @@ class AsyncSettings(Section):
     """If the buffer is full, a generator waits or evicts the oldest samples."""
     sampler: str = key("in_order", registry="sampler")
     """Which buffered samples become the next batch."""
-    max_sample_age: int | None = key(
+    drop_older_than: int | None = key(
         None, at_least=0, hint="or null for max_staleness", read_when=HAS_MAX_AGE
     )
-    """Largest age of samples in versions; older samples are dropped."""
+    """Versions after which buffered samples are dropped."""
     max_staleness: int = key(1, at_least=0)
     """Largest staleness of a sample in weight versions; 0 is the synchronous run."""
     score_on: str = key("trainer", choices=("trainer", "generator"))

@@ -267,5 +267,5 @@ class OpenPieces:
                 samples_per_version=self._samples_per_version // len(ranks),
                 samples_left_in_version=demand.samples_left_in_version // len(ranks),
                 seed=(self._seed, number),
-                max_sample_age=self._settings.max_sample_age,
+                drop_older_than=self._settings.drop_older_than,
             )

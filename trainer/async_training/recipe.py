@@ -4,7 +4,7 @@
 PPO that generates and trains at the same time: generators sample on their own pools, and the
 trainer takes batches from a buffer and sends weights back. All keys of `verl-like ppo`, and:
 
-  async_training.generators=2      number of generators; or async_training.topology=2m1t
+  async_training.generators=2      number of generators
   async_training.max_staleness=1   weight versions that a sample may lag behind; 0: synchronous
   verl-like async --cfg all        every key with its meaning
 """

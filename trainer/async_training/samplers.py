@@ -116,8 +116,8 @@ class BufferView:
     """Chunks of a lost generator that wait for another generator."""
     samples_left_in_version: int = 0
     """Number of samples in later batches before the next version."""
-    max_sample_age: int | None = None
-    """`async_training.max_sample_age`, if it is set."""
+    drop_older_than: int | None = None
+    """`async_training.drop_older_than`, if it is set."""
 
     def samples_until_stale(self, version_made: int) -> int:
         """Count the samples that later batches use before samples of that version are too stale."""
@@ -265,7 +265,7 @@ class VersionWindow(Sampler):
 
     def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the first chunks within the window, the oldest versions first."""
-        window = view.max_staleness if view.max_sample_age is None else view.max_sample_age
+        window = view.max_staleness if view.drop_older_than is None else view.drop_older_than
         inside = sorted(view.ready, key=lambda piece: piece.version)
         dropped = [piece for piece in inside if piece.version < view.version - window]
         taken = select_exactly(inside[len(dropped) :], view.num_samples)

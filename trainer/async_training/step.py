@@ -69,7 +69,7 @@ class AsyncTrainer(PPOTrainer):
         place, epoch = rounds.batch_of(step), rounds.place(step)[1]
         metrics = {}
         if rounds.train_epochs > 1:
-            metrics = {"async/reused": float(epoch), "async/batch_of_round": float(place)}
+            metrics = {"async/train_epoch": float(epoch), "async/batch_index": float(place)}
         self.origins.begin_step()
         if epoch:
             return self._round[place].select(), metrics | self.origins.draw_metrics()

@@ -6,7 +6,7 @@ rewards of `verl-like ppo`, and saves the best ones for `verl-like sft`, or pair
 The same command continues a killed run.
 
   actor_rollout_ref.rollout.n=16  selection.top_k=2  selection.min_score=0.5
-  selection.write=pairs             prompt, chosen, rejected
+  selection.format=pairs            prompt, chosen, rejected
   selection.file=best.parquet       or .jsonl; by default selected.jsonl in the run folder
   verl-like best-of-n --cfg all     every key with its meaning
 """
@@ -58,17 +58,17 @@ class SampledPolicyConfig(Section):
 class SelectionConfig(Section):
     """The samples to save, and their file."""
 
-    write: str = key("sft", choices=("sft", "pairs"))
+    format: str = key("sft", choices=("sft", "pairs"))
     """sft: the best samples of each prompt as rows that `verl-like sft` reads; pairs: each prompt's
     best as chosen and its worst as rejected.
     """
     top_k: int = key(
-        1, above=0, read_when=when("write", "sft", otherwise="a pair is one of each prompt")
+        1, above=0, read_when=when("format", "sft", otherwise="a pair is one of each prompt")
     )
     """Samples kept of each prompt, at most; of equal scores the first, of equal texts one."""
     min_score: float | None = key(None, allows="a number")
     """Lowest score of a sample that is kept, or chosen; null keeps whatever is best."""
-    cut: str = key("keep", choices=("keep", "drop"))
+    truncated: str = key("keep", choices=("keep", "drop"))
     """A sample that the length cut (`finish_reason` is length): keep it, and no end is taught after
     it; or drop and count it.
     """
@@ -141,16 +141,16 @@ def check(config: BestOfNConfig) -> None:
                 "it to false."
             )
 
-    if plays(config) and (selection.write == "pairs" or config.environment.tools):
-        reason = "tools" if config.environment.tools else "selection.write=pairs"
+    if plays(config) and (selection.format == "pairs" or config.environment.tools):
+        reason = "tools" if config.environment.tools else "selection.format=pairs"
         raise ConfigError(
             f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, "
             "which supports no tools and no other player. Leave it out."
         )
-    wanted = 2 if selection.write == "pairs" else selection.top_k
+    wanted = 2 if selection.format == "pairs" else selection.top_k
     if rollout.n < wanted:
         reason = (
-            "a pair is made of two" if selection.write == "pairs" else f"top_k={wanted} are kept"
+            "a pair is made of two" if selection.format == "pairs" else f"top_k={wanted} are kept"
         )
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={rollout.n} samples per prompt are too few, since "

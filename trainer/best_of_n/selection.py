@@ -67,11 +67,11 @@ def select(
         counts["num_empty"] += len(samples) - len(good)
         whole = [sample for sample in good if sample.facts["finish_reason"] != CUT_BY_LENGTH]
         counts["num_cut"] += len(good) - len(whole)
-        if config.cut == "drop":
+        if config.truncated == "drop":
             good = whole
         if good and good[0].score < least:
             counts["num_below_min_score"] += 1
-        elif config.write == "sft":
+        elif config.format == "sft":
             for rank, sample in enumerate(best_samples(good, least, config.top_k), start=1):
                 chat: Row = {"prompt": prompt, "response": sample.text}
                 if sample.messages is not None:
@@ -82,7 +82,7 @@ def select(
         else:
             counts["num_equal"] += 1
 
-    if config.write == "sft":
+    if config.format == "sft":
         del counts["num_equal"]
     metrics = {f"selection/{name}": float(count) for name, count in counts.items()}
     return rows, {"selection/num_rows": float(len(rows)), **metrics}

@@ -63,7 +63,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         num_prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         selection = config.selection
         selected = f"the best {selection.top_k} of each prompt"
-        if selection.write == "pairs":
+        if selection.format == "pairs":
             selected = "the best and the worst of each prompt, as a pair"
         if selection.min_score is not None:
             selected += f", from a score of {selection.min_score:g} on"

@@ -114,13 +114,13 @@ class AsyncJob(PPOJob):
         )
         setup = setup_of(replace(self.config, async_training=async_training))
         gen, _, _, sync = generator.seconds
-        (layout,), pieces = generator.layouts, setup.num_pieces
+        (layout,), pieces = generator.layouts, setup.num_chunks
         if pieces > 1:
             fixed = (self._piece_seconds(generator, pieces) / gen - 1 / pieces) / (1 - 1 / pieces)
-            setup = replace(setup, fixed_share=min(max(fixed, 0.0), 1.0))
+            setup = replace(setup, fixed_fraction=min(max(fixed, 0.0), 1.0))
         _, score, update, _ = trainer.seconds
         phases = Phases([gen], [score + self.rewards], [update], [sync])
-        share = setup.fixed_share + (1 - setup.fixed_share) / pieces
+        share = setup.fixed_fraction + (1 - setup.fixed_fraction) / pieces
         seconds = (gen * share * pieces / num_generators, 0.0, 0.0, sync)
         shown = replace(generator, layouts=(replace(layout, seconds=seconds),))
         return AsyncPlacement((trainer, shown), self.least, phases, setup)

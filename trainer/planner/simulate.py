@@ -5,7 +5,7 @@
 The input is the seconds of each phase, as configured or measured in a run, and the pacing of a
 asynchronous run. The simulation uses no thread and no device.
 
-- A batch is `pieces` chunks of equal size, each by one generator. Between two chunks a generator
+- A batch is `chunks` chunks of equal size, each by one generator. Between two chunks a generator
   takes the newest published weights, if it has older ones.
 - A chunk of batch b may begin once version b - max_staleness is published. With a limit, it may
   begin once fewer chunks than that are queued or in generation.
@@ -63,28 +63,28 @@ class Setup:
     """Scoring and updates take the seconds of `Phases` divided by this."""
     max_staleness: int = 0
     """Versions; 0 is the synchronous run."""
-    pieces: int = 0
+    chunks: int = 0
     """Chunks per batch; 0: one per generator."""
-    limit: int = 0
+    max_inflight: int = 0
     """Chunks that may be queued or in generation together; 0: limited only by the staleness."""
-    weights_at_once: bool = False
+    immediate_weights: bool = False
     """True if a generator takes new weights during a call, False if only between calls."""
-    fixed_share: float = 0.0
+    fixed_fraction: float = 0.0
     """Share of generation time that fewer rows do not shorten, because of the longest response."""
     generators_by_rank: tuple[tuple[int, ...], ...] = ()
     """The generators of each trainer rank, if ranks have separate generators; otherwise ()."""
 
     @property
-    def num_pieces(self) -> int:
+    def num_chunks(self) -> int:
         """Chunks of a batch."""
         ranks = self.generators_by_rank
-        return self.pieces or (len(ranks) * max(map(len, ranks)) if ranks else self.num_generators)
+        return self.chunks or (len(ranks) * max(map(len, ranks)) if ranks else self.num_generators)
 
     def generators_of(self, place: int) -> Sequence[int]:
         """Return the generators that may generate the chunk at this position of a batch."""
         if not self.generators_by_rank:
             return range(self.num_generators)
-        return self.generators_by_rank[place * len(self.generators_by_rank) // self.num_pieces]
+        return self.generators_by_rank[place * len(self.generators_by_rank) // self.num_chunks]
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,14 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
     generators = [_Generator() for _ in range(setup.num_generators)]
     published, taken, train_busy = [0.0], list[float](), 0.0
     staleness: Counter[int] = Counter()
-    size, sync = setup.num_pieces, phases.sync
-    share = setup.fixed_share + (1 - setup.fixed_share) / size
+    size, sync = setup.num_chunks, phases.sync
+    share = setup.fixed_fraction + (1 - setup.fixed_fraction) / size
     for step in range(num_steps):
         ends = []
         for place in range(size):
             allowed = published[max(step - setup.max_staleness, 0)]
-            if setup.limit and step * size + place >= setup.limit:
-                allowed = max(allowed, taken[(step * size + place - setup.limit) // size])
+            if setup.max_inflight and step * size + place >= setup.max_inflight:
+                allowed = max(allowed, taken[(step * size + place - setup.max_inflight) // size])
             generator = min(
                 (generators[n] for n in setup.generators_of(place)), key=lambda m: m.free_at
             )
@@ -158,7 +158,7 @@ def simulate(phases: Phases, setup: Setup, num_steps: int = STEPS) -> Prediction
             seconds = phases.generate[step % len(phases.generate)] * share
             generator.busy += seconds
             generator.free_at = begin + seconds
-            while setup.weights_at_once and generator.version < len(published) - 1:
+            while setup.immediate_weights and generator.version < len(published) - 1:
                 if published[generator.version + 1] >= generator.free_at:
                     break
                 generator.free_at = generator.take(generator.version + 1, generator.free_at, sync)
@@ -255,9 +255,9 @@ def setup_of(config: AsyncConfig) -> Setup:
         num_generators=topology.generators,
         num_trainers=1,  # the measured seconds include all of its ranks
         max_staleness=async_training.max_staleness,
-        pieces=config.data.train_batch_size // prompts,
-        limit=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
-        weights_at_once=async_training.weight_update == "at_once",
+        chunks=config.data.train_batch_size // prompts,
+        max_inflight=open_at_once(config) // (prompts * config.actor_rollout_ref.rollout.n),
+        immediate_weights=async_training.weight_update == "immediate",
         generators_by_rank=tuple(sorted(generators_by_rank(topology))[::at_once]),
     )
 

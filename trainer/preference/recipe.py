@@ -29,7 +29,7 @@ from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, has_refer
 class PreferenceDataConfig(RowDataConfig):
     """Pairs, or responses with a label: files, sizes, lengths."""
 
-    after_end: str = key("keep", choices=("keep", "cut"))
+    text_after_eos: str = key("keep", choices=("keep", "cut"))
     """Spaces that the chat template writes after the end token: keep them in the loss, as TRL does,
     or cut them.
     """

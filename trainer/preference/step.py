@@ -59,9 +59,10 @@ def settle_ends(
         }
         num_longer += any(len(side.ids) < len(getattr(row, x).ids) for x, side in sides.items())
         shortened.append((number, replace(row, **sides)))
-    is_cut = config.data.after_end == "cut"
+    is_cut = config.data.text_after_eos == "cut"
     if num_longer:
-        outcome = "cut there" if is_cut else "kept in the loss; data.after_end=cut leaves it out"
+        kept = "kept in the loss; data.text_after_eos=cut leaves it out"
+        outcome = "cut there" if is_cut else kept
         logger.info("%s: blanks after the end token of %d rows are %s", key, num_longer, outcome)
     return shortened if is_cut else list(rows)
 

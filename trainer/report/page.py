@@ -149,7 +149,7 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
     _, seconds = data.series("timing_s/step")
     if seconds:
         facts.append(("time of all steps", f"{sum(seconds):.1f} s"))
-    _, proven = data.series("training/num_proven_samples")
+    _, proven = data.series("training/num_hash_matched_samples")
     if proven:
         facts.append(("samples verified by hash", f"{sum(proven):,.0f}"))
     trained, left_out = tokens_of(data.metrics)

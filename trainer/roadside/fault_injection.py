@@ -57,7 +57,7 @@ class FaultInjection:
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
         """Record the faults in the environments of these samples."""
         kinds = Counter[str]()
-        for facts in batch.non_tensor_batch.get("episode", ()):
+        for facts in batch.non_tensor_batch.get("trajectory", ()):
             kinds.update(facts.get("faults", {}))  # a pad row has none
         for kind, count in kinds.items():
             self.note(kind, trainer.global_step, count=count)

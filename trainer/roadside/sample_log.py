@@ -397,7 +397,7 @@ def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
 def tokens_given_up(batch: DataProto | None) -> Counter[str]:
     """Return tokens that trajectories had sampled before they restarted, by reason."""
     counts = Counter[str]()
-    for facts in () if batch is None else batch.non_tensor_batch.get("episode", ()):
+    for facts in () if batch is None else batch.non_tensor_batch.get("trajectory", ()):
         counts.update(facts.get("given_up_tokens", {}))  # a pad row has none
     return counts
 

@@ -80,7 +80,7 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
     section = with_full_paths(config).environment
     if section.path and section.paths:
         raise ConfigError("environment.path and environment.paths: set one of the two.")
-    if section.history == "as_template":
+    if section.history_tokens == "retokenized":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.rollouts.turns import EPISODE, turn_fields
+from trainer.rollouts.turns import TRAJECTORY, turn_fields
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
@@ -91,7 +91,7 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     # the samples of one uid share a prompt, unless an environment gives each another beginning
     rows, masks = token_rows(batch, "prompts", "attention_mask")
     uids = columns["uid"]
-    if EPISODE in columns:
+    if TRAJECTORY in columns:
         uids = np.arange(len(batch))
     row_of = {uid: row for row, uid in enumerate(uids)}
     prompts = [rows[n][masks[n][: len(rows[n])] != 0].tolist() for n in row_of.values()]

@@ -13,7 +13,7 @@ from workers.columns import read_columns, token_rows
 from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
 
-EPISODE = "episode"
+TRAJECTORY = "trajectory"
 """Column with facts about each row's trajectory besides its tokens."""
 POLICY = "assistant"
 DIGITS = 6
@@ -32,7 +32,7 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     Observations have none of these fields, nor have older responses that an agent sends again. The
     first observation is part of the prompt.
     """
-    facts = batch.non_tensor_batch.get(EPISODE)
+    facts = batch.non_tensor_batch.get(TRAJECTORY)
     if facts is None:
         return {}
     drawn: list[list[int]] = []
@@ -64,7 +64,7 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
         return [None] * len(batch)
     chats: list[list[Message] | None] = []
     columns = batch.non_tensor_batch
-    rows = zip(columns["raw_prompt"], columns[EPISODE], fields["turns"], strict=True)
+    rows = zip(columns["raw_prompt"], columns[TRAJECTORY], fields["turns"], strict=True)
     for prompt, facts, turns in rows:
         requests = [answer.get("request", {"extends": True}) for answer in facts["answers"]]
         place = max((n for n, request in enumerate(requests) if not request["extends"]), default=0)
@@ -82,7 +82,7 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
 
     A success is a score above 0 from an environment that has not failed.
     """
-    facts = batch.non_tensor_batch.get(EPISODE)
+    facts = batch.non_tensor_batch.get(TRAJECTORY)
     if facts is None:
         return {}
     scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(-1).tolist()
@@ -134,7 +134,7 @@ def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
     """
     waits = sorted(
         (wait["asked"], wait["heard"], wait["environment"])
-        for facts in batch.non_tensor_batch[EPISODE]
+        for facts in batch.non_tensor_batch[TRAJECTORY]
         for wait in facts.get("times", ())
         if wait["heard"]
     )

@@ -70,7 +70,7 @@ class Deadlines:
     """For each call on a group; on CPUs also for each collective inside a call."""
     collective_s: float = 1800.0
     """For each collective of GPUs, after its first rank; then NCCL ends the process."""
-    late_s: float = 60.0
+    min_call_s: float = 60.0
     """Lower bound of the limit for a method's later calls, which is otherwise ten times the median
     duration of its earlier calls."""
     warn_s: float = 60.0
@@ -151,7 +151,7 @@ class CallTimes:
         return statistics.median_high(seconds for seconds, _ in calls) if calls else None
 
     def limit_s(self, name: str, rows: int, limits: Deadlines) -> float:
-        """Return the seconds after which a call is late, between `late_s` and `call_s`.
+        """Return the seconds after which a call is late, between `min_call_s` and `call_s`.
 
         A call of more rows than usual, such as a validation, gets more time in proportion. Of two
         earlier calls the slower duration and the fewer rows count, because first calls compile and
@@ -164,7 +164,7 @@ class CallTimes:
         if rows > 0 and usual_rows == 0:
             return limits.call_s  # calls without rows do not predict a call with rows
         share = max(1.0, rows / usual_rows) if usual_rows else 1.0
-        return min(limits.call_s, max(limits.late_s, LATE_AT * median_s * share))
+        return min(limits.call_s, max(limits.min_call_s, LATE_AT * median_s * share))
 
 
 # --------------------------------------------------------------------------- stacks of one process

@@ -216,7 +216,7 @@ class _Wait:
         else:
             limit_s = times.limit_s(name, future.rows, limits)
             is_first = limit_s == limits.call_s
-            self._way_out = "raise timeouts.call_s" if is_first else "raise timeouts.late_s"
+            self._way_out = "raise timeouts.call_s" if is_first else "raise timeouts.min_call_s"
         median_s = times.median_s(name)
         self.look_from_s = LOOK_FROM * (median_s or 0.0)
         if future._limit is not None:  # its process cannot show a stack before it has started
@@ -318,7 +318,7 @@ def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> No
     seconds = [SOON_S] if timeout is None else [SOON_S, max(0.0, timeout)]
     for future in futures:
         limits = future.transport.deadlines
-        seconds += [limits.call_s, limits.late_s, limits.warn_s]
+        seconds += [limits.call_s, limits.min_call_s, limits.warn_s]
         if future._limit is not None:
             seconds.append(future._limit[0])
     headers = [call.header for _, call in calls]

@@ -9,9 +9,9 @@ then (with version -1, without log-probs), and room for more. An engine may reus
 a sample for the next turn. The results depend neither on this nor on the order of trajectories:
 they equal those of a fresh engine that gets the history.
 
-With `environment.history=as_template`, a chat that the template renders differently than it was
-read is appended to the response again, as a segment: the engine reads only the segment, and so does
-the trainer.
+With `environment.history_tokens=retokenized`, a chat that the template renders differently than it
+was read is appended to the response again, as a segment: the engine reads only the segment, and so
+does the trainer.
 """
 
 from __future__ import annotations

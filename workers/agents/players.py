@@ -198,5 +198,5 @@ def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> Data
         for trajectory in trajectories
     ]
     ended = [trajectory.ended for trajectory in trajectories] + ["pad"] * num_pads
-    objects = {"ended": object_rows(ended), "episode": object_rows([*facts, *[{}] * num_pads])}
+    objects = {"ended": object_rows(ended), "trajectory": object_rows([*facts, *[{}] * num_pads])}
     return DataProto.from_dict(tensors, objects)

@@ -311,7 +311,7 @@ class Trajectory:
     def _next_text(self, messages: Sequence[Message], setting: Setting) -> tuple[str, bool]:
         """Return the text that the next turn reads, and True if it is the whole chat."""
         chat, stop = self.chat_of(setting), self.sample.stop_token
-        if setting.config.history == "as_template":
+        if setting.config.history_tokens == "retokenized":
             drawn = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
             turn = chat.turn(drawn, stop, messages)
             rewritten = chat.rewritten(self.chat, turn, stop)
@@ -333,12 +333,14 @@ class Trajectory:
     def _on_request(self, answer: Mapping[str, Any], setting: Setting) -> None:
         """Handle an agent's request: start a turn, or return an error that the agent can handle."""
         request = self.request = answer["request"]
-        as_drawn = setting.config.history == "as_drawn"
+        reads_sampled = setting.config.history_tokens == "sampled"
         width, max_tokens = setting.engine.limits.prompt_width, setting.sampling.max_tokens
         try:
             served = self._served(request["sampling"], setting)
             chat = setting.chat.with_tools(request["tools"])
-            ids, is_whole = ids_to_read(self.sample, request, answer["messages"], chat, as_drawn)
+            ids, is_whole = ids_to_read(
+                self.sample, request, answer["messages"], chat, reads_sampled
+            )
             if ids and not 0 <= min(ids) <= max(ids) < setting.engine.vocab_size:
                 raise RejectedRequest(
                     f"not all ids are below {setting.engine.vocab_size}", "token_ids"
@@ -368,19 +370,19 @@ class Trajectory:
             refusal = {"refused": problem.facts, "is_cut": bool(self.cut)}
             setting.host.say(self.game, "", **refusal, **self._named)
             return
-        if request["extends"] and as_drawn:
+        if request["extends"] and reads_sampled:
             request = {**request, "chat": []}  # a replay reads only its messages
         self.answers.append({**answer, "request": request})
 
     def _served(self, settings: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
         """Return the settings that a request may set; warn once about overridden ones."""
         can_stop = setting.engine.decode is not None
-        names = overridden(settings, setting.sampling, setting.config.overrides, can_stop)
+        names = overridden(settings, setting.sampling, setting.config.request_settings, can_stop)
         if names:
             warn_once(
                 f"environment: an agent's requests set {', '.join(sorted(names))}, which the run "
-                "overrides: all of its samples are drawn in one way. environment.overrides=reject "
-                "makes it an error."
+                "overrides: all of its samples are drawn in one way. "
+                "environment.request_settings=reject makes it an error."
             )
         return {name: value for name, value in settings.items() if name not in names}
 
@@ -442,11 +444,14 @@ class Trajectory:
 
 
 def overridden(
-    settings: Mapping[str, Any], sampling: SamplingParams, overrides: str, can_stop: bool = True
+    settings: Mapping[str, Any],
+    sampling: SamplingParams,
+    request_settings: str,
+    can_stop: bool = True,
 ) -> list[str]:
     """Return the settings of a request that the run overrides, because all samples share them.
 
-    With overrides="serve", these exclude the settings that a request may set itself; with "reject",
+    With "serve", these exclude the settings that a request may set itself; with "reject",
     the first overridden setting is an error. `can_stop` is True if the engine supports stop
     strings.
     """
@@ -472,10 +477,10 @@ def overridden(
         is_served |= name == "tool_choice" and value == "none"
         if name in expected and comparable == expected[name]:
             continue
-        if overrides == "reject":
+        if request_settings == "reject":
             has = f"this run's {expected[name]!r}" if name in expected else "there for agents"
             raise RejectedRequest(f"{name}={value!r:.80} is not {has}: leave it out", name)
-        if overrides == "override" or not is_served:
+        if request_settings == "override" or not is_served:
             names.append(name)
     return names
 
@@ -485,14 +490,14 @@ def ids_to_read(
     request: Mapping[str, Any],
     messages: Sequence[Message],
     chat: TurnRenderer,
-    as_drawn: bool,
+    reads_sampled: bool,
 ) -> tuple[list[int], bool]:
     """Return the ids that a request adds to the earlier ones, or all of its ids.
 
     If older turns stay as they were sampled, only the new messages are rendered. A request that
     does not begin with the earlier ids is read as a whole, which is a new segment.
     """
-    if request["extends"] and as_drawn:
+    if request["extends"] and reads_sampled:
         return chat.between(sample.stop_token, messages), False
     before, ids = sample.visible_ids, request["ids"]
     if ids is None:

@@ -47,7 +47,7 @@ class EnvironmentConfig(Section):
         None, allows="the name of a format, or FILE.py:FUNCTION", read_when=PLAYS
     )
     """Format of tool calls, or your parser; null: the format that the chat template implies."""
-    overrides: str = key(
+    request_settings: str = key(
         "serve",
         choices=("serve", "override", "reject"),
         read_when=PLAYS,
@@ -69,8 +69,8 @@ class EnvironmentConfig(Section):
         None, above=0, hint="or null for what is left of the response", read_when=PLAYS
     )
     """Largest number of tokens per turn; null: what is left of the response."""
-    history: str = key("as_drawn", choices=("as_drawn", "as_template"), read_when=PLAYS)
-    """Older turns in a turn's prompt. `as_drawn`: the sampled tokens; `as_template`: as the chat
+    history_tokens: str = key("sampled", choices=("sampled", "retokenized"), read_when=PLAYS)
+    """Older turns in a turn's prompt. `sampled`: the sampled tokens; `retokenized`: as the chat
     template writes them now.
     """
     step_timeout_s: float = key(30.0, above=0, read_when=PLAYS, may_change_on_resume=True)

@@ -17,7 +17,7 @@ AUTO = "auto"
 for _built_in in (AUTO, "native", "hf", "vllm"):
     ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
 FP8 = "fp8"
-SYNCS = ("full", "changed")
+WEIGHT_SYNCS = ("full", "changed")
 """Contents of a weight sync."""
 
 
@@ -109,7 +109,7 @@ class RolloutConfig(Section):
     """Samples decoded together per rank; with vLLM on GPUs the default is 1024."""
     kv_cache_gb: float = key(4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True)
     """GiB of KV cache per rank, for native and for vllm on CPUs."""
-    keep_kv: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
+    keep_kv_cache: bool = key(False, read_when=TAKES_WEIGHTS_AT_ONCE)
     """Keep the KV cache when weights arrive during generation; false recomputes it."""
     max_new_tokens_per_call: int | None = key(
         None, above=0, hint="or null for whole responses", read_when=GENERATES_BESIDE
@@ -124,7 +124,9 @@ class RolloutConfig(Section):
         16.0, above=0, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
     )
     """Size of the buckets in which weights are sent; on GPUs the default is 512."""
-    sync: str = key("full", choices=SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True)
+    weight_sync: str = key(
+        "full", choices=WEIGHT_SYNCS, read_when=ROLLOUT_IS_APART, may_change_on_resume=True
+    )
     """`full`: send all weights; `changed`: send only the numbers that changed (each side keeps a
     copy of the weights in host memory).
     """

@@ -21,7 +21,7 @@ class EnvironmentScores:
         """Return the scores of a batch, which are available immediately."""
         columns = read_columns(batch, "environment_rewards", "turn", "response_mask")
         mask = columns["response_mask"].bool()
-        facts = batch.non_tensor_batch["episode"].tolist()
+        facts = batch.non_tensor_batch["trajectory"].tolist()
         failed = torch.tensor([fact["is_left_out"] for fact in facts], dtype=torch.bool)
         uids = batch.non_tensor_batch["uid"]
         problems = [(str(uid), fact["problem"]) for uid, fact in zip(uids, facts, strict=True)]
@@ -57,7 +57,7 @@ def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def trajectory_metrics(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means and counts over trajectories, from their column `episode`."""
+    """Return means and counts over trajectories, from their column `trajectory`."""
     count = max(len(facts), 1)
     ended = [fact["ended"] for fact in facts]
     metrics = {

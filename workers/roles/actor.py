@@ -95,7 +95,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
         self.sends_adapter = takes_adapter(self.policy, self.device.type)
-        self.sends_changed = self.policy.rollout.sync == "changed" and not self.sends_adapter
+        self.sends_changed = self.policy.rollout.weight_sync == "changed" and not self.sends_adapter
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 

@@ -92,7 +92,7 @@ class RolloutWorker(WeightReceiver, Worker):
             MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
         )
         self._whole_config = config
-        sends_changed = self.config.sync == "changed"
+        sends_changed = self.config.weight_sync == "changed"
         takes_changes = sends_changed and not takes_adapter(self.policy, self.device.type)
         self.copy = HostCopy() if takes_changes else None
         self.players = self._players(config)

@@ -70,14 +70,14 @@ class SamplingParams:
 class EngineLimits:
     """Sizes of an engine: column widths, concurrent samples, cache memory.
 
-    With `keep_kv`, new weights do not change the KV cache of unfinished samples.
+    With `keep_kv_cache`, new weights do not change the KV cache of unfinished samples.
     """
 
     prompt_width: int
     response_width: int
     max_num_seqs: int = 256
     kv_cache_gb: float = 4.0
-    keep_kv: bool = False
+    keep_kv_cache: bool = False
 
 
 class TakeBudget:

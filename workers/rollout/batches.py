@@ -161,7 +161,7 @@ def check_draws(batch: DataProto) -> dict[str, float]:
             "responses, token_versions, position_ids or response_mask were changed since. If a "
             f"stage or hook changes tokens on purpose, let it drop the column {COLUMN!r}."
         )
-    return {"training/num_proven_samples": float(len(batch))}
+    return {"training/num_hash_matched_samples": float(len(batch))}
 
 
 def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.ndarray]:

@@ -155,7 +155,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         response_width=config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_gb=rollout.kv_cache_gb,
-        keep_kv=rollout.keep_kv,
+        keep_kv_cache=rollout.keep_kv_cache,
     )
     decode = None
     if rollout.sampling_kwargs.get("stop_strings") or plays(config):

@@ -128,7 +128,7 @@ class _Decoding:
         if max_tokens is not None:
             self.longest = min(self.longest, len(self.tokens) + max_tokens)
         if self.cache is None or (
-            self.engine.version != self.version and not self.engine.limits.keep_kv
+            self.engine.version != self.version and not self.engine.limits.keep_kv_cache
         ):
             self.cache = None
             self.position = num_of_older_weights(self.versions, self.engine.version)

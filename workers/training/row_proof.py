@@ -51,9 +51,9 @@ more.
 Rounding in float32 causes 1e-6, and 1e-4 where decays multiply up (minimax, gemma3n).
 """
 SPLITS = (
-    "environment.history=as_template: rows of this model may not share a pass (longrope, or it "
-    "looks at its neighbours), so the segments of a trajectory may not, either. Set "
-    "environment.history=as_drawn."
+    "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope, or "
+    "it looks at its neighbours), so the segments of a trajectory may not, either. Set "
+    "environment.history_tokens=sampled."
 )
 LARGEST_SQUARE = 2048
 """Largest pass, in tokens, if attention grows with their square; a longer single row is allowed."""

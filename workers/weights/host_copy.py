@@ -1,7 +1,7 @@
 """A rollout's copy of the sent weights in host memory, in addition to its engine's.
 
-With it, unchanged numbers need not be sent again (`rollout.sync=changed`). A LoRA layer is stored
-as base and factors, of which only the factors change. They are merged from the base at each
+With it, unchanged numbers need not be sent again (`rollout.weight_sync=changed`). A LoRA layer is
+stored as base and factors, of which only the factors change. They are merged from the base at each
 version, so that no error accumulates.
 
 After an update with a small learning rate, most bfloat16 weights round to their old value.

@@ -81,8 +81,9 @@ class WeightReceiver:
             return problems
         if channel.summary:
             channel.corrupt.append(
-                "the whole: the actor sends what has changed (actor_rollout_ref.rollout.sync="
-                "changed), and this rollout keeps no copy to put it to; configure them alike"
+                "the whole: the actor sends what has changed ("
+                "actor_rollout_ref.rollout.weight_sync=changed), and this rollout keeps no copy to "
+                "put it to; configure them alike"
             )
         if channel.corrupt:
             problems.append(describe_problems("transfer", corrupt=channel.corrupt))

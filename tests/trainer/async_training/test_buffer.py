@@ -294,7 +294,7 @@ def test_generators_of_one_rank_do_not_fill_the_room_of_another() -> None:
 
 
 def test_samples_outside_the_window_are_dropped_and_made_up_for() -> None:
-    buffer = make_buffer(max_staleness=3, sampler="version_window", max_sample_age=1)
+    buffer = make_buffer(max_staleness=3, sampler="version_window", drop_older_than=1)
     old = finish(buffer, begin(buffer))
     buffer.publish(3)
     young = [finish(buffer, begin(buffer)) for _ in range(2)]

@@ -175,7 +175,7 @@ def test_adapters_are_trained_as_in_the_synchronous_run(
 ) -> None:
     more = ("actor_rollout_ref.model.lora_rank=2", TWO_STEPS, *POLICY_ALONE)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
-    logged = ("actor_rollout_ref.rollout.sync=changed", "async_training.log_syncs=true")
+    logged = ("actor_rollout_ref.rollout.weight_sync=changed", "async_training.log_syncs=true")
     ours = (*more, *logged, "async_training.generators=2", "async_training.max_staleness=0", *axes)
     folder = run_async(tiny_dir, tmp_path / "async", *ours)
     for line, expected in zip(lines(folder), lines(tmp_path / "plain"), strict=True):
@@ -267,12 +267,12 @@ def test_a_batch_is_trained_on_as_often_as_there_are_epochs(tiny_dir: Path, tmp_
     assert uids[2:4] in (uids[0:2], uids[1::-1])
     assert not uids[0] & uids[4]
 
-    of_round = [int(line["async/batch_of_round"]) for line in lines(folder)]
+    of_round = [int(line["async/batch_index"]) for line in lines(folder)]
     assert of_round[:2] == of_round[4:6] == [0, 1]
     assert uids[2:4] == [uids[place] for place in of_round[2:4]]
     assert uids[6:] == [uids[4 + place] for place in of_round[6:]]
     for line in lines(folder):
-        is_fresh = line["async/reused"] == 0
+        is_fresh = line["async/train_epoch"] == 0
         drawn = line["response_length/mean"] * 16 if is_fresh else 0
         assert line["async/sampled_tokens"] == pytest.approx(drawn)
 
@@ -344,7 +344,7 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         ),
         (
             ["async_training.generator_settings.0={sync: changed}"],
-            "no key 'async_training.generator_settings.0.sync'",
+            "no key 'async_training.generator_settings.0.weight_sync'",
         ),
         (
             ["async_training.generator_settings.x={name: hf}"],
@@ -414,8 +414,8 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
         ),
         (["resource_pool_spec.trainer_pool=[2]"], "has 2 ranks, and async_training.trainers=1"),
         (
-            ["async_training.sampler=version_window", "async_training.max_sample_age=3"],
-            "max_sample_age=3 is above async_training.max_staleness=1",
+            ["async_training.sampler=version_window", "async_training.drop_older_than=3"],
+            "drop_older_than=3 is above async_training.max_staleness=1",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_version_window_drops_what_is_older_and_takes_other_prompts(
         *AHEAD,
         TWO_GENERATORS,
         "async_training.sampler=version_window",
-        "async_training.max_sample_age=1",
+        "async_training.drop_older_than=1",
     )
     config = load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC)
     run(config, callbacks=[FullQueue()])

@@ -71,8 +71,8 @@ def test_weights_that_come_at_once_draw_the_rest_with_the_cache_of_the_old_ones_
     at_once = (rigged, "async_training.weight_update=immediate")
     runs = {}
     for keeps in ("true", "false"):
-        keep_kv = f"actor_rollout_ref.rollout.keep_kv={keeps}"
-        runs[keeps] = tokens_of(tiny_dir, tmp_path / keeps, *at_once, keep_kv)
+        keep_kv_cache = f"actor_rollout_ref.rollout.keep_kv_cache={keeps}"
+        runs[keeps] = tokens_of(tiny_dir, tmp_path / keeps, *at_once, keep_kv_cache)
         seen = [set.union(*runs[keeps].versions(step)) for step in range(1, STEPS + 1)]
         assert seen == [{1}, {1, 2}, {2, 3}, {3, 4}]
         assert {1, 2} in runs[keeps].versions(2), "in one response"

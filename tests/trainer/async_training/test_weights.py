@@ -52,6 +52,6 @@ def test_a_copy_of_the_critic_gets_the_critics_weights_once_for_each_version(
 
 
 def test_weights_in_parts_change_no_number(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
-    ours = ("async_training.max_staleness=0", "actor_rollout_ref.rollout.sync=changed")
+    ours = ("async_training.max_staleness=0", "actor_rollout_ref.rollout.weight_sync=changed")
     folder = run_async(tiny_dir, tmp_path, *ours)
     assert shared_numbers(folder) == shared_numbers(plain)

@@ -119,7 +119,7 @@ def test_of_a_talk_of_several_turns_the_drawn_words_alone_are_trained(
         assert of["prompt"][:3] == talk
         check(side, of["response"], of["finish_reason"])
 
-    selected(tiny_dir, tmp_path / "pairs", *more, "selection.write=pairs")
+    selected(tiny_dir, tmp_path / "pairs", *more, "selection.format=pairs")
     written = rows_in(tmp_path / "pairs")
     files = str(tmp_path / "pairs" / "selected.jsonl")
     for pair, of in zip(read_pairs("f", files, tokenizer, 128), written, strict=True):
@@ -189,7 +189,7 @@ def test_to_be_tuned_on_ones_best_answers_raises_the_score(tiny_dir: Path, tmp_p
         "actor_rollout_ref.rollout.n=16",
         f"selection.file={best}",
         "selection.min_score=0.2",
-        "selection.cut=drop",
+        "selection.truncated=drop",
     )
     run(load_config(settings(tiny_dir, tmp_path / "draw", *more, *drawn), BEST_OF_N))
     sft = [
@@ -268,7 +268,7 @@ def test_pairs_by_a_reward_model_on_its_own_pool(
     tiny_dir: Path, tmp_path: Path, classifier: Path
 ) -> None:
     judged = ("reward.model.enable=true", f"reward.model.path={classifier}")
-    pairs = (*judged, "selection.write=pairs", "data.train_batch_size=32")
+    pairs = (*judged, "selection.format=pairs", "data.train_batch_size=32")
     files = []
     for folder, placed in (("one", "colocate"), ("two", "split")):
         file = tmp_path / f"{folder}.parquet"
@@ -298,7 +298,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_a_process_starts(
 def test_the_plan_says_what_a_step_draws_and_keeps(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ("trainer.dry_run=true", "selection.write=pairs", "selection.min_score=0.5")
+    more = ("trainer.dry_run=true", "selection.format=pairs", "selection.min_score=0.5")
     run(load_config(settings(tiny_dir, tmp_path, *more), BEST_OF_N))
     shown = " ".join(capsys.readouterr().out.split())
     assert "A step draws 48 samples (12 prompts, 4 each) and keeps the best and the worst" in shown
@@ -315,7 +315,7 @@ def test_a_score_that_nothing_reaches_is_an_error(tiny_dir: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("selection.write=pairs selection.top_k=2", "top_k .*: a pair is one of each prompt"),
+        ("selection.format=pairs selection.top_k=2", "top_k .*: a pair is one of each prompt"),
         ("actor_rollout_ref.model.lora_rank=4", "lora_rank .*: this recipe trains nothing"),
         ("data.val_files=x", "val_files .*: this recipe has no validations"),
         ("trainer.total_epochs=2", "total_epochs .*: this recipe takes every prompt once"),
@@ -332,7 +332,7 @@ def test_a_key_of_training_has_no_effect(
     ("more", "words"),
     [
         ("selection.top_k=5", "rollout.n=4 samples per prompt are too few, since top_k=5 are kept"),
-        ("selection.write=pairs actor_rollout_ref.rollout.n=1", "a pair is made of two"),
+        ("selection.format=pairs actor_rollout_ref.rollout.n=1", "a pair is made of two"),
         ("selection.file=rows.csv", "it must end in .parquet or .jsonl"),
         ("actor_rollout_ref.rollout.do_sample=false", "are its greedy answer"),
         ("actor_rollout_ref.actor.optim.lr=1", "There is no key 'actor_rollout_ref.actor.optim.lr"),

@@ -61,7 +61,7 @@ def test_the_sweep_goes_from_idle_trainers_to_idle_generators(
     found = as_json(capsys, *GIVEN)["ratios"]
     waiting = [(run["shares"]["trainer"]["waiting"]) for run in found]
     idle = [run["shares"]["generator 0"]["waiting"] for run in found]
-    assert [run["run"] for run in found] == ["1m4t", "1m2t", "1m1t", "2m1t", "4m1t"]
+    assert [run["run"] for run in found] == ["1:4", "1:2", "1:1", "2:1", "4:1"]
     assert waiting[0] > 0.7 > 0.1 > waiting[-1]
     assert idle[0] < 0.1 < 0.6 < idle[-1]
 
@@ -71,7 +71,7 @@ def test_generators_that_ranks_do_not_share_evenly_make_a_run_slower_and_are_tol
 ) -> None:
     slow = as_json(capsys, "--gen=3", "--update=0.2", "--generators=3", "--trainers=2")
     even = as_json(capsys, "--gen=3", "--update=0.2", "--generators=4", "--trainers=2")
-    assert "of 3m2t trainer 1 has 1 of the generators" in slow["notes"][0]
+    assert "with 3 generators and 2 trainers, trainer 1 has 1 of the generators" in slow["notes"][0]
     assert even["notes"] == []
     times = [found["runs"][-1]["seconds_per_step"] for found in (slow, even)]
     assert times[0] == pytest.approx(2 * times[1], rel=0.05), (
@@ -100,7 +100,7 @@ def test_a_run_folder_gives_the_seconds_and_options_replace_them(
         ([], "--gen and --update missing"),
         (["--gen=1"], "--update missing"),
         (["--gen=0", "--update=1"], "none is given of gen: give seconds above 0 by --gen\\."),
-        ([*GIVEN, "--limit=1"], "--limit=1 is less than a batch of 2 pieces"),
+        ([*GIVEN, "--max-inflight=1"], "--max-inflight=1 is less than a batch of 2 chunks"),
         (["nowhere"], "nowhere is no folder"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_cannot_be_predicted_is_refused(arguments: list[str], words: str) -
 
 
 @pytest.mark.parametrize(
-    "wrong", ["--generators=0", "--staleness=0", "--gen=-1", "--fixed-share=2"]
+    "wrong", ["--generators=0", "--staleness=0", "--gen=-1", "--fixed-fraction=2"]
 )
 def test_an_option_out_of_its_range_ends_with_one_line(
     wrong: str, capsys: pytest.CaptureFixture[str]

@@ -47,9 +47,9 @@ def test_staleness_1_takes_as_long_as_the_slower_side() -> None:
 
 
 def test_generators_of_one_rank_do_not_help_another_s() -> None:
-    setup = Setup(num_generators=3, max_staleness=1, pieces=6, generators_by_rank=((0, 2), (1,)))
+    setup = Setup(num_generators=3, max_staleness=1, chunks=6, generators_by_rank=((0, 2), (1,)))
     found = simulate(Phases([3.0], [0.0], [0.1]), setup)
-    assert found.seconds == pytest.approx(1.5, rel=0.01)  # three of six pieces, by one generator
+    assert found.seconds == pytest.approx(1.5, rel=0.01)  # three of six chunks, by one generator
     evenly = simulate(Phases([3.0], [0.0], [0.1]), replace(setup, generators_by_rank=()))
     assert evenly.seconds == pytest.approx(1.0, rel=0.02)
 
@@ -64,7 +64,7 @@ def test_slow_weights_and_slow_updates_overlap() -> None:
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_no_piece_is_older_than_the_bound(bound: int, at_once: bool) -> None:
     for seed in range(8):
-        setup = Setup(3, max_staleness=bound, pieces=4, weights_at_once=at_once)
+        setup = Setup(3, max_staleness=bound, chunks=4, immediate_weights=at_once)
         found = simulate(tailed(seed), setup, 60)
         assert max(found.staleness) == bound
         assert found.staleness.total() == 4 * 60
@@ -72,7 +72,7 @@ def test_no_piece_is_older_than_the_bound(bound: int, at_once: bool) -> None:
 
 @pytest.mark.parametrize("limit", [4, 5, 0])
 def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
-    setup = Setup(3, max_staleness=2, pieces=4, limit=limit, weights_at_once=True)
+    setup = Setup(3, max_staleness=2, chunks=4, limit=limit, immediate_weights=True)
     found = simulate(tailed(3), setup, 60)
     assert sorted(found.shares) == ["generator 0", "generator 1", "generator 2", "trainer"]
     for shares in found.shares.values():
@@ -99,14 +99,14 @@ def test_a_wider_bound_evens_out_lengths_that_differ() -> None:
 
 def test_weights_taken_at_once_leave_a_piece_its_oldest_version() -> None:
     phases = Phases([3.0], [0.0], [1.0], [0.5])
-    at_once = simulate(phases, Setup(2, max_staleness=2, pieces=4, weights_at_once=True))
-    at_boundary = simulate(phases, Setup(2, max_staleness=2, pieces=4))
+    at_once = simulate(phases, Setup(2, max_staleness=2, chunks=4, immediate_weights=True))
+    at_boundary = simulate(phases, Setup(2, max_staleness=2, chunks=4))
     assert max(at_once.staleness) <= 2
     assert at_once.shares["generator 0"]["syncing"] >= at_boundary.shares["generator 0"]["syncing"]
 
 
 def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
-    found = simulate(PHASES, Setup(num_generators=4, fixed_share=0.5), 100)
+    found = simulate(PHASES, Setup(num_generators=4, fixed_fraction=0.5), 100)
     assert found.seconds == pytest.approx(1.2 * (0.5 + 0.5 / 4) + 1.1 + 0.1, rel=2e-3)
 
 
@@ -137,14 +137,14 @@ def test_more_generators_move_idle_time_from_the_trainer_to_the_generators() -> 
 
 
 def test_phases_that_are_so_many_times_as_long_take_so_many_times_as_long() -> None:
-    setup = Setup(num_generators=2, max_staleness=2, pieces=4)
+    setup = Setup(num_generators=2, max_staleness=2, chunks=4)
     short, long = (simulate(tailed(2).times(n, n, n), setup, 60).seconds for n in (1, 5))
     assert long == pytest.approx(5 * short)
 
 
 def test_200_steps_are_simulated_at_once() -> None:
     began = time.process_time()
-    simulate(tailed(0), Setup(4, max_staleness=4, pieces=8))
+    simulate(tailed(0), Setup(4, max_staleness=4, chunks=8))
     assert time.process_time() - began < 0.2
 
 
@@ -159,7 +159,7 @@ class SleepingGroup(StandInGroup):
         # not as the simulation has it computed, or both could be wrong in one way
         of_batch = int(self.running[0].batch["input_ids"][0]) // self.batch
         seconds = self.phases.generate[of_batch % len(self.phases.generate)]
-        time.sleep(seconds / self.setup.num_pieces)
+        time.sleep(seconds / self.setup.num_chunks)
         return super().finished()
 
 
@@ -167,7 +167,7 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
     """Return the seconds per step of the real buffer and generators, whose work is to sleep."""
     size = 4
     buffer = make_buffer(
-        piece=size // setup.num_pieces, batch=size, max_staleness=setup.max_staleness
+        piece=size // setup.num_chunks, batch=size, max_staleness=setup.max_staleness
     )
     taken_at = buffer.weights
 

@@ -267,10 +267,10 @@ def test_margins_of_pairs_are_in_the_loss_or_said_to_be_left_out(
     assert (first, before) == (expected, expected)
 
 
-@pytest.mark.parametrize("after_end", ["keep", "cut"])
+@pytest.mark.parametrize("text_after_eos", ["keep", "cut"])
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_what_a_template_writes_after_the_end_is_kept_or_cut(
-    loss: str, after_end: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    loss: str, text_after_eos: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
     tokenizer.chat_template = (
@@ -281,15 +281,15 @@ def test_what_a_template_writes_after_the_end_is_kept_or_cut(
     rows = [{"prompt": asked, "chosen": said(f"ab{x}"), "rejected": said("cd")} for x in "efgh"]
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    more = (f"loss={loss}", f"data.after_end={after_end}")
+    more = (f"loss={loss}", f"data.text_after_eos={text_after_eos}")
     config = load_config(settings_of(tiny_dir, {"train": file}, tmp_path, *more), DPO)
     with caplog.at_level(logging.INFO):
         found = PreferenceTrainer.read_rows(config, "data.train_files", str(file), tokenizer)
-    tail = "<eos> " if after_end == "keep" else "<eos>"
+    tail = "<eos> " if text_after_eos == "keep" else "<eos>"
     for side in both_sides(found):
         assert tokenizer.decode(side.ids[side.in_loss]).endswith(tail)
         assert tokenizer.decode(side.ids).endswith(tail)
-    what = "kept in the loss; data.after_end=cut" if after_end == "keep" else "cut there"
+    what = "kept in the loss; data.text_after_eos=cut" if text_after_eos == "keep" else "cut there"
     num_rows = 4 if loss == "dpo" else 8
     assert caplog.text.count(f"after the end token of {num_rows} rows are {what}") == 1
 

@@ -59,11 +59,11 @@ def test_turns_that_read_as_the_template_writes_are_trained_so(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     """The tiny template writes no end of a turn, so an ended turn is written again."""
-    template = "environment.history=as_template"
+    template = "environment.history_tokens=retokenized"
     play(tiny_dir, tmp_path / "run", f"environment={GAMES}:Count", template, "trainer.seed=3")
     for line in lines(tmp_path / "run"):
         assert line["agents/num_segments/mean"] > 1.0
-        assert line["training/num_proven_samples"] == 16
+        assert line["training/num_hash_matched_samples"] == 16
         assert line["training/rollout_probs_diff_max"] < 1e-4
 
 
@@ -246,10 +246,10 @@ def test_waits_are_joined_where_pauses_are_short() -> None:
         return {"times": [{"asked": a, "heard": b, "environment": 0.25} for a, b in waits]}
 
     facts = [trajectory((0.0, 2.0), (5.0, 6.0), (0.0, 0.0)), trajectory((1.0, 4.99)), {}]
-    batch = DataProto.from_dict({}, {"episode": object_rows(facts)})
+    batch = DataProto.from_dict({}, {"trajectory": object_rows(facts)})
     (call,) = waits_for_environments(batch)
     assert (call["start"], call["end"], call["busy_s"], call["num_answers"]) == (0.0, 6.0, 0.75, 3)
-    batch.non_tensor_batch["episode"][1] = trajectory((1.0, 4.0))
+    batch.non_tensor_batch["trajectory"][1] = trajectory((1.0, 4.0))
     assert [(call["start"], call["end"]) for call in waits_for_environments(batch)] == [
         (0.0, 4.0),
         (5.0, 6.0),

@@ -279,8 +279,8 @@ def test_the_best_trajectories_become_chats_that_sft_reads(
     tokenizer = load_tokenizer(str(tiny_dir / "model"))
     read = read_lm_rows("data.train_files", f"{tmp_path}/best/selected.jsonl", tokenizer, 99)
     assert len(read) == len(rows) > 0
-    with pytest.raises(ConfigError, match=r"selection\.write=pairs: .* no other player"):
-        load_config([*settings, "selection.write=pairs"], BEST_OF_N)
+    with pytest.raises(ConfigError, match=r"selection\.format=pairs: .* no other player"):
+        load_config([*settings, "selection.format=pairs"], BEST_OF_N)
     tools = "environment=tests.workers.agents.games:Counter"
     with pytest.raises(ConfigError, match=r"Counter: its methods increment are tools\..* no tools"):
         run(load_config([*settings, tools, f"trainer.default_local_dir={tmp_path}"], BEST_OF_N))

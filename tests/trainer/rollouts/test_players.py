@@ -47,7 +47,7 @@ def test_players_are_trained_on_their_own_rewards_in_groups_of_their_own(
     )
     play(tiny_dir, tmp_path / "run", *FOUR, *more, DUEL)
     samples = rows(tmp_path / "run")
-    assert len(samples) == 16 == lines(tmp_path / "run")[0]["training/num_proven_samples"]
+    assert len(samples) == 16 == lines(tmp_path / "run")[0]["training/num_hash_matched_samples"]
     scores: dict[tuple[str, int], float] = {}
     for row in samples:
         said = [turn for turn in row["turns"] if turn["role"] == "assistant"]

@@ -13,7 +13,7 @@ from verl_like import DataProto
 from verl_like.calls.diagnose import CallTimes, Deadlines
 from verl_like.errors import WaitTimeoutError
 
-LIMITS = Deadlines(call_s=7200.0, late_s=60.0)
+LIMITS = Deadlines(call_s=7200.0, min_call_s=60.0)
 
 
 def times_of(*seconds: float, rows: int = 0) -> CallTimes:
@@ -76,14 +76,14 @@ def test_a_call_that_does_not_end_is_late_by_what_its_group_has_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = fake_group(1)
-    group.transport.deadlines = Deadlines(call_s=7200.0, late_s=0.05)
+    group.transport.deadlines = Deadlines(call_s=7200.0, min_call_s=0.05)
     batch = DataProto.from_dict({"x": torch.zeros(4)})
     for _ in range(3):
         group.echo(batch)
     assert len(group.transport.call_times._calls["modes.echo"]) == 3
 
     monkeypatch.setattr(group.transport, "wait", lambda references, seconds: time.sleep(0.01) or [])
-    with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise timeouts.late_s"):
+    with pytest.raises(WaitTimeoutError, match=r"(?s)modes.echo: .*raise timeouts.min_call_s"):
         group.echo(batch)
 
 

@@ -166,7 +166,7 @@ def test_a_request_that_rewrites_the_history_opens_a_segment(
 
 
 def test_a_history_by_the_template_is_read_as_it_is_written_now(play: Play, tokenizer: Any) -> None:
-    for one in play("counts", num=4, history="as_template"):
+    for one in play("counts", num=4, history_tokens="retokenized"):
         assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
         tokens, is_drawn, messages = one.sample.tokens, drawn_of(one), list(ASK)
         for turn in range(3):
@@ -200,7 +200,7 @@ def test_settings_of_a_request_are_the_runs_overridden_or_an_error(
     same_bits(play("sets", arguments=arguments, num=2), play("sets", arguments=arguments, num=2))
     notices = [one for one in caplog.messages if f"requests set {name}, which the run" in one]
     assert len(notices) == (not is_taken)
-    (one,) = play("sets", arguments=arguments, overrides="reject")
+    (one,) = play("sets", arguments=arguments, request_settings="reject")
     assert bool(one.problem) is not is_taken
     assert is_taken or f"{name}={value!r} is not " in one.problem
 
@@ -210,7 +210,7 @@ def test_choices_are_turns_and_have_log_probs(play: Play) -> None:
         assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 2)
         assert len(one.sample.segments) == 1
         assert one.rewards[1] == (len(one.turns) - 1, 0.5)
-    (one,) = play("asks_for_two", overrides="override")
+    (one,) = play("asks_for_two", request_settings="override")
     assert "one choice, no log-probs" in one.problem
 
 

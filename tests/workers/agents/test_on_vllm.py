@@ -94,12 +94,12 @@ def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
         assert sample.truncated_log_probs.isnan().tolist() == (~drawn).tolist()
 
 
-@pytest.mark.parametrize("keep_kv", [False, True])
+@pytest.mark.parametrize("keep_kv_cache", [False, True])
 def test_no_turn_finds_a_prefix_that_older_weights_have_computed(
-    engine: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch, keep_kv: bool
+    engine: Any, models: list[Any], monkeypatch: pytest.MonkeyPatch, keep_kv_cache: bool
 ) -> None:
     """The weights arrive while another sample runs, so vLLM keeps its cache."""
-    monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv=keep_kv))
+    monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv_cache=keep_kv_cache))
     load(engine, models[0], 3)
     sampling = SamplingParams(max_tokens=WIDTH, stop_token_ids=())
     (first,) = engine.generate([Sample([7, 8, 9], key=1, end_at=3 * BLOCK)], sampling)

@@ -26,7 +26,7 @@ from workers.rollout.base import EngineLimits
 
 LIMITS = EngineLimits(prompt_width=16, response_width=160, kv_cache_gb=0.5)
 NUM = 4
-HISTORIES = [{}, {"history": "as_template", "template": SHORTENS}]
+HISTORIES = [{}, {"history_tokens": "retokenized", "template": SHORTENS}]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def assert_routed(model: Any, one: Trajectory) -> None:
             assert torch.equal(found, choices(model, row[begin:last]))
 
 
-@pytest.mark.parametrize("more", HISTORIES, ids=["as_drawn", "as_template"])
+@pytest.mark.parametrize("more", HISTORIES, ids=["sampled", "retokenized"])
 def test_every_turn_has_the_experts_of_what_it_read(model: Any, more: dict[str, Any]) -> None:
     with loop_of(model, **more) as loop:
         found = loop.play(starts(0, NUM), asked(), OPEN)

@@ -65,7 +65,7 @@ def play(model: Any) -> Iterator[Play]:
     hosts: list[EnvironmentHost] = []
 
     def played(
-        history: str = "as_template",
+        history: str = "retokenized",
         template: str = SHORTENS,
         name: str = "Count",
         num: int = 4,
@@ -77,7 +77,7 @@ def play(model: Any) -> Iterator[Play]:
         tokenizer = make_tokenizer()
         tokenizer.chat_template = template
         defaults = {"max_tokens_per_turn": 6, "step_timeout_s": 5.0, "retries": 0}
-        config = EnvironmentConfig(history=history, **{**defaults, **settings})
+        config = EnvironmentConfig(history_tokens=history, **{**defaults, **settings})
         host = EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}"), config.step_timeout_s)
         hosts.append(host)
         stops = (tokenizer.eos_token_id,)
@@ -139,13 +139,13 @@ def drawn(batch: DataProto, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("template", [SHORTENS, FORGETS, CHATML])
-@pytest.mark.parametrize("history", ["as_template", "as_drawn"])
+@pytest.mark.parametrize("history", ["retokenized", "sampled"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_trainers_log_probs_are_the_engines(
     history: str, template: str, packed: bool, play: Play, folder: Path
 ) -> None:
     played = play(history, template)
-    splits = history == "as_template" and template == SHORTENS
+    splits = history == "retokenized" and template == SHORTENS
     assert {len(one.sample.segments) for one in played} <= ({2} if splits else {0, 1, 2})
     batch = batch_of(played)
     config = tiny_config(folder)
@@ -187,7 +187,7 @@ def test_one_turn_or_more_learn_as_rows_of_their_own_would(play: Play, folder: P
 
 def test_a_trajectory_of_segments_is_one_sample_of_its_group(play: Play) -> None:
     """Rewards 1 (in three segments) and 0: the baseline is 0.5, not 0.75."""
-    split, plain = play(num=1)[0], play("as_drawn", num=1)[0]
+    split, plain = play(num=1)[0], play("sampled", num=1)[0]
     assert len(split.sample.segments) == 2
     batch = batch_of([split, plain])
     rewards = torch.zeros(2, WIDTH)
@@ -201,7 +201,7 @@ def test_a_trajectory_of_segments_is_one_sample_of_its_group(play: Play) -> None
 
 def test_positions_that_are_changed_are_found(play: Play) -> None:
     batch = batch_of(play(num=2))
-    assert check_draws(batch)["training/num_proven_samples"] == 2
+    assert check_draws(batch)["training/num_hash_matched_samples"] == 2
     as_one = batch.padded("attention_mask").cumsum(-1) - 1
     with pytest.raises(BatchError, match="2 of 2 samples differ from what the rollout sampled"):
         check_draws(batch.set_columns({"position_ids": as_one}))
@@ -260,8 +260,8 @@ def test_what_a_template_refuses_is_left_out_with_its_words(play: Play) -> None:
 
 def test_a_model_whose_rows_share_no_pass_refuses_segments(play: Play) -> None:
     passes = RowPasses("packed", border=99)
-    for history, refused in (("as_template", True), ("as_drawn", False)):
+    for history, refused in (("retokenized", True), ("sampled", False)):
         columns = Rows.take(batch_of(play(history, num=1)), INPUTS).columns
-        expected: Any = pytest.raises(ConfigError, match="=as_drawn") if refused else nullcontext()
+        expected: Any = pytest.raises(ConfigError, match="=sampled") if refused else nullcontext()
         with expected:
             passes.feed(columns, response_reads(columns), torch.device("cpu"))

@@ -62,7 +62,7 @@ def test_rows_that_were_drawn_pass_in_any_order(
     make: Callable[[], DataProto], order: list[int]
 ) -> None:
     batch = make().select_idxs(order)
-    assert check_draws(batch) == {"training/num_proven_samples": 2.0}
+    assert check_draws(batch) == {"training/num_hash_matched_samples": 2.0}
 
 
 @pytest.mark.parametrize("make", [ragged_batch, padded_batch])
@@ -96,7 +96,10 @@ def test_what_is_left_out_of_the_loss_is_no_change() -> None:
     batch = ragged_batch()
     mask = batch.padded("response_mask").clone()
     mask[0] = 0
-    assert check_draws(write_columns(batch, response_mask=mask))["training/num_proven_samples"] == 2
+    assert (
+        check_draws(write_columns(batch, response_mask=mask))["training/num_hash_matched_samples"]
+        == 2
+    )
 
 
 def test_samples_of_another_generator_are_not_asked() -> None:

@@ -44,9 +44,9 @@ def other(folder: Path) -> Any:
 
 
 @pytest.fixture(params=[False, True], ids=["computed again", "kept"])
-def keep_kv(engine: RolloutEngine, request: pytest.FixtureRequest) -> Iterator[bool]:
+def keep_kv_cache(engine: RolloutEngine, request: pytest.FixtureRequest) -> Iterator[bool]:
     limits = engine.limits
-    engine.limits = replace(limits, keep_kv=request.param)
+    engine.limits = replace(limits, keep_kv_cache=request.param)
     yield request.param
     engine.limits = limits
 
@@ -69,7 +69,7 @@ def logits_over_kept_keys(old: Any, new: Any, prompt: Sequence[int], output: Sam
 
 
 def test_later_tokens_are_the_new_weights_over_keys_computed_again_or_kept(
-    engine: RolloutEngine, model: Any, other: Any, keep_kv: bool
+    engine: RolloutEngine, model: Any, other: Any, keep_kv_cache: bool
 ) -> None:
     requests = requests_of(PROMPTS)
     outputs = generate_and(engine, requests, LONG, 5, lambda: load(engine, other, 4))
@@ -85,7 +85,7 @@ def test_later_tokens_are_the_new_weights_over_keys_computed_again_or_kept(
         expected = log_probs_of(full_logits(other, prompt, tokens), tokens)[new]
         if old.any() and new.any():
             mixed += 1
-            if keep_kv:
+            if keep_kv_cache:
                 again, kept = expected, logits_over_kept_keys(model, other, prompt, output)
                 expected = log_probs_of(kept, tokens[new])
                 assert (expected - again).abs().max() > 1e-3

@@ -74,11 +74,11 @@ def test_every_token_read_has_its_experts(name: str, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-@pytest.mark.parametrize("keep_kv", [False, True], ids=["read again", "kept"])
+@pytest.mark.parametrize("keep_kv_cache", [False, True], ids=["read again", "kept"])
 def test_a_sample_that_goes_on_has_the_experts_of_its_cache(
-    name: str, keep_kv: bool, model: Any
+    name: str, keep_kv_cache: bool, model: Any
 ) -> None:
-    engine = engine_of(name, model, keep_kv=keep_kv)
+    engine = engine_of(name, model, keep_kv_cache=keep_kv_cache)
     expected = engine.generate(SAMPLES, SAMPLING)
     engine.submit(SAMPLES, SAMPLING)
     early = engine.take(max_tokens=3)

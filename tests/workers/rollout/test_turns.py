@@ -132,12 +132,12 @@ def agrees_with(model: Any, sample: Sample, first: int) -> None:
     torch.testing.assert_close(sample.log_probs[first:], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("keep_kv", [False, True])
+@pytest.mark.parametrize("keep_kv_cache", [False, True])
 def test_after_an_update_the_next_turn_is_a_fresh_engines(
-    engine: RolloutEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv: bool
+    engine: RolloutEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_kv_cache: bool
 ) -> None:
-    """Also while others run: only with `keep_kv` old keys and values are used."""
-    monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv=keep_kv))
+    """Also while others run: only with `keep_kv_cache` old keys and values are used."""
+    monkeypatch.setattr(engine, "limits", replace(engine.limits, keep_kv_cache=keep_kv_cache))
     first = [observing(one) for one in first_turns(engine, KeptStates())]
     updated = make_model(tmp_path, seed=1)
     (running,) = engine.submit(requests_of([[12, 13]]), settings())

@@ -146,7 +146,7 @@ def test_names_missing_unknown_and_of_another_shape_are_one_error(
 def test_an_actor_and_a_rollout_that_are_configured_apart_are_told(
     changing: Group, rollout: Group, keepers: Group, bring: Bring
 ) -> None:
-    with pytest.raises(WeightSyncError, match="sync=changed.*keeps no copy"):
+    with pytest.raises(WeightSyncError, match="weight_sync=changed.*keeps no copy"):
         bring(changing, rollout, 0)
     for worker in changing.workers:
         worker.sends_changed = False
@@ -175,7 +175,7 @@ def lora_pair(
     config.actor_rollout_ref.model.lora_rank = 2
     config.actor_rollout_ref.model.lora_alpha = 5
     config.actor_rollout_ref.rollout.name = engine
-    config.actor_rollout_ref.rollout.sync = "changed"
+    config.actor_rollout_ref.rollout.weight_sync = "changed"
     config.actor_rollout_ref.rollout.merge_lora = merges
     config.actor_rollout_ref.rollout.dtype = dtype
     config.actor_rollout_ref.actor.optim.lr = 0.02

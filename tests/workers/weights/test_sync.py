@@ -84,7 +84,7 @@ def sharded_actor_and_lonely_rollout(
     )
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=12)
     config.actor_rollout_ref.model.lora_rank = lora_rank
-    config.actor_rollout_ref.rollout.sync = sync
+    config.actor_rollout_ref.rollout.weight_sync = sync
     config.actor_rollout_ref.actor.fsdp_config = {"fsdp_size": fsdp_size}
     found = []
     for version in range(5):

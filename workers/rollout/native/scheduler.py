@@ -206,7 +206,7 @@ class Scheduler:
         if self.engine.version == self.version:
             return
         self.version, self.forward = self.engine.version, None
-        if self.engine.limits.keep_kv:
+        if self.engine.limits.keep_kv_cache:
             return
         active = self._take_out(np.arange(self.num_active), ["abort"] * self.num_active)
         unread = active | {entry.number: entry.sample for entry in self.waiting}

@@ -130,7 +130,7 @@ class VllmEngine(RolloutEngine):
         self.vllm.wake_cache()
         super().commit(version)
         self.vllm.call("use_version", version)
-        if self.num_running and not self.limits.keep_kv:
+        if self.num_running and not self.limits.keep_kv_cache:
             self.drop_prefixes(of_running=True)
         self.vllm.resume()
 
