@@ -25,7 +25,7 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from workers.config import RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import POLICY_LOSSES, facts_of
+from workers.losses.registry import POLICY_LOSSES, traits_of
 from workers.losses.value import compute_value_loss
 
 LIMITS = {"seconds": 0.2, "copies": 2.0}
@@ -84,7 +84,7 @@ def calls_of(columns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
     for name, loss in POLICY_LOSSES.items():
         arguments = arguments_of(loss, columns)
-        choose = facts_of(loss).choose_tokens
+        choose = traits_of(loss).choose_tokens
         if choose is not None:
             wanted = arguments_of(choose, columns)
             calls[f"choice {name}"] = lambda f=choose, given=wanted: f(**given)

@@ -29,7 +29,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.calls import result as form
 from verl_like.calls.result import CallMetrics
 from verl_like.calls.wire import Call
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 
 COLUMNS = ("input_ids", "position_ids", "responses", "response_mask")
 WIDTH = 1024
@@ -62,7 +62,7 @@ class Answering(Simulated):
     """Every rank has answered as soon as it is asked."""
 
     def __init__(self, num_ranks: int) -> None:
-        facts = [ProcessFacts("trained", rank, num_ranks, rank) for rank in range(num_ranks)]
+        facts = [ProcessInfo("trained", rank, num_ranks, rank) for rank in range(num_ranks)]
         super().__init__(facts, [{"trained": _meshes(rank)} for rank in range(num_ranks)])
         self.scores = torch.zeros(ROWS_OF_A_RANK, WIDTH)
 

@@ -196,13 +196,13 @@ def local_rank_fixed(trial: Trial) -> Iterator[Figure]:
     """The same in our worker: local rank 3 of 8, one visible GPU, a mesh and a collective."""
     import torch.distributed as dist
 
-    from verl_like.process.facts import ProcessFacts
+    from verl_like.process.info import ProcessInfo
     from verl_like.process.worker import Worker, construction
     from workers.parallel.dims import ParallelDims
     from workers.parallel.groups import RankGroups
 
     os.environ |= {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "0"}
-    facts = ProcessFacts(local_rank=3, local_world_size=8, device_kind=trial.device)
+    facts = ProcessInfo(local_rank=3, local_world_size=8, device_kind=trial.device)
     with construction(facts, {}):
         worker = Worker()
     worker.open_process_group()

@@ -75,7 +75,7 @@ def make(folder: Path) -> None:
 def ours(folder: Path, kind: str, steps: int, seed: int = 1, compiles: str = "auto") -> list[float]:
     """A run with `backend=local`, as the command line starts it; returns its rewards."""
     from trainer import load_config, run
-    from verl_like.process.facts import OWN_PROCESS
+    from verl_like.process.info import OWN_PROCESS
 
     os.environ.setdefault(OWN_PROCESS, "1")
     with tempfile.TemporaryDirectory() as run_folder:

@@ -283,7 +283,7 @@ def compared(folder: str, case: Case) -> dict[str, Any]:
 
 def main(folder: str, case: str) -> None:
     """Print what this rank finds."""
-    from verl_like.process.facts import OWN_PROCESS
+    from verl_like.process.info import OWN_PROCESS
 
     os.environ[OWN_PROCESS] = "1"
     print(json.dumps(compared(folder, CASES[case])))

@@ -40,7 +40,7 @@ def main(folder: str, axes: str, call: str, num_tokens: int, num_rows: int, repe
     """Time a call with micro-batches of one row."""
     from tests.workers.samples import tiny_config
     from verl_like.batch.split import split_rows
-    from verl_like.process.facts import OWN_PROCESS
+    from verl_like.process.info import OWN_PROCESS
     from workers.config import ParallelConfig
     from workers.roles.actor import ActorWorker
 

@@ -57,7 +57,7 @@ class SimulatedPools(worker_groups.PoolStarter):
     def start(self, plan: PoolPlan, classes: Mapping[str, type]) -> WorkerGroup:
         made = {role: ClassWithInitArgs(cls, self.config) for role, cls in classes.items()}
         recipe = create_colocated_worker_cls(made)
-        facts = ResourcePool(plan.process_on_nodes).facts("+".join(classes))
+        facts = ResourcePool(plan.process_on_nodes).process_infos("+".join(classes))
         places = [(rank // self.tp, rank % self.tp == 0) for rank in range(len(facts))]
         meshes = [
             {role: {"train": place, "rollout": place} for role in classes} for place in places

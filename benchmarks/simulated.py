@@ -22,7 +22,7 @@ from verl_like.backends.rpc import ProcessTransport, Requests, receive, send
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.wire import Call, Header, Pending, Slot
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 
 Meshes = Mapping[str, Mapping[str, tuple[int, bool]]]
 """Role -> mesh -> the rank's place."""
@@ -43,7 +43,7 @@ class Simulated(ProcessTransport):
 
     kind = "simulated"
 
-    def __init__(self, facts: Sequence[ProcessFacts], meshes: Sequence[Meshes]) -> None:
+    def __init__(self, facts: Sequence[ProcessInfo], meshes: Sequence[Meshes]) -> None:
         """`meshes` by rank."""
         super().__init__(facts, Deadlines())
         self.started = [

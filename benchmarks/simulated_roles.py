@@ -20,7 +20,7 @@ from verl_like import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.calls import result as form
 from verl_like.calls.wire import Call, Pending
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.sample import Sample
 from workers.weights.channel import SyncReport
@@ -71,7 +71,7 @@ class Workers(Simulated):
     _one_computes: ClassVar[threading.Lock] = threading.Lock()
     """Else their threads would contend for Python's lock with the driver's, as no process does."""
 
-    def __init__(self, facts: Sequence[ProcessFacts], meshes: Sequence[Meshes]) -> None:
+    def __init__(self, facts: Sequence[ProcessInfo], meshes: Sequence[Meshes]) -> None:
         super().__init__(facts, meshes)
         self.version = 0
         """Of the weights."""

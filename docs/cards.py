@@ -18,7 +18,7 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.recipe import PPO
 from verl_like.config_key import arguments_of
-from workers.losses.registry import POLICY_LOSSES, facts_of
+from workers.losses.registry import POLICY_LOSSES, traits_of
 
 ACTOR = "actor_rollout_ref.actor."
 LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
@@ -67,11 +67,11 @@ def policy_loss_cards() -> list[Card]:
     """The policy losses, by name."""
     cards = []
     for names, policy_loss in names_by_entry(POLICY_LOSSES).items():
-        facts = facts_of(policy_loss)
-        chosen = ("chosen_tokens",) if facts.choose_tokens else ()
+        traits = traits_of(policy_loss)
+        chosen = ("chosen_tokens",) if traits.choose_tokens else ()
         columns = ("old_log_probs", "advantages", "response_mask", *chosen)
         arguments = [f"policy_loss.args.{name}" for name in arguments_of(policy_loss)]
-        read = (*(facts.keys_read or ()), *arguments, "loss_agg_mode")
+        read = (*(traits.keys_read or ()), *arguments, "loss_agg_mode")
         keys = tuple(f"{ACTOR}{name}" for name in read)
         cards.append(
             Card(names, *doc_parts(policy_loss), columns, keys, _example_of_loss(names[0]))

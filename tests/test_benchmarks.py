@@ -145,7 +145,7 @@ def test_the_benchmark_of_safety_switches_all_hashes_of_a_sync_off_and_on_again(
         unsigned = SignedStore(cast(Any, None), "", "")
         arriving = Channel(Connection("", 0, 2, None), unsigned, 1, HOST)
         (bucket,) = pack(state.items(), 2**24, arriving.room, arriving.watch)
-        tensors = arriving._verified(0, bucket.payload, {"number": 0, "tensors": bucket.facts})
+        tensors = arriving._verified(0, bucket.payload, {"number": 0, "tensors": bucket.entries})
         engine.load_weights(tensors)
         engine.commit(1)
         for name, weight in engine.named_weights():

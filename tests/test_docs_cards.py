@@ -19,7 +19,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.recipe import PPO
 from verl_like.batch.protocol import DataProto
-from workers.losses.registry import POLICY_LOSSES, facts_of
+from workers.losses.registry import POLICY_LOSSES, traits_of
 
 DOCS = load("docs/cards.py")
 CARDS = [*DOCS.estimator_cards(), *DOCS.policy_loss_cards()]
@@ -70,7 +70,7 @@ def test_the_example_of_a_card_composes(card: Any) -> None:
 
 
 def test_every_policy_loss_says_which_keys_it_reads() -> None:
-    assert [name for name, loss in POLICY_LOSSES.items() if facts_of(loss).keys_read is None] == []
+    assert [name for name, loss in POLICY_LOSSES.items() if traits_of(loss).keys_read is None] == []
 
 
 def test_a_loss_of_the_users_has_a_card_that_says_less(monkeypatch: pytest.MonkeyPatch) -> None:

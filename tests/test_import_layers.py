@@ -41,7 +41,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("files", "masking", "registry", "tensor_ops", "terminal"),
         ("config_key",),
         ("batch",),
-        ("process.facts", "process.machine"),
+        ("process.info", "process.machine"),
         ("calls",),
         ("process",),
         ("placement",),
@@ -81,7 +81,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
 """The rooms of each package from the ground up; a room imports those of lower rows alone.
 
 `__init__` is the list of a package's public names. A longer name takes its modules out of the
-shorter one's room: `process.facts` is not in `process`.
+shorter one's room: `process.info` is not in `process`.
 """
 
 EXCEPTIONS: dict[tuple[str, str], str] = {}

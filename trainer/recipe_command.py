@@ -38,7 +38,7 @@ from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupte
 from verl_like.config_key import changed
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError
 from verl_like.masking import mask_text
-from verl_like.process.facts import OWN_PROCESS
+from verl_like.process.info import OWN_PROCESS
 from verl_like.terminal import (
     draw_table,
     exit_on_broken_pipe,

@@ -158,10 +158,10 @@ class Restarts:
             time.sleep(min(seconds, LOOK_AGAIN_S))
             seconds -= LOOK_AGAIN_S
 
-    def _write(self, step: int, **facts: Any) -> None:
+    def _write(self, step: int, **fields: Any) -> None:
         time_of = datetime.now(UTC).isoformat(timespec="seconds")
         with self._record.open("a", encoding="utf-8") as file:
-            file.write(json_line({"time": time_of, "step": step, **facts}))
+            file.write(json_line({"time": time_of, "step": step, **fields}))
 
 
 def bring_back(

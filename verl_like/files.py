@@ -81,42 +81,42 @@ def fingerprint(path: Path) -> dict[str, int]:
     return {"bytes": path.stat().st_size, "crc32": crc}
 
 
-def file_fault(path: Path, facts: dict[str, int], reads: bool = True) -> str:
+def file_fault(path: Path, expected: dict[str, int], reads: bool = True) -> str:
     """Describe how a file differs from the fingerprint of when it was written; "" if it is intact.
 
     With `reads=False` only its size is compared.
     """
     if not path.is_file():
         return "is missing"
-    actual = fingerprint(path) if reads else facts | {"bytes": path.stat().st_size}
-    if actual == facts:
+    actual = fingerprint(path) if reads else expected | {"bytes": path.stat().st_size}
+    if actual == expected:
         return ""
-    if actual["bytes"] != facts["bytes"]:
-        return f"has {actual['bytes']} bytes, was written with {facts['bytes']}"
-    return f"has a crc32 of {actual['crc32']:08x}, was written with {facts['crc32']:08x}"
+    if actual["bytes"] != expected["bytes"]:
+        return f"has {actual['bytes']} bytes, was written with {expected['bytes']}"
+    return f"has a crc32 of {actual['crc32']:08x}, was written with {expected['crc32']:08x}"
 
 
-def check_form(facts: Mapping[str, Any], form: Mapping[str, type]) -> None:
-    """Raise ValueError unless `facts` has a value of its type for every name of `form`.
+def check_form(manifest: Mapping[str, Any], form: Mapping[str, type]) -> None:
+    """Raise ValueError unless `manifest` has a value of its type for every name of `form`.
 
     A value `files` must also consist of fingerprints.
     """
     for name, kind in form.items():
-        if type(facts.get(name)) is not kind:
-            raise ValueError(f"{name} is {facts.get(name)!r:.40}, not of type {kind.__name__}")
-    check_fingerprints(facts.get("files"))
+        if type(manifest.get(name)) is not kind:
+            raise ValueError(f"{name} is {manifest.get(name)!r:.40}, not of type {kind.__name__}")
+    check_fingerprints(manifest.get("files"))
 
 
 def check_fingerprints(files: Any) -> None:
     """Raise ValueError unless `files` maps names of files below the folder to fingerprints."""
     if not isinstance(files, dict):
         raise ValueError(f"files is {files!r:.40}, not an object of fingerprints by name")
-    for name, facts in files.items():
+    for name, entry in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"the file {name!r:.80} is outside of the folder")
-        is_print = isinstance(facts, dict) and facts.keys() == {"bytes", "crc32"}
-        if not is_print or not all(type(number) is int for number in facts.values()):
-            raise ValueError(f"the file {name!r:.80} has no bytes and crc32, but {facts!r:.40}")
+        is_print = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
+        if not is_print or not all(type(number) is int for number in entry.values()):
+            raise ValueError(f"the file {name!r:.80} has no bytes and crc32, but {entry!r:.40}")
 
 
 def json_line(value: Any, default: Callable[[Any], Any] | None = None) -> str:

@@ -159,8 +159,8 @@ def batch_columns(
         name = method.__name__
         COLUMNS.update({column.name: replace(column, method=name) for column in writes})
         written = tuple(c.name for c in COLUMNS.values() if c.method == name)
-        facts = MethodColumns(tuple(reads), written, scores_as)
-        method.batch_columns = facts  # type: ignore[attr-defined]
+        declaration = MethodColumns(tuple(reads), written, scores_as)
+        method.batch_columns = declaration  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -169,9 +169,9 @@ def batch_columns(
 def columns_of(worker_class: type, method: str) -> MethodColumns | None:
     """Return the declared columns of a method of this class, or of the nearest base class."""
     for cls in worker_class.__mro__:
-        facts: MethodColumns | None = getattr(vars(cls).get(method), "batch_columns", None)
-        if facts is not None:
-            return facts
+        declaration: MethodColumns | None = getattr(vars(cls).get(method), "batch_columns", None)
+        if declaration is not None:
+            return declaration
     return None
 
 
@@ -183,8 +183,10 @@ def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
     declaration.
     """
     declared: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
-    facts: MethodColumns | None = getattr(getattr(worker_class, method), "batch_columns", None)
-    return declared.get(method, None if facts is None else facts.reads)
+    declaration: MethodColumns | None = getattr(
+        getattr(worker_class, method), "batch_columns", None
+    )
+    return declared.get(method, None if declaration is None else declaration.reads)
 
 
 def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto:

@@ -11,8 +11,8 @@ from verl_like import WorkerGroup
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Pending
-from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
+from verl_like.process.info import ProcessInfo
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +27,10 @@ class FakeTransport(Transport):
 
     def __init__(self, recipes: Any, world_size: int) -> None:
         super().__init__(
-            [ProcessFacts("+".join(recipes), r, world_size, r) for r in range(world_size)],
+            [ProcessInfo("+".join(recipes), r, world_size, r) for r in range(world_size)],
             Deadlines(),
         )
-        self.hosts = [WorkerHost(recipes, facts, {}) for facts in self.facts]
+        self.hosts = [WorkerHost(recipes, process, {}) for process in self.processes]
         self.started = [host.start(None) for host in self.hosts]
 
     def construct_again(self) -> None:

@@ -81,5 +81,5 @@ class Hybrid(create_colocated_worker_raw_cls(ROLES)):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def report(self, data: TensorDict) -> TensorDict:
-        """Return facts without rows."""
+        """Return values without rows."""
         return TensorDict({"sum": NonTensorData(int(data["x"].sum()))}, batch_size=[])

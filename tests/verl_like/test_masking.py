@@ -13,8 +13,8 @@ from trainer.config.flat import flat_config
 from trainer.ppo.config import PPOConfig
 from verl_like import masking
 from verl_like.masking import MASK, is_secret_name, mask_text, masked
-from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import RoleState
+from verl_like.process.info import ProcessInfo
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_what_a_role_prints_is_logged_without_secrets(
     known: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known.add("hf_0123456789")
-    state = RoleState("actor", ProcessFacts("actor", log_dir=str(tmp_path)))
+    state = RoleState("actor", ProcessInfo("actor", log_dir=str(tmp_path)))
     with state:
         print("with hf_0123456789 in it", file=sys.stderr)
     state.close()

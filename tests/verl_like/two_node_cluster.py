@@ -71,7 +71,7 @@ def hold_custom_resources() -> dict[str, Any]:
     group.shutdown()
     pool.release()
     on_its_node = set(row["bundles_to_node_id"].values()) == {node.key}
-    own = {"there": on_its_node, "uses_loopback": group.transport.facts[0].one_node}
+    own = {"there": on_its_node, "uses_loopback": group.transport.processes[0].one_node}
     return {"bundles": row["bundles"], "node": dict(node.resources or {}), **own}
 
 

@@ -25,7 +25,7 @@ from workers.models.folder import read_hf_config
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.server import serve_command
-from workers.rollout.vllm.setup import EXTENSION, VllmSettings, model_facts
+from workers.rollout.vllm.setup import EXTENSION, VllmSettings, model_identity
 from workers.rollout.vllm.worker import NoiseSampler, WorkerExtension
 
 START_S = 300
@@ -94,7 +94,7 @@ class StandIn(WorkerExtension):
 
     def __init__(self, folder: Path, limits: EngineLimits) -> None:
         self.version = "0.32.7"
-        self.facts_found = model_facts(read_hf_config(str(folder)).get_text_config()) | {
+        self.facts_found = model_identity(read_hf_config(str(folder)).get_text_config()) | {
             "dtype": "float32",
             "quantization": None,
             "async_scheduling": False,
@@ -111,7 +111,7 @@ class StandIn(WorkerExtension):
         """Prompts of which two tokens are drawn, and no more for now."""
         self.dies = False
 
-    def facts(self) -> dict[str, Any]:
+    def model_identity(self) -> dict[str, Any]:
         return self.facts_found
 
     def install_sampler(self) -> list[str]:

@@ -270,7 +270,7 @@ class ExperienceBuffer:
         """
         restores = self.settings.on_resume == "restore"
         folder = checkpoint / SAMPLES if restores and checkpoint is not None else None
-        queued = [SampleChunk.from_state(facts, folder) for facts in state["queued"]]
+        queued = [SampleChunk.from_state(chunk, folder) for chunk in state["queued"]]
         with self._change():
             self.stream.load_state_dict(state["stream"])
             self.stream.hand_back(piece for piece in queued if piece.samples is None)

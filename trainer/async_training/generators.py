@@ -140,8 +140,8 @@ class Generators:
         self.buffer.check()
         log = self.buffer.log.state_dict()
         print(describe_log(log), flush=True)
-        facts = {"ledger": log, "activity": self.activity.seconds()}
-        write_whole(self.run.folder / "async.json", json.dumps(facts))
+        content = {"ledger": log, "activity": self.activity.seconds()}
+        write_whole(self.run.folder / "async.json", json.dumps(content))
 
 
 MOST_RESTARTS = 3

@@ -73,7 +73,7 @@ class Origins:
             rows.setdefault(generator, []).append(row)
         return dict(sorted(rows.items()))
 
-    def facts(self, batch: DataProto) -> dict[SampleKey, dict[str, int]]:
+    def sample_stats(self, batch: DataProto) -> dict[SampleKey, dict[str, int]]:
         """Return the trainer rank, version and staleness of each sample, for the sample log."""
         trained_by = self._weights.version
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()

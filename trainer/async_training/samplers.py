@@ -76,14 +76,14 @@ class SampleChunk:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a finished chunk's prompts, generator and version, without its samples."""
-        facts = {"generator": self.generator, "version": self.version, "uids": self.uids}
-        return {"piece": self.place(), **facts}
+        fields = {"generator": self.generator, "version": self.version, "uids": self.uids}
+        return {"piece": self.place(), **fields}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], folder: Path | None) -> SampleChunk:
         """Return the chunk of a `state_dict`, with its samples if they are in the folder."""
-        facts = {name: state[name] for name in ("generator", "version", "uids")}
-        piece = cls(**state["piece"], **facts)
+        fields = {name: state[name] for name in ("generator", "version", "uids")}
+        piece = cls(**state["piece"], **fields)
         path = None if folder is None else folder / f"{piece.number}.safetensors"
         if path is not None and path.is_file():
             piece.samples = DataProto.load_from_disk(path)

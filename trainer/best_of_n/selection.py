@@ -37,7 +37,7 @@ class ScoredSample:
 
     text: str
     score: float
-    facts: Row
+    fields: Row
     """Further fields of its row: its index, score, finish reason, and its rewards' numbers."""
     messages: Sequence[Message] | None = None
     """The whole chat, if it has several turns."""
@@ -61,11 +61,11 @@ def select(
     names = ("num_prompts", "num_empty", "num_cut", "num_below_min_score", "num_equal")
     counts = dict.fromkeys(names, 0)
     least = -math.inf if config.min_score is None else config.min_score
-    for facts, prompt, samples in samples_by_prompt(batch, tokenizer):
+    for fields, prompt, samples in samples_by_prompt(batch, tokenizer):
         counts["num_prompts"] += 1
         good = [sample for sample in samples if not sample.is_empty]
         counts["num_empty"] += len(samples) - len(good)
-        whole = [sample for sample in good if sample.facts["finish_reason"] != CUT_BY_LENGTH]
+        whole = [sample for sample in good if sample.fields["finish_reason"] != CUT_BY_LENGTH]
         counts["num_cut"] += len(good) - len(whole)
         if config.truncated == "drop":
             good = whole
@@ -76,9 +76,9 @@ def select(
                 chat: Row = {"prompt": prompt, "response": sample.text}
                 if sample.messages is not None:
                     chat = {"messages": sample.messages}
-                rows.append({**chat, **facts, "rank": rank, **sample.facts})
+                rows.append({**chat, **fields, "rank": rank, **sample.fields})
         elif len(good) > 1 and good[0].score > good[-1].score:
-            rows.append(pair_row(prompt, facts, good[0], good[-1]))
+            rows.append(pair_row(prompt, fields, good[0], good[-1]))
         else:
             counts["num_equal"] += 1
 
@@ -119,14 +119,14 @@ def samples_by_prompt(
         samples = []
         for row in rows:
             rewards = {name.removeprefix(EXTRA): _plain(extras[name][row]) for name in extras}
-            facts = {
+            fields = {
                 "sample": indices[row],
                 "score": scores[row],
                 "finish_reason": str(columns["finish_reason"][row]),
                 "rewards": rewards or None,
             }
             if not skipped[row]:
-                samples.append(ScoredSample(texts[row], scores[row], facts, chats[row]))
+                samples.append(ScoredSample(texts[row], scores[row], fields, chats[row]))
         samples.sort(key=lambda sample: -sample.score)  # stable: of equal scores the first
         prompt, source = columns["raw_prompt"][rows[0]], str(columns["data_source"][rows[0]])
         if not isinstance(prompt, str):  # parquet gives arrays of messages
@@ -150,12 +150,12 @@ def best_samples(samples: Sequence[ScoredSample], least: float, most: int) -> li
     return good[:most]
 
 
-def pair_row(prompt: Any, facts: Row, best: ScoredSample, worst: ScoredSample) -> Row:
+def pair_row(prompt: Any, fields: Row, best: ScoredSample, worst: ScoredSample) -> Row:
     """Return best and worst as a row for `trainer.data.pairs`."""
     sides = {"chosen": best, "rejected": worst}
-    row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **facts}
+    row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **fields}
     for side, sample in sides.items():
-        row |= {f"{side}_{name}": value for name, value in sample.facts.items()}
+        row |= {f"{side}_{name}": value for name, value in sample.fields.items()}
     return row
 
 

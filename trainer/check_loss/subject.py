@@ -30,7 +30,7 @@ from workers.losses.aggregate import Denominators
 from workers.losses.lm import compute_lm_loss
 from workers.losses.pairwise import PAIRWISE_LOSSES
 from workers.losses.preference.registry import PREFERENCE_LOSSES
-from workers.losses.registry import POLICY_LOSSES, facts_of
+from workers.losses.registry import POLICY_LOSSES, traits_of
 from workers.losses.value import compute_value_loss
 
 Outcome = dict[str, Tensor]
@@ -214,7 +214,7 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
         return function(*first, **arguments)
 
     variable = next((key for key in VARIABLES.get(kind, ()) if key in reads), "")
-    exempt = ["finite_differences"] if facts_of(function).holds_weights else []
+    exempt = ["finite_differences"] if traits_of(function).holds_weights else []
     return Subject(name, kind, reads, call, variable, mode, {*reads, "loss_agg_mode"}, exempt)
 
 
@@ -226,7 +226,7 @@ def _fit(function: Any, kind: str, settings: Mapping[str, Any]) -> dict[str, str
     """Return the value for each parameter of this kind of function, or "" if there is none."""
     columns, filled = _columns(kind), dict[str, str]()
     optional = {*columns, *counts_of(), *settings, "config", "rollout_is_weights", "loss_agg_mode"}
-    optional -= set() if facts_of(function).choose_tokens else {"chosen_tokens"}
+    optional -= set() if traits_of(function).choose_tokens else {"chosen_tokens"}
     for name, parameter in inspect.signature(function).parameters.items():
         key = name if name in columns else _canonical(name)
         if parameter.kind is parameter.VAR_KEYWORD:

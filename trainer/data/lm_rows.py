@@ -94,7 +94,7 @@ def encode_rows(
     entry_key = cache_key(names, tokenizer, **settings) if limit is None else None
     entry = None if entry_key is None else _cached(entry_key, read)
     if entry is not None:
-        return list(_rows_of(entry)), entry.facts["num_bad"]
+        return list(_rows_of(entry)), entry.summary["num_bad"]
     encoded = list(read())
     rows = [row for row in encoded if row is not None]
     return rows, len(encoded) - len(rows)

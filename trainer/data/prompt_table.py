@@ -4,10 +4,10 @@ Large files are read and tokenized once. Later runs map the result, so memory do
 files.
 
     key = cache_key(files, tokenizer, prompt_key="prompt")
-    entry = cached_rows("prompts", key, {"row": pa.string(), ...}, read, facts)
+    entry = cached_rows("prompts", key, {"row": pa.string(), ...}, read, summary)
     entry.table.column("row")[7]
 
-An entry is the folder `<kind>/<key>` with `rows.arrow` and `facts.json`.
+An entry is the folder `<kind>/<key>` with `rows.arrow` and `summary.json`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ROWS_PER_BLOCK = 1000
 """Rows in memory while an entry is written."""
 FORGOTTEN_AFTER_S = 30 * 24 * 3600.0
 """An entry that no run has opened for this long is removed."""
-FORMAT = 4
-ROWS, FACTS = "rows.arrow", "facts.json"
+FORMAT = 5
+ROWS, SUMMARY = "rows.arrow", "summary.json"
 
 
 class NotPlainError(Exception):
@@ -60,11 +60,11 @@ class NotPlainError(Exception):
 
 
 class Entry(NamedTuple):
-    """Rows in an Arrow file that is mapped into memory, and facts about all of them."""
+    """Rows in an Arrow file that is mapped into memory, and a summary of all of them."""
 
     folder: Path
     table: Any
-    facts: dict[str, Any]
+    summary: dict[str, Any]
 
 
 def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | None:
@@ -74,7 +74,7 @@ def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | No
         return None  # on the hub; or missing, which the reader reports
     if sum(path.stat().st_size for path in paths) < CACHED_FROM_BYTES:
         return None
-    tokens = facts_of_tokenizer(tokenizer)
+    tokens = tokenizer_fingerprint(tokenizer)
     if tokens is None:
         return None
     stats = [(str(path.resolve()), path.stat()) for path in paths]
@@ -88,12 +88,12 @@ def cached_rows(
     key: str,
     columns: dict[str, Any],
     read: Callable[[], Iterator[dict[str, Any] | None]],
-    facts: Callable[[], dict[str, Any]] = dict,
+    summary: Callable[[], dict[str, Any]] = dict,
 ) -> Entry | None:
     """Return the entry with that key; write it first if there is none.
 
     `columns` are names and Arrow types. `read` yields the values of every row, None for a bad row.
-    `facts` is called after the last row and returns facts about all rows, in addition to "num_bad".
+    `summary` is called after the last row and returns numbers about all rows, besides "num_bad".
     Return None if the rows cannot be cached, or if no folder can hold the cache.
     """
     cache = cache_folder(kind)
@@ -106,8 +106,8 @@ def cached_rows(
         unfinished = Path(tempfile.mkdtemp(dir=cache, prefix="unfinished_"))
         try:
             num_bad = _write(unfinished / ROWS, columns, read())
-            all_facts = {"num_bad": num_bad, **facts()}
-            (unfinished / FACTS).write_text(json.dumps(all_facts), encoding="utf-8")
+            whole = {"num_bad": num_bad, **summary()}
+            (unfinished / SUMMARY).write_text(json.dumps(whole), encoding="utf-8")
             shutil.rmtree(cache / key, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run was first
                 unfinished.rename(cache / key)
@@ -141,14 +141,14 @@ def _open(folder: Path) -> Entry | None:
     if not folder.is_dir():
         return None
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         table = pa.ipc.open_file(pa.memory_map(str(folder / ROWS))).read_all()
         with contextlib.suppress(OSError):  # the folder belongs to another user
             os.utime(folder)
     except (OSError, ValueError, pa.ArrowInvalid) as error:
         logger.warning("%s is damaged and written again (%s)", folder, error)
         return None
-    return Entry(folder, table, facts)
+    return Entry(folder, table, summary)
 
 
 def _remove_old(cache: Path) -> None:
@@ -164,7 +164,7 @@ def cache_folder(kind: str) -> Path:
     return Path(home) / "verl_like" / kind
 
 
-def facts_of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
+def tokenizer_fingerprint(tokenizer: Any) -> dict[str, Any] | None:
     """Return what the tokens depend on; None if the tokenizer cannot be serialized."""
     import transformers
 
@@ -309,7 +309,7 @@ def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
         lengths=pc.list_value_length(tokens).to_numpy(),
         sources=entry.table.column("source").combine_chunks(),
         folder=entry.folder,
-        **entry.facts,
+        **entry.summary,
     )
 
 

@@ -127,7 +127,7 @@ def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
         raise first
 
 
-FACTS_OF_CALL = ("role", "method", "rank", "pid", "start", "end", "cpu_s")
+CALL_FIELDS = ("role", "method", "rank", "pid", "start", "end", "cpu_s")
 logger = logging.getLogger(__name__)
 
 
@@ -355,8 +355,8 @@ class WorkerGroups:
         records = []
         for pool, group in list(self._fused.items()):
             for header in group.transport.take_finished():
-                facts = {name: getattr(header, name) for name in FACTS_OF_CALL}
-                records.append({**facts, "pool": pool})
+                fields = {name: getattr(header, name) for name in CALL_FIELDS}
+                records.append({**fields, "pool": pool})
         return records
 
     def shutdown(self) -> None:

@@ -132,13 +132,13 @@ class FlagRow:
     taken_with: str = ""
 
     @classmethod
-    def of(cls, facts: str | Mapping[str, Any]) -> FlagRow:
+    def of(cls, fields: str | Mapping[str, Any]) -> FlagRow:
         """Return the row of a YAML entry."""
-        facts = {"key": facts} if isinstance(facts, str) else dict(facts)
-        settings = {facts.pop("key"): "{}"} if "key" in facts else facts.pop("set", {})
-        values = {str(theirs).lower(): ours for theirs, ours in facts.pop("values", {}).items()}
-        at, taken_with = map(str, facts.pop("at", ())), facts.pop("with", "")
-        texts = {name: str(value) for name, value in facts.items()}
+        fields = {"key": fields} if isinstance(fields, str) else dict(fields)
+        settings = {fields.pop("key"): "{}"} if "key" in fields else fields.pop("set", {})
+        values = {str(theirs).lower(): ours for theirs, ours in fields.pop("values", {}).items()}
+        at, taken_with = map(str, fields.pop("at", ())), fields.pop("with", "")
+        texts = {name: str(value) for name, value in fields.items()}
         return cls(settings, values, tuple(at), taken_with=taken_with, **texts)
 
 
@@ -151,9 +151,9 @@ class Table:
         self.rules: list[Mapping[str, Any]] = []
         for section in [tree[name] for name in sections] if sections else [tree]:
             self.rules += section.get("rules", [])
-            for names, facts in section.items():
+            for names, fields in section.items():
                 if names != "rules":
-                    self.rows |= dict.fromkeys(names.split(), FlagRow.of(facts))
+                    self.rows |= dict.fromkeys(names.split(), FlagRow.of(fields))
         self.older = {row.new: name for name, row in self.rows.items() if row.new}
         """A newer spelling of a flag -> its name in the table."""
 

@@ -34,7 +34,7 @@ from workers.agents.host import Kind
 from workers.config import critic_optim, is_actors_module, tokens_per_pass
 from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses.correction import RolloutCorrection
-from workers.losses.registry import facts_of, get_policy_loss
+from workers.losses.registry import get_policy_loss, traits_of
 from workers.losses.rejection import SECTION
 from workers.models.quantize import check_device
 from workers.rollout.build import check_quantization
@@ -294,7 +294,7 @@ def _reject_losses(config: PPOConfig) -> None:
             f"{arguments['clip_cov_ub']:g}: no covariance lies between them. Set clip_cov_lb below "
             "clip_cov_ub."
         )
-    if actor.shuffle and facts_of(get_policy_loss(loss)).choose_tokens is not None:
+    if actor.shuffle and traits_of(get_policy_loss(loss)).choose_tokens is not None:
         raise ConfigError(
             f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "
             "mini-batch, chosen once for all passes, and shuffling makes other mini-batches in "

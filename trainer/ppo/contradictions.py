@@ -13,7 +13,7 @@ from functools import partial
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, wants_kl_in_loss
 from trainer.ppo.config import PPOConfig
 from workers.losses.importance_ratio import clip_widths
-from workers.losses.registry import POLICY_LOSSES, LossFacts, facts_of
+from workers.losses.registry import POLICY_LOSSES, LossTraits, traits_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ def log_warnings(config: PPOConfig) -> None:
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
     entry = POLICY_LOSSES.get(loss)  # None for a user's function
 
-    facts = LossFacts() if entry is None else facts_of(entry)
+    traits = LossTraits() if entry is None else traits_of(entry)
     is_by_token = aggregation in ("token-mean", "token-sum")
-    if facts.one_ratio_per_sequence and is_by_token and loss not in facts.longer_count_more:
+    if traits.one_ratio_per_sequence and is_by_token and loss not in traits.longer_count_more:
         warn(
             "sequence-aggregation",
             f"{ACTOR}.policy_loss.loss_mode={loss} gives a sequence one ratio, and "
@@ -50,7 +50,7 @@ def log_warnings(config: PPOConfig) -> None:
         )
 
     num_updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-    if not facts.has_ratio and num_updates > 1:
+    if not traits.has_ratio and num_updates > 1:
         warn(
             "uncorrected-updates",
             f"a step makes {num_updates} updates (data.train_batch_size="
@@ -60,9 +60,9 @@ def log_warnings(config: PPOConfig) -> None:
             f"{ACTOR}.ppo_mini_batch_size={config.data.train_batch_size}, or take vanilla.",
         )
 
-    if "clip_ratio" in (facts.keys_read or ()):
+    if "clip_ratio" in (traits.keys_read or ()):
         low, high = clip_widths(actor)
-        if facts.clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
+        if traits.clips_sequences and max(low, high) > WIDEST_RANGE_OF_SEQUENCES:
             warn(
                 "clip-of-sequences",
                 f"a clip range of {low} below and {high} above is meant for token ratios: "
@@ -70,7 +70,7 @@ def log_warnings(config: PPOConfig) -> None:
                 f"leave it. The paper's is {ACTOR}.clip_ratio_low=3e-4 and "
                 f"{ACTOR}.clip_ratio_high=4e-4.",
             )
-        if low > high and not facts.clips_weights:
+        if low > high and not traits.clips_weights:
             warn(
                 "clip-upside-down",
                 f"{ACTOR}.clip_ratio_low={low} is above clip_ratio_high={high}: tokens may fall "

@@ -27,7 +27,7 @@ def largest_gap(batch: DataProto) -> float:
 
 
 @dataclass(frozen=True)
-class GapFacts:
+class GapMeasurements:
     """The measurements of `self_test`."""
 
     gap: float
@@ -42,34 +42,34 @@ class GapFacts:
     """The narrower of the two computing dtypes."""
 
 
-def explain_gap(facts: GapFacts) -> tuple[str, str]:
-    """Return the first cause that the facts support, as a word and a sentence.
+def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
+    """Return the first cause that the measurements support, as a word and a sentence.
 
     The causes: none, staleness, sampling semantics, quantisation, dtype, unknown.
     """
-    gap, rounding = facts.gap, TOLERANCES["float32"]
-    is_cut = gap > 10 * max(facts.plain_gap, rounding)
-    is_narrow = facts.dtype != "float32" and gap <= TOLERANCES.get(facts.dtype, rounding)
+    gap, rounding = measured.gap, TOLERANCES["float32"]
+    is_cut = gap > 10 * max(measured.plain_gap, rounding)
+    is_narrow = measured.dtype != "float32" and gap <= TOLERANCES.get(measured.dtype, rounding)
     causes = (
         (
             "staleness",
-            facts.stale,
+            measured.stale,
             "the rollout's weights are not the actor's: sync before generating",
         ),
         ("none", gap <= rounding, "rounding of float32"),
         (
             "sampling semantics",
             is_cut,
-            f"it is {facts.plain_gap:.3g} without truncation, so the engine reports log-probs of "
-            "another distribution than the whole one at the temperature",
+            f"it is {measured.plain_gap:.3g} without truncation, so the engine reports log-probs "
+            "of another distribution than the whole one at the temperature",
         ),
-        ("quantisation", facts.quantization, f"quantization={facts.quantization} rounds"),
-        ("dtype", is_narrow, f"rounding of {facts.dtype}; float32 would close it"),
+        ("quantisation", measured.quantization, f"quantization={measured.quantization} rounds"),
+        ("dtype", is_narrow, f"rounding of {measured.dtype}; float32 would close it"),
         (
             "unknown",
             True,
-            f"with equal weights, in {facts.dtype}, with and without truncation: the two forward "
-            "passes differ (attention, positions, or an engine's own model code)",
+            f"with equal weights, in {measured.dtype}, with and without truncation: the two "
+            "forward passes differ (attention, positions, or an engine's own model code)",
         ),
     )
     cause, story = next((cause, story) for cause, holds, story in causes if holds)
@@ -94,7 +94,7 @@ def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
     device = devices_of(trainer.config.trainer).type
     types = (precision_of(policy.model, device).compute, rollout_dtype(policy, device))
     return explain_gap(
-        GapFacts(
+        GapMeasurements(
             gap=gaps[0],
             plain_gap=gaps[1],
             stale=actor != rollout,

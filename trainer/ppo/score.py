@@ -15,7 +15,7 @@ from verl_like.batch.protocol import DataProto
 from workers.columns import has_column, read_columns
 from workers.config.conditions import has_teacher
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import facts_of, get_policy_loss
+from workers.losses.registry import get_policy_loss, traits_of
 
 
 def readings(scorings: Sequence[Scoring], config: PPOConfig, in_update: bool) -> list[Scoring]:
@@ -52,7 +52,7 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode or columns_of_correction(correction):
         return False
-    if facts_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens is not None:
+    if traits_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens is not None:
         return False
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size != config.data.train_batch_size:
         return False

@@ -38,7 +38,7 @@ from verl_like.config_key import arguments_for
 from workers.columns import read_columns, require, sampled_log_probs_column, write_columns
 from workers.config import ActorConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection, normalized
-from workers.losses.registry import facts_of, get_policy_loss
+from workers.losses.registry import get_policy_loss, traits_of
 from workers.rewards.weighted import SKIPPED
 from workers.rollout.sample import CUT_BY_LENGTH
 
@@ -109,7 +109,7 @@ def choose_tokens(
     Mini-batch k of K has the rows whose number is k modulo K; `mini_batch_size` counts samples.
     `old_log_probs` names the column of the old policy's log-probs.
     """
-    choose = facts_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens
+    choose = traits_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens
     if choose is None:
         return batch
 

@@ -38,7 +38,7 @@ OF_THE_CLOCK = ("timing", "perf/")
 SECONDS = "_s/mean"
 """The suffix of metrics about seconds of trajectories."""
 TIMES = ("times", "engine_s", "environment_s", "waiting_s")
-"""The facts of a trajectory about seconds."""
+"""Fields of a trajectory in seconds."""
 
 
 def counted(names: Collection[str]) -> list[str]:

@@ -141,7 +141,7 @@ def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
     of_uid = [n for n, each in enumerate(prompts.non_tensor_batch["uid"]) if each == uid]
     prompts = prompts[[of_uid[index] for index in indices]]
     if not wanted.is_live:
-        answers = [facts["answers"] for facts in recorded.non_tensor_batch[TRAJECTORY]]
+        answers = [info["answers"] for info in recorded.non_tensor_batch[TRAJECTORY]]
         prompts = prompts.union(DataProto.from_dict({}, {RECORDED: object_rows(answers)}))
     replayed = trainer.rollouts.generate(prompts, attempt=attempt)
     for row, index in enumerate(indices):
@@ -172,9 +172,9 @@ class _Row:
             batch, "prompts", "responses", "turn", "response_mask", "rollout_log_probs"
         )
         prompt, tokens, turns, mask, log_probs = (torch.from_numpy(c[row]) for c in columns)
-        facts = batch.non_tensor_batch[TRAJECTORY][row]
+        info = batch.non_tensor_batch[TRAJECTORY][row]
         mine = prompt.tolist(), tokens.tolist(), turns.tolist(), mask.bool(), log_probs
-        return cls(*mine, facts["answers"], facts["ended"])
+        return cls(*mine, info["answers"], info["ended"])
 
     @property
     def num_turns(self) -> int:

@@ -48,7 +48,7 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
         for e in events:
             if e["ph"] != "X":  # names of pools and lanes
                 continue
-            lane, facts = lanes[e["pid"], e["tid"]], e.get("args", {})
+            lane, args = lanes[e["pid"], e["tid"]], e.get("args", {})
             call = TracedCall(
                 pool=pools[e["pid"]],
                 lane=lane["name"],
@@ -56,9 +56,9 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
                 method=e["name"],
                 start=e["ts"] / 1e6,
                 end=(e["ts"] + e["dur"]) / 1e6,
-                step=int(facts.get("step", 0)),
-                stage=str(facts.get("stage", "")),
-                about=_of_environments(facts),
+                step=int(args.get("step", 0)),
+                stage=str(args.get("stage", "")),
+                about=_of_environments(args),
             )
             calls.append(call)
         return sorted(calls, key=lambda call: call.start), list(trace["otherData"]["stages"])
@@ -67,10 +67,10 @@ def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[
     return [], []
 
 
-def _of_environments(facts: Mapping[str, Any]) -> str:
-    if "num_answers" not in facts:
+def _of_environments(args: Mapping[str, Any]) -> str:
+    if "num_answers" not in args:
         return ""
-    return f", {facts['num_answers']} answers of {1000 * facts['busy_s']:.1f} ms in all"
+    return f", {args['num_answers']} answers of {1000 * args['busy_s']:.1f} ms in all"
 
 
 def last_steps(calls: Sequence[TracedCall], count: int) -> list[TracedCall]:

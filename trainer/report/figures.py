@@ -67,7 +67,7 @@ def known_panels() -> list[Panel]:
     """Return the figures of a PPO run."""
     import yaml  # type: ignore[import-untyped]
 
-    return [Panel(**facts) for facts in yaml.safe_load(PANELS_FILE.read_text(encoding="utf-8"))]
+    return [Panel(**fields) for fields in yaml.safe_load(PANELS_FILE.read_text(encoding="utf-8"))]
 
 
 def panels_of(metrics: MetricLines) -> list[Panel]:

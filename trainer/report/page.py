@@ -104,7 +104,7 @@ def _content(data: RunData) -> dict[str, Any]:
 
     return {
         "name": data.folder.resolve().name,
-        "facts": _facts(data),
+        "overview": _overview(data),
         "failure": data.failure,
         "notes": data.notes,
         "panels": [(panel, Markup(svg)) for panel, svg in drawn if svg],
@@ -140,22 +140,22 @@ def _steps(data: RunData) -> str:
     return f"{len(steps)} ({min(steps):.0f} to {max(steps):.0f})"
 
 
-def _facts(data: RunData) -> list[tuple[str, str]]:
+def _overview(data: RunData) -> list[tuple[str, str]]:
     """Return the lines of the summary at the top: (name, value)."""
     outcome = "failed" if data.failure else "no failure"
     if data.failure.startswith(STOPPED):
         outcome = "stopped"
-    facts = [("outcome", outcome), ("steps", _steps(data))]
+    entries = [("outcome", outcome), ("steps", _steps(data))]
     _, seconds = data.series("timing_s/step")
     if seconds:
-        facts.append(("time of all steps", f"{sum(seconds):.1f} s"))
+        entries.append(("time of all steps", f"{sum(seconds):.1f} s"))
     _, proven = data.series("training/num_hash_matched_samples")
     if proven:
-        facts.append(("samples verified by hash", f"{sum(proven):,.0f}"))
+        entries.append(("samples verified by hash", f"{sum(proven):,.0f}"))
     trained, left_out = tokens_of(data.metrics)
     if trained or left_out:
-        facts.append(("tokens", describe_tokens(drawn_of(data.metrics), trained, left_out)))
+        entries.append(("tokens", describe_tokens(drawn_of(data.metrics), trained, left_out)))
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
-        facts.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))
-    return facts
+        entries.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))
+    return entries

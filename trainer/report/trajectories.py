@@ -24,7 +24,7 @@ class ShownTurn:
     reward: float | None = None
     seconds: tuple[float, ...] = ()
     """Seconds in the engine, in the environment, waiting."""
-    facts: str = ""
+    stats: str = ""
     """The turn's tokens and tool calls."""
 
 
@@ -35,7 +35,7 @@ class ShownTrajectory:
     turns: Sequence[ShownTurn]
     ended: str
     problem: str
-    facts: str
+    stats: str
     """Turns, tokens and seconds in total."""
     longest: float
     """Seconds of the longest turn."""
@@ -55,7 +55,7 @@ def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
         turns,
         ended=str(row.get("ended") or ""),
         problem=shorten(row.get("problem") or "", LONGEST_TURN),
-        facts=f"{counts}, {observed:.0f} observed, {sum(seconds):.3g} s",
+        stats=f"{counts}, {observed:.0f} observed, {sum(seconds):.3g} s",
         longest=max(seconds, default=0.0),
     )
 
@@ -78,12 +78,12 @@ def _shown(turn: Mapping[str, Any]) -> ShownTurn:
     text = shorten(turn.get("text", ""), LONGEST_TURN)
     if not _is_drawn(turn):
         return ShownTurn(str(turn.get("role", "")), text, is_drawn=False)
-    facts = _counted(_number(turn, "tokens"), "token")
+    stats = _counted(_number(turn, "tokens"), "token")
     if "calls" in turn:
         failed = f"{_number(turn, 'errors'):.0f} failed"
-        facts = f"{facts}, {_counted(_number(turn, 'calls'), 'call')}, {failed}"
+        stats = f"{stats}, {_counted(_number(turn, 'calls'), 'call')}, {failed}"
     reward = turn["reward"] if isinstance(turn.get("reward"), int | float) else None
-    return ShownTurn("policy", text, True, reward, _seconds(turn), facts)
+    return ShownTurn("policy", text, True, reward, _seconds(turn), stats)
 
 
 def _seconds(turn: Mapping[str, Any]) -> tuple[float, ...]:

@@ -57,8 +57,8 @@ class FaultInjection:
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
         """Record the faults in the environments of these samples."""
         kinds = Counter[str]()
-        for facts in batch.non_tensor_batch.get("trajectory", ()):
-            kinds.update(facts.get("faults", {}))  # a pad row has none
+        for info in batch.non_tensor_batch.get("trajectory", ()):
+            kinds.update(info.get("faults", {}))  # a pad row has none
         for kind, count in kinds.items():
             self.note(kind, trainer.global_step, count=count)
 
@@ -131,10 +131,10 @@ class FaultInjection:
         self.note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
         transport.kill(rank)
 
-    def note(self, kind: str, step: int, **facts: Any) -> None:
+    def note(self, kind: str, step: int, **fields: Any) -> None:
         """Record a fault in this step."""
-        self._write({"kind": kind, "step": step, **facts})
-        words = ", ".join(f"{name} {value}" for name, value in facts.items())
+        self._write({"kind": kind, "step": step, **fields})
+        words = ", ".join(f"{name} {value}" for name, value in fields.items())
         logger.warning("faults.%s in step %d: %s", kind, step, words)
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -118,14 +118,14 @@ class SampleLog:
     def train(
         self,
         tokens: Mapping[SampleKey, int],
-        facts: Mapping[SampleKey, Mapping[str, int]] | None = None,
+        stats: Mapping[SampleKey, Mapping[str, int]] | None = None,
     ) -> None:
         """Close these samples, of which an update got this number of tokens each.
 
-        `facts` are further numbers of a sample, which are counted. Raise if the log has another
+        `stats` are further numbers of a sample, which are counted. Raise if the log has another
         number of tokens.
         """
-        facts = facts or {}
+        stats = stats or {}
         differ = [
             f"{_name(sample)} ({num} instead of {self._tokens(sample)})"
             for sample, num in tokens.items()
@@ -139,7 +139,7 @@ class SampleLog:
         for sample, num in tokens.items():
             self._close(sample).trained += 1
             self.trained_tokens += num
-            for name, value in facts.get(sample, {}).items():
+            for name, value in stats.get(sample, {}).items():
                 self.counts[name][value] += 1
 
     def drop(self, samples: Iterable[SampleKey], reason: str) -> None:
@@ -337,7 +337,7 @@ class SampleWatch:
         if not self._samples:
             return
         self._has_updated = True
-        facts = None if self._generators_log is None else trainer.origins.facts(batch)
+        stats = None if self._generators_log is None else trainer.origins.sample_stats(batch)
         with self.log.lock:
             tokens = tokens_by_sample(batch)
             if has_user_code(trainer):
@@ -350,7 +350,7 @@ class SampleWatch:
                     f"{', '.join(map(_name, missing[:NAMED]))}, and no filter has dropped these."
                 )
             ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
-            self.log.train(ours, facts)
+            self.log.train(ours, stats)
             self._trained += sum(ours.values())
             self._samples = {}
 
@@ -397,8 +397,8 @@ def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
 def tokens_given_up(batch: DataProto | None) -> Counter[str]:
     """Return tokens that trajectories had sampled before they restarted, by reason."""
     counts = Counter[str]()
-    for facts in () if batch is None else batch.non_tensor_batch.get("trajectory", ()):
-        counts.update(facts.get("given_up_tokens", {}))  # a pad row has none
+    for info in () if batch is None else batch.non_tensor_batch.get("trajectory", ()):
+        counts.update(info.get("given_up_tokens", {}))  # a pad row has none
     return counts
 
 

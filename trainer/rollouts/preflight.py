@@ -72,7 +72,7 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
 def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") -> dict[str, Kind]:
     """Reject invalid environment code or a chat template that cannot take turns.
 
-    With a reason in `no_tools_reason`, tools are rejected, too. Return the facts about each
+    With a reason in `no_tools_reason`, tools are rejected, too. Return the `Kind` of each
     environment by name.
     """
     if not plays(config):

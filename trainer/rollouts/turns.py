@@ -14,7 +14,7 @@ from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
 
 TRAJECTORY = "trajectory"
-"""Column with facts about each row's trajectory besides its tokens."""
+"""Column with data on each row's trajectory besides its tokens."""
 POLICY = "assistant"
 DIGITS = 6
 """Decimal digits of seconds."""
@@ -32,12 +32,12 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     Observations have none of these fields, nor have older responses that an agent sends again. The
     first observation is part of the prompt.
     """
-    facts = batch.non_tensor_batch.get(TRAJECTORY)
-    if facts is None:
+    infos = batch.non_tensor_batch.get(TRAJECTORY)
+    if infos is None:
         return {}
     drawn: list[list[int]] = []
     turns_of_rows: list[list[Turn]] = []
-    rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), facts, strict=True)
+    rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), infos, strict=True)
     for tokens, mask, numbers, of_row in rows:
         policy_turns = _policy_turns(tokens, mask != 0, numbers, drawn)
         turns_of_rows.append(
@@ -49,8 +49,8 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
         turn["text"] = texts[turn["text"]]
     return {
         "turns": turns_of_rows,
-        "ended": [of_row.get("ended") for of_row in facts],
-        "problem": [of_row.get("problem") or None for of_row in facts],
+        "ended": [of_row.get("ended") for of_row in infos],
+        "problem": [of_row.get("problem") or None for of_row in infos],
     }
 
 
@@ -65,10 +65,10 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
     chats: list[list[Message] | None] = []
     columns = batch.non_tensor_batch
     rows = zip(columns["raw_prompt"], columns[TRAJECTORY], fields["turns"], strict=True)
-    for prompt, facts, turns in rows:
-        requests = [answer.get("request", {"extends": True}) for answer in facts["answers"]]
+    for prompt, info, turns in rows:
+        requests = [answer.get("request", {"extends": True}) for answer in info["answers"]]
         place = max((n for n, request in enumerate(requests) if not request["extends"]), default=0)
-        first = facts["answers"][place] if facts["answers"] else {}
+        first = info["answers"][place] if info["answers"] else {}
         begin = first.get("messages") or with_observation(prompt, first.get("text"))
         drawn = [n for n, turn in enumerate(turns) if "tokens" in turn]
         rest = turns[drawn[place] :] if place < len(drawn) else []
@@ -82,13 +82,13 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
 
     A success is a score above 0 from an environment that has not failed.
     """
-    facts = batch.non_tensor_batch.get(TRAJECTORY)
-    if facts is None:
+    infos = batch.non_tensor_batch.get(TRAJECTORY)
+    if infos is None:
         return {}
     scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(-1).tolist()
-    good = [score > 0 and not fact["problem"] for score, fact in zip(scores, facts, strict=True)]
+    good = [score > 0 and not info["problem"] for score, info in zip(scores, infos, strict=True)]
     names = ("agents/num_turns", "agents/num_call", "agents/ended")
-    every = trajectory_metrics(facts.tolist())
+    every = trajectory_metrics(infos.tolist())
     metrics = {name: value for name, value in every.items() if name.startswith(names)}
     return {"agents/success": sum(good) / max(len(good), 1), **metrics}
 
@@ -110,10 +110,10 @@ def _policy_turns(
     return turns
 
 
-def _with_answer(turn: Turn, facts: Mapping[str, Any]) -> list[Turn]:
+def _with_answer(turn: Turn, info: Mapping[str, Any]) -> list[Turn]:
     """Return a turn with reward and seconds, and its observations; answer 0 is `reset`'s."""
     place = turn.pop("turn") + 1
-    times, answers = facts["times"][place : place + 1], facts["answers"][place : place + 1]
+    times, answers = info["times"][place : place + 1], info["answers"][place : place + 1]
     for seconds in times:
         names = ("engine", "environment", "waiting")
         turn |= {f"{name}_s": round(seconds[name], DIGITS) for name in names}
@@ -134,8 +134,8 @@ def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
     """
     waits = sorted(
         (wait["asked"], wait["heard"], wait["environment"])
-        for facts in batch.non_tensor_batch[TRAJECTORY]
-        for wait in facts.get("times", ())
+        for info in batch.non_tensor_batch[TRAJECTORY]
+        for wait in info.get("times", ())
         if wait["heard"]
     )
     if not waits:

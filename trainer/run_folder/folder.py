@@ -130,15 +130,15 @@ class FolderLock:
         self._descriptor = descriptor
         if os.fstat(descriptor).st_size:
             logger.info("%s was left by %s, and is taken over", self.path, _owner(self.path))
-        facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
 
 
 def _owner(path: Path) -> str:
     try:
-        facts = read_json_object(path)
-        return f"process {facts['pid']} on {facts['host']}, a run since {facts['since']}"
+        owner = read_json_object(path)
+        return f"process {owner['pid']} on {owner['host']}, a run since {owner['since']}"
     except (OSError, ValueError, KeyError):
         return "another run, which has just started or ended"
 

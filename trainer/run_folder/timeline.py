@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 _TAIL = b"\n]}\n"
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 """Whole microseconds and no blanks, because a run has many thousands of these lines."""
-FACTS = ("cpu_s", "step", "stage", "busy_s", "num_answers")
-"""The facts about a call in its event, besides time, method and lane."""
-FACTS_OF_LANE = ("role", "rank", "pid")
-"""The facts about a lane in the event that names it. Here `pid` is the worker's process; elsewhere
+EVENT_FIELDS = ("cpu_s", "step", "stage", "busy_s", "num_answers")
+"""Fields of a call in its event, besides time, method and lane."""
+LANE_FIELDS = ("role", "rank", "pid")
+"""Fields of a lane in the event that names it. Here `pid` is the worker's process; elsewhere
 in a trace it is a pool."""
 
 Event = dict[str, Any]
@@ -50,8 +50,8 @@ class Timeline:
         """A pool's number and a lane's name -> the event that names the lane."""
         self._is_empty = True
         if not (resume and self.path.is_file() and self._can_continue()):
-            facts = json.dumps({"displayTimeUnit": "ms", "otherData": {"stages": list(stages)}})
-            self.path.write_bytes(facts[:-1].encode() + b', "traceEvents": [' + _TAIL)
+            header = json.dumps({"displayTimeUnit": "ms", "otherData": {"stages": list(stages)}})
+            self.path.write_bytes(header[:-1].encode() + b', "traceEvents": [' + _TAIL)
 
     def add(self, records: Iterable[Record]) -> None:
         ordered = sorted(records, key=lambda record: float(record["start"]))
@@ -78,15 +78,15 @@ class Timeline:
 
         known = self._lanes.get((pid, name), {"tid": len(self._lanes) + 1})
         lane = {"pid": pid, "tid": known["tid"]}
-        facts = {fact: record[fact] for fact in FACTS_OF_LANE if fact in record}
-        named = {"ph": "M", "name": "thread_name", **lane, "args": {"name": name, **facts}}
+        fields = {name: record[name] for name in LANE_FIELDS if name in record}
+        named = {"ph": "M", "name": "thread_name", **lane, "args": {"name": name, **fields}}
         if named != known:
             self._lanes[pid, name] = named
             events.append(named)
 
         start, seconds = record["start"], record["end"] - record["start"]
         times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
-        args = {fact: record[fact] for fact in FACTS if fact in record}
+        args = {name: record[name] for name in EVENT_FIELDS if name in record}
         if "cpu_s" in args:
             args["cpu_s"] = round(args["cpu_s"], 4)
         return [*events, {"ph": "X", "name": record["method"], **lane, **times, "args": args}]

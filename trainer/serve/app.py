@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trainer.serve import bodies as b
-from trainer.serve.bodies import Facts
+from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SavedPath, expiry
 from trainer.serve.clients import ClientSession, Sessions
 from trainer.serve.desk import Desk
@@ -45,7 +45,7 @@ CLEANUP_S = 5.0
 """Pause between two runs of the janitor."""
 LARGEST_BODY = 64 * 2**20
 NO_CANCEL = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
-CONSTANT: list[tuple[str, str, Facts]] = [
+CONSTANT: list[tuple[str, str, JsonObject]] = [
     ("GET", "/healthz", {"status": "ok"}),
     ("POST", "/client/config", {}),  # all flags are the SDK's defaults
     ("POST", "/client/dynamic_config", NO_CANCEL | {"sample_cancel_max_batch_size": 1}),
@@ -58,7 +58,7 @@ NUMBERED = (
     ("sampling_session_id", "seq_id"),
 )
 """The fields of numbered requests: what counts them, and the number."""
-Handler = Callable[..., Facts | None]
+Handler = Callable[..., JsonObject | None]
 
 
 class Door:
@@ -102,7 +102,7 @@ class Door:
 
     def app(self) -> Starlette:
         """Return the application, for an ASGI server."""
-        routes = [self._route(method, path, _answering(facts)) for method, path, facts in CONSTANT]
+        routes = [self._route(method, path, _answering(body)) for method, path, body in CONSTANT]
         routes += [self._route(*entry) for entry in self.table()]
         others = {
             "/api/v1/forward_backward": self.forward_backward,
@@ -134,7 +134,9 @@ class Door:
 
         return Route(f"/api/v1{path}", self._guarded(answer), methods=[method])
 
-    def _once(self, fields: Facts, content: bytes, answer: Callable[[], Facts]) -> Facts:
+    def _once(
+        self, fields: JsonObject, content: bytes, answer: Callable[[], JsonObject]
+    ) -> JsonObject:
         """Return the answer to a request; a repeated numbered request gets the earlier answer."""
         for owner, number in NUMBERED:
             if fields.get(owner) is not None and fields.get(number) is not None:
@@ -144,7 +146,7 @@ class Door:
                     return session.repeats.answer(request, content, answer)
         return answer()
 
-    def _skip_turn(self, fields: Facts) -> None:
+    def _skip_turn(self, fields: JsonObject) -> None:
         """Count a rejected request as done, because the client continues with the next number."""
         seq_id = fields.get("seq_id")
         if type(seq_id) is int and fields.get("model_id") is not None:
@@ -189,7 +191,7 @@ class Door:
 
     # ------------------------------------------------------------------ clients and sessions
 
-    def capabilities(self) -> Facts:
+    def capabilities(self) -> JsonObject:
         names = {self.desk.base_model: "actor", **{role: role for role in self.verbs.scorers}}
         return {
             "supported_models": [
@@ -205,7 +207,7 @@ class Door:
 
     def create_session(
         self, user_metadata: b.Metadata = None, display_name: str | None = None
-    ) -> Facts:
+    ) -> JsonObject:
         session = ClientSession(uuid.uuid4().hex[:16], user_metadata or {}, display_name)
         self.sessions.open[session.session_id] = session
         return {"session_id": session.session_id, "info_message": self.desk.notice}
@@ -225,7 +227,7 @@ class Door:
         states = {*session.models, *(sampler.state for sampler in session.samplers.values())}
         self.desk.drop(states - self.sessions.sampled_states() - {BASE})
 
-    def get_session(self, session_id: str) -> Facts:
+    def get_session(self, session_id: str) -> JsonObject:
         session = self.sessions.find(session_id)
         return {
             "training_run_ids": [*session.models],
@@ -234,7 +236,7 @@ class Door:
             "display_name": session.display_name,
         }
 
-    def list_sessions(self, limit: b.Count = 100, offset: b.Count = 0) -> Facts:
+    def list_sessions(self, limit: b.Count = 100, offset: b.Count = 0) -> JsonObject:
         return _page("sessions", [*self.sessions.open], limit, offset)
 
     # ----------------------------------------------------------------------------- training
@@ -247,7 +249,7 @@ class Door:
         lora_config: b.LoraBody | None = None,
         optimizer_config: b.Optimizer | None = None,
         user_metadata: b.Metadata = None,
-    ) -> Facts:
+    ) -> JsonObject:
         role, lora = self._role_of(base_model), lora_config or b.LoraBody()
         self._check_rank(lora.rank, role)
         trains = {"mlp": lora.train_mlp, "attn": lora.train_attn, "unembed": lora.train_unembed}
@@ -278,7 +280,9 @@ class Door:
                 "start."
             )
 
-    def _open(self, session_id: str, model: ServedModel, work: Callable[[], Facts]) -> Facts:
+    def _open(
+        self, session_id: str, model: ServedModel, work: Callable[[], JsonObject]
+    ) -> JsonObject:
         """Open a model of a session; `work` makes its state."""
         session = self.sessions.find(session_id)
         is_taken = any(opened.role == model.role for opened in self.sessions.all_models())
@@ -292,7 +296,7 @@ class Door:
         self.desk.work(promise, work)
         return {"request_id": promise.request_id}
 
-    def get_info(self, model_id: str) -> Facts:
+    def get_info(self, model_id: str) -> JsonObject:
         model = self.sessions.model(model_id)
         name = self.verbs.trained[model.role].path
         return {
@@ -328,7 +332,9 @@ class Door:
             self._once(fields, body, lambda: self._in_turn(model, message.seq_id, work))
         )
 
-    def _in_turn(self, model: ServedModel, seq_id: int, work: Callable[[], bytes | Facts]) -> Facts:
+    def _in_turn(
+        self, model: ServedModel, seq_id: int, work: Callable[[], bytes | JsonObject]
+    ) -> JsonObject:
         """Queue a request of a model until its turn; the answer names its promise."""
         model.turns.check(seq_id)
         promise = self.promises.new(model.name.partition(":")[0])
@@ -341,7 +347,7 @@ class Door:
         seq_id: PositiveInt,
         adam_params: b.Adam | None = None,
         optimizer_params: None = None,
-    ) -> Facts:
+    ) -> JsonObject:
         model, adam = self.sessions.model(model_id), adam_params or b.Adam()
         settings = StepSettings(
             lr=adam.learning_rate,
@@ -355,10 +361,10 @@ class Door:
 
     # -------------------------------------------------------------------------- checkpoints
 
-    def save_weights(self, body: b.Save) -> Facts:
+    def save_weights(self, body: b.Save) -> JsonObject:
         return self._save(body, "weights", bool(body.overwrite))
 
-    def save_for_sampler(self, body: b.Save) -> Facts:
+    def save_for_sampler(self, body: b.Save) -> JsonObject:
         """Save a named checkpoint, or a snapshot that lives as long as the session."""
         if body.sampling_session_seq_id is None:
             return self._save(body, "sampler_weights", True)
@@ -370,12 +376,12 @@ class Door:
         session.samplers[name] = ServedSampler(name, name, model.role, path)
         return answer
 
-    def _save(self, body: b.Save, kind: str, may_replace: bool) -> Facts:
+    def _save(self, body: b.Save, kind: str, may_replace: bool) -> JsonObject:
         model = self.sessions.model(body.model_id)
         path = SavedPath.of(model.name, kind, body.path or f"step-{model.num_steps}")
         expiry(body.ttl_seconds)
 
-        def work() -> Facts:
+        def work() -> JsonObject:
             if not may_replace and self.checkpoints.find(path):
                 raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
             return self.verbs.save(model, path, body.user_metadata, body.ttl_seconds)
@@ -392,42 +398,46 @@ class Door:
         model_seq_id: int = 0,
         base_model: str | None = None,
         user_metadata: b.Metadata = None,
-    ) -> Facts:
+    ) -> JsonObject:
         """Load a checkpoint into a new model of a session, or a model just created."""
         saved = SavedPath.parse(path)
-        facts = self.checkpoints.facts(saved)
+        metadata = self.checkpoints.metadata(saved)
         if model_id is not None:
             model = self.sessions.model(model_id)
             if seq_id != 1:
                 raise RequestError("load_weights must be a model's first request.")
             return self._in_turn(model, 1, lambda: self.verbs.load(model, saved, optimizer))
-        name, role, frozen = f"{session_id}:train:{model_seq_id}", facts["role"], facts["frozen"]
-        if base_model not in (None, facts["base_model"], role):
+        name, role, frozen = (
+            f"{session_id}:train:{model_seq_id}",
+            metadata["role"],
+            metadata["frozen"],
+        )
+        if base_model not in (None, metadata["base_model"], role):
             self._role_of(base_model)
-        self._check_rank(facts["rank"], role)
-        model = ServedModel(name, role, facts["rank"], None, tuple(frozen), user_metadata)
+        self._check_rank(metadata["rank"], role)
+        model = ServedModel(name, role, metadata["rank"], None, tuple(frozen), user_metadata)
         return self._open(session_id, model, lambda: self.verbs.load(model, saved, optimizer))
 
-    def weights_info(self, tinker_path: str) -> Facts:
-        facts = self.checkpoints.facts(SavedPath.parse(tinker_path))
+    def weights_info(self, tinker_path: str) -> JsonObject:
+        metadata = self.checkpoints.metadata(SavedPath.parse(tinker_path))
         parts = ("mlp", "attn", "unembed")
         return {
-            "base_model": facts["base_model"],
-            "is_lora": facts["rank"] > 0,
-            "lora_rank": facts["rank"] or None,
-            **{f"train_{part}": part not in facts["frozen"] for part in parts},
+            "base_model": metadata["base_model"],
+            "is_lora": metadata["rank"] > 0,
+            "lora_rank": metadata["rank"] or None,
+            **{f"train_{part}": part not in metadata["frozen"] for part in parts},
         }
 
-    def list_runs(self, limit: b.Count = 100, offset: b.Count = 0) -> Facts:
+    def list_runs(self, limit: b.Count = 100, offset: b.Count = 0) -> JsonObject:
         page = _page("training_runs", self.checkpoints.runs(), limit, offset)
         runs = [self.checkpoints.describe_run(run) for run in page["training_runs"]]
         return page | {"training_runs": runs}
 
-    def list_of_run(self, run: str) -> Facts:
+    def list_of_run(self, run: str) -> JsonObject:
         self.checkpoints.describe_run(run)
         return {"checkpoints": self.checkpoints.describe_all(run)}
 
-    def list_checkpoints(self, limit: b.Count = 100, offset: b.Count = 0) -> Facts:
+    def list_checkpoints(self, limit: b.Count = 100, offset: b.Count = 0) -> JsonObject:
         return _page("checkpoints", self.checkpoints.describe_all(), limit, offset)
 
     def delete_checkpoint(self, run: str, kind: str, name: str) -> None:
@@ -451,29 +461,29 @@ class Door:
         sampling_session_seq_id: int,
         base_model: str | None = None,
         model_path: str | None = None,
-    ) -> Facts:
+    ) -> JsonObject:
         session = self.sessions.find(session_id)
         name = f"{session_id}:sample:{sampling_session_seq_id}"
         if model_path is None:
             sampler = ServedSampler(name, BASE, self._role_of(base_model))
         else:
             path = SavedPath.parse(model_path)
-            facts = self.checkpoints.facts(path)
-            self._check_rank(facts["rank"], facts["role"])
+            metadata = self.checkpoints.metadata(path)
+            self._check_rank(metadata["rank"], metadata["role"])
             # a replaced checkpoint is a different state
-            state = f"{path} of {facts['time']}"
-            sampler = ServedSampler(name, state, facts["role"], path, str(path))
+            state = f"{path} of {metadata['time']}"
+            sampler = ServedSampler(name, state, metadata["role"], path, str(path))
         session.samplers[name] = sampler
         return {"sampling_session_id": name}
 
-    def get_sampler(self, sampler_id: str) -> Facts:
+    def get_sampler(self, sampler_id: str) -> JsonObject:
         sampler = self.sessions.sampler(sampler_id)
         is_trained = sampler.role in self.verbs.trained
         base = self.verbs.trained[sampler.role].path if is_trained else sampler.role
         shown = sampler.shown_path
         return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": shown}
 
-    def sample(self, body: b.SampleBody) -> Facts:
+    def sample(self, body: b.SampleBody) -> JsonObject:
         sampler = self.sessions.sampler(body.sampling_session_id)
         sampling = SampleRequest.of(body, sampler, self.desk.limits, self.desk.eos)
         sampling.promise = self.promises.new(sampler.sampler_id.partition(":")[0])
@@ -512,9 +522,9 @@ def body_of(handler: Handler) -> type[b.Body]:
     return kind
 
 
-def _answering(facts: Facts) -> Handler:
-    def answer() -> Facts:
-        return facts
+def _answering(body: JsonObject) -> Handler:
+    def answer() -> JsonObject:
+        return body
 
     return answer
 
@@ -530,7 +540,7 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _json_object(body: bytes) -> Facts:
+def _json_object(body: bytes) -> JsonObject:
     try:
         value = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
@@ -540,7 +550,7 @@ def _json_object(body: bytes) -> Facts:
     return value
 
 
-def _page(name: str, items: Sequence[Any], limit: int, offset: int) -> Facts:
+def _page(name: str, items: Sequence[Any], limit: int, offset: int) -> JsonObject:
     """Return a page of a list under its name, and the cursor of that page."""
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return {name: items[offset : offset + limit], "cursor": cursor}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.run_folder.folder import write_marker
-from trainer.serve.bodies import Facts
+from trainer.serve.bodies import JsonObject
 from trainer.serve.promises import RequestError
 from verl_like.files import read_json_object, replace_folder, write_whole
 
@@ -84,8 +84,8 @@ class ServedCheckpoints:
         path: SavedPath,
         step: int,
         save: Callable[[Path], object],
-        config: Facts,
-        facts: Facts,
+        config: JsonObject,
+        metadata: JsonObject,
         ttl_seconds: int | None,
     ) -> None:
         """Write a checkpoint, whose state `save` writes; it replaces an earlier one."""
@@ -98,7 +98,7 @@ class ServedCheckpoints:
             save(inside)
             write_marker(inside, step, config, {})
             size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
-            written: Facts = {**facts, "time": now().isoformat(), "size_bytes": size}
+            written: JsonObject = {**metadata, "time": now().isoformat(), "size_bytes": size}
             written["expires_at"] = expiry(ttl_seconds)
             write_whole(part / "checkpoint.json", json.dumps(written))
             replace_folder(part, place)
@@ -107,32 +107,32 @@ class ServedCheckpoints:
 
     def state_folder(self, path: SavedPath) -> Path:
         """Return the folder with the folder of the role that was saved."""
-        self.facts(path)
+        self.metadata(path)
         (folder,) = self.place(path).glob("global_step_*")
         return folder
 
-    def find(self, path: SavedPath) -> Facts | None:
+    def find(self, path: SavedPath) -> JsonObject | None:
         """Return `checkpoint.json`; None if there is no checkpoint, or it has expired."""
         file = self.place(path) / "checkpoint.json"
-        facts: Facts = read_json_object(file) if file.is_file() else {}
+        metadata: JsonObject = read_json_object(file) if file.is_file() else {}
         # checkpoints of the first servers name no role
-        return {"role": "actor", **facts} if facts and not _is_over(facts) else None
+        return {"role": "actor", **metadata} if metadata and not _is_over(metadata) else None
 
-    def facts(self, path: SavedPath) -> Facts:
+    def metadata(self, path: SavedPath) -> JsonObject:
         """Return `checkpoint.json`; raise status 404 if there is no such checkpoint."""
-        facts = self.find(path)
-        if facts is None:
+        metadata = self.find(path)
+        if metadata is None:
             raise RequestError(f"there is no checkpoint {path}.", 404)
-        return facts
+        return metadata
 
     def change(self, path: SavedPath, **changes: Any) -> None:
         """Change entries of `checkpoint.json`."""
-        facts = {**self.facts(path), **changes}
-        write_whole(self.place(path) / "checkpoint.json", json.dumps(facts))
+        metadata = {**self.metadata(path), **changes}
+        write_whole(self.place(path) / "checkpoint.json", json.dumps(metadata))
 
     def delete(self, path: SavedPath) -> None:
         """Remove a checkpoint."""
-        self.facts(path)
+        self.metadata(path)
         shutil.rmtree(self.place(path))
 
     def delete_expired(self) -> None:
@@ -141,48 +141,48 @@ class ServedCheckpoints:
             if _is_over(read_json_object(file)):
                 shutil.rmtree(file.parent, ignore_errors=True)
 
-    def note_run(self, run: str, facts: Facts) -> None:
+    def note_run(self, run: str, metadata: JsonObject) -> None:
         """Write `run.json` of a training run."""
         folder = self.folder / run
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "run.json", json.dumps(facts))
+        write_whole(folder / "run.json", json.dumps(metadata))
 
     def runs(self) -> list[str]:
         """Return the training runs, the newest first."""
         files = sorted(self.folder.glob("*/run.json"), key=lambda f: (-f.stat().st_mtime, str(f)))
         return [file.parent.name for file in files]
 
-    def describe_run(self, run: str) -> Facts:
+    def describe_run(self, run: str) -> JsonObject:
         """Return a training run in the protocol's form."""
         file = self.folder / run / "run.json"
         if not NAME.fullmatch(run) or not file.is_file():
             raise RequestError(f"there is no training run {run!r}.", 404)
-        facts = read_json_object(file)
-        last: Facts = {}
+        metadata = read_json_object(file)
+        last: JsonObject = {}
         for checkpoint in self.describe_all(run):
             last.setdefault(checkpoint["checkpoint_type"], checkpoint)
         return {
-            **facts,
+            **metadata,
             "training_run_id": run,
             "model_owner": "local",
-            "is_lora": facts["rank"] > 0,
-            "lora_rank": facts["rank"] or None,
+            "is_lora": metadata["rank"] > 0,
+            "lora_rank": metadata["rank"] or None,
             "corrupted": False,
             "last_request_time": datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat(),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
         }
 
-    def describe_all(self, run: str | None = None) -> list[Facts]:
+    def describe_all(self, run: str | None = None) -> list[JsonObject]:
         """Return the checkpoints of one run or all runs, in the protocol's form, newest first."""
         checkpoints = []
         for file in self.folder.glob(f"{run or '*'}/*/*/checkpoint.json"):
             path = SavedPath(*file.parent.parts[-3:])
-            facts = self.find(path)
-            if path.kind in KINDS and not path.name.endswith(".part") and facts:
+            metadata = self.find(path)
+            if path.kind in KINDS and not path.name.endswith(".part") and metadata:
                 names = {"checkpoint_id": f"{path.kind}/{path.name}", "tinker_path": str(path)}
                 names["checkpoint_type"] = KINDS[path.kind]
-                checkpoints.append({"public": False, **facts, **names})
+                checkpoints.append({"public": False, **metadata, **names})
         return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"], reverse=True)
 
 
@@ -198,6 +198,6 @@ def expiry(ttl_seconds: int | None) -> str | None:
     return (now() + timedelta(seconds=ttl_seconds)).isoformat()
 
 
-def _is_over(facts: Facts) -> bool:
-    expires_at = facts.get("expires_at")
+def _is_over(metadata: JsonObject) -> bool:
+    expires_at = metadata.get("expires_at")
     return expires_at is not None and datetime.fromisoformat(expires_at) < now()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from trainer.serve.bodies import Facts
+from trainer.serve.bodies import JsonObject
 from trainer.serve.promises import Repeats, RequestError
 from trainer.serve.sampling import ServedSampler
 from trainer.serve.verbs import ServedModel
@@ -16,7 +16,7 @@ class ClientSession:
     """The open models and samplers of one client."""
 
     session_id: str
-    user_metadata: Facts
+    user_metadata: JsonObject
     display_name: str | None
     models: dict[str, ServedModel] = field(default_factory=dict)
     samplers: dict[str, ServedSampler] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from trainer.data.prompts import load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from trainer.run_folder.folder import FolderLock
-from trainer.serve.bodies import Facts
+from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import ServedCheckpoints
 from trainer.serve.promises import Promise
 from trainer.serve.rows import Limits
@@ -37,7 +37,7 @@ SLICE_S = 0.05
 
 
 class Desk:
-    """Facts about the base model for the door, and the queues of work."""
+    """JsonObject about the base model for the door, and the queues of work."""
 
     def __init__(self, config: Any, groups: Any, aliases: Mapping[str, str]) -> None:
         policy = config.actor_rollout_ref
@@ -67,7 +67,7 @@ class Desk:
         shares = self.verbs.rollout.shares_processes_with(self.verbs.actor)
         self.overlaps = not shares
 
-    def work(self, promise: Promise, run: Callable[[], bytes | Facts]) -> None:
+    def work(self, promise: Promise, run: Callable[[], bytes | JsonObject]) -> None:
         """Queue a call for the main thread; the promise gets its result."""
 
         def job() -> None:

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from trainer.serve.bodies import Facts
+from trainer.serve.bodies import JsonObject
 from trainer.serve.wire import PROTOBUF
 from verl_like.errors import BatchError, CheckpointError, ConfigError, RolloutError, WeightSyncError
 
@@ -52,7 +52,7 @@ class Promise:
         self._future: asyncio.Future[tuple[bytes, str]]
         self._future = asyncio.get_running_loop().create_future()
 
-    def resolve(self, result: bytes | Facts) -> None:
+    def resolve(self, result: bytes | JsonObject) -> None:
         """Set the result; bytes are protobuf. Only the first result counts."""
         is_protobuf = isinstance(result, bytes)
         body = result if isinstance(result, bytes) else json.dumps(result).encode()
@@ -117,9 +117,11 @@ class Repeats:
     """Answers of numbered requests: a repeat gets the same answer, another body is rejected."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[NumberedRequest, tuple[bytes, Facts]] = OrderedDict()
+        self._seen: OrderedDict[NumberedRequest, tuple[bytes, JsonObject]] = OrderedDict()
 
-    def answer(self, request: NumberedRequest, content: bytes, make: Callable[[], Facts]) -> Facts:
+    def answer(
+        self, request: NumberedRequest, content: bytes, make: Callable[[], JsonObject]
+    ) -> JsonObject:
         """Return the earlier answer to this request, or `make()` for a new request."""
         digest = hashlib.sha256(content).digest()
         if request not in self._seen:

@@ -19,7 +19,7 @@ import torch
 
 from trainer.config.flat import flat_config
 from trainer.groups.worker_groups import worker_class
-from trainer.serve.bodies import Facts
+from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SavedPath, ServedCheckpoints
 from trainer.serve.promises import Turns
 from trainer.serve.rows import Datum, RequestLoss, TrainingRows, pass_columns
@@ -48,7 +48,7 @@ class ServedModel:
     rank: int
     seed: int | None = None
     frozen: tuple[str, ...] = ()
-    user_metadata: Facts | None = None
+    user_metadata: JsonObject | None = None
     num_steps: int = 0
     failure: str = ""
     """The error of a `forward_backward` since the last step; the next step fails with it."""
@@ -56,7 +56,7 @@ class ServedModel:
     """Names of the frozen copies in memory, the oldest first."""
     turns: Turns = field(default_factory=Turns)
 
-    def facts(self, base_model: str) -> Facts:
+    def metadata(self, base_model: str) -> JsonObject:
         """Return the entries of `checkpoint.json` and `run.json` for this model."""
         return {
             "base_model": base_model,
@@ -114,7 +114,7 @@ class Verbs:
             group.use_state(state)
             yield group
 
-    def create(self, model: ServedModel) -> Facts:
+    def create(self, model: ServedModel) -> JsonObject:
         """Add a model that starts with the base weights."""
         with self._lock:
             group = self.trained[model.role].group
@@ -170,7 +170,7 @@ class Verbs:
         with self.using(model.name, model.role) as group:
             group.clear_gradients()
 
-    def optim_step(self, model: ServedModel, settings: StepSettings) -> Facts:
+    def optim_step(self, model: ServedModel, settings: StepSettings) -> JsonObject:
         """Take an optimizer step, unless a `forward_backward` before it failed."""
         with self.using(model.name, model.role) as group:
             if model.failure:
@@ -185,16 +185,21 @@ class Verbs:
         return {"metrics": {name: float(value) for name, value in metrics.items()}}
 
     def save(
-        self, model: ServedModel, path: SavedPath, user_metadata: Facts | None, ttl: int | None
-    ) -> Facts:
+        self, model: ServedModel, path: SavedPath, user_metadata: JsonObject | None, ttl: int | None
+    ) -> JsonObject:
         """Write a checkpoint of a model."""
         self._write(model, model.name, path, {"user_metadata": user_metadata}, ttl)
-        facts = model.facts(self.trained[model.role].path)
-        self.checkpoints.note_run(model.name, {**facts, "user_metadata": model.user_metadata})
+        metadata = model.metadata(self.trained[model.role].path)
+        self.checkpoints.note_run(model.name, {**metadata, "user_metadata": model.user_metadata})
         return {"path": str(path)}
 
     def _write(
-        self, model: ServedModel, state: str, path: SavedPath, more: Facts, ttl: int | None = None
+        self,
+        model: ServedModel,
+        state: str,
+        path: SavedPath,
+        more: JsonObject,
+        ttl: int | None = None,
     ) -> None:
         """Write a checkpoint of a model's state, with `more` entries in `checkpoint.json`."""
         trained, step = self.trained[model.role], model.num_steps
@@ -205,24 +210,24 @@ class Verbs:
             with self.using(state, model.role) as group:
                 group.save_checkpoint(str(folder / model.role), step, contents)
 
-        self.checkpoints.write(path, step, save, config, model.facts(trained.path) | more, ttl)
+        self.checkpoints.write(path, step, save, config, model.metadata(trained.path) | more, ttl)
 
-    def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> Facts:
+    def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> JsonObject:
         """Load the weights of a checkpoint into a new model, with moments on request."""
-        facts = self.checkpoints.facts(path)
+        metadata = self.checkpoints.metadata(path)
         if path.kind != "weights" and with_optimizer:
             raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
         with self._lock:
             if model.name not in self.states:
                 self.create(model)
             self._read(model, path, with_optimizer)
-        model.num_steps = facts["num_steps"]
+        model.num_steps = metadata["num_steps"]
         return {"path": str(path), "model_id": model.name}
 
     def _read(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> None:
         """Read a checkpoint of this server's base and of this rank into a model."""
-        facts, base = self.checkpoints.facts(path), self.trained[model.role].path
-        saved = facts["role"], facts["rank"], facts["base_model"]
+        metadata, base = self.checkpoints.metadata(path), self.trained[model.role].path
+        saved = metadata["role"], metadata["rank"], metadata["base_model"]
         if saved != (model.role, model.rank, base):
             raise ConfigError(
                 f"{path} has the {saved[0]} of rank {saved[1]} on {saved[2]}, and this model is "
@@ -233,7 +238,7 @@ class Verbs:
             if not with_optimizer:
                 group.clear_gradients(forget_moments=True)
 
-    def snapshot(self, model: ServedModel, name: str) -> Facts:
+    def snapshot(self, model: ServedModel, name: str) -> JsonObject:
         """Copy the weights to a frozen state; only the newest copies stay in memory."""
         most = ADAPTERS_IN_MEMORY if model.rank else MODELS_IN_MEMORY
         with self._lock:
@@ -255,8 +260,8 @@ class Verbs:
         with self._lock:
             if state in self.states:
                 return
-            facts = self.checkpoints.facts(path)
-            model = ServedModel(state, facts["role"], facts["rank"])
+            metadata = self.checkpoints.metadata(path)
+            model = ServedModel(state, metadata["role"], metadata["rank"])
             self.create(model)
             try:
                 self._read(model, path, with_optimizer=False)

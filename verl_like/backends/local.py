@@ -29,8 +29,8 @@ from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.child import start_child
-from verl_like.process.facts import ONE_THREAD, ProcessFacts, checked_worker_env
 from verl_like.process.host import Recipes, WorkerHost, pack_recipes
+from verl_like.process.info import ONE_THREAD, ProcessInfo, checked_worker_env
 from verl_like.process.worker import Worker
 
 
@@ -65,7 +65,7 @@ class LocalWorkerGroup(WorkerGroup):
             )
         recipes = ray_cls_with_init.recipes(name_prefix)
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
-        facts = resource_pool.facts(
+        processes = resource_pool.process_infos(
             "+".join(recipes), limits, device_kind=device_name, seed=seed, log_dir=log_dir
         )
         transport: Transport
@@ -76,15 +76,15 @@ class LocalWorkerGroup(WorkerGroup):
                     "os.environ instead."
                 )
             siblings = {} if neighbours is None else neighbours
-            transport = InlineTransport(recipes, facts[0], limits, siblings)
+            transport = InlineTransport(recipes, processes[0], limits, siblings)
         else:
             if device_name != "cpu":
                 raise WorkerError(
                     "trainer.backend=local starts child processes only on CPUs, but "
-                    f"{facts[0].name} needs {len(facts)} of them on GPUs. Set "
+                    f"{processes[0].name} needs {len(processes)} of them on GPUs. Set "
                     "trainer.backend=ray, or trainer.device=cpu."
                 )
-            transport = ChildTransport(recipes, facts, limits, env, master_port)
+            transport = ChildTransport(recipes, processes, limits, env, master_port)
         classes = {r: recipe.cls for r, recipe in ray_cls_with_init.roles(name_prefix).items()}
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
@@ -141,14 +141,14 @@ class InlineTransport(_LocalTransport):
     def __init__(
         self,
         recipes: Recipes,
-        facts: ProcessFacts,
+        process_info: ProcessInfo,
         deadlines: Deadlines,
         neighbours: dict[str, Worker],
     ):
         """Construct the roles at once. `neighbours` holds the roles of every inline pool."""
-        super().__init__([facts], deadlines)
+        super().__init__([process_info], deadlines)
         self.process_key = id(neighbours)
-        self.host = WorkerHost(recipes, facts, neighbours)
+        self.host = WorkerHost(recipes, process_info, neighbours)
         self._construct(lambda: self.host.start(None))
 
     def _construct(self, work: Callable[[], Header]) -> None:
@@ -243,20 +243,20 @@ class ChildTransport(_LocalTransport, ProcessTransport):
     def __init__(
         self,
         recipes: Recipes,
-        facts: Sequence[ProcessFacts],
+        processes: Sequence[ProcessInfo],
         deadlines: Deadlines,
         env: Mapping[str, str],
         master_port: int,
     ):
         """Start the processes, bind the rendezvous on rank 0, and construct the roles."""
-        super().__init__(facts, deadlines)
+        super().__init__(processes, deadlines)
         pickled, variables = pack_recipes(recipes), {**ONE_THREAD, **env}
         self.requests = self.children = [
             _Child(f"{f.name} rank {f.rank}", *start_child("verl_like.backends.rpc", env=variables))
-            for f in facts
+            for f in processes
         ]
         try:
-            for child, fact in zip(self.children, facts, strict=True):
+            for child, fact in zip(self.children, processes, strict=True):
                 child.ask_in_turn("host", pickled, fact)
             master = self.children[0].ask_in_turn("open_store", "127.0.0.1", master_port)
             starting = [child.ask_in_turn("start", master) for child in self.children]

@@ -40,8 +40,8 @@ from verl_like.calls.diagnose import Deadlines, stack_by_signal
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Call, Pending
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
-from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
+from verl_like.process.info import ProcessInfo
 from verl_like.process.machine import process_state
 
 logger = logging.getLogger(__name__)
@@ -317,9 +317,9 @@ class ProcessTransport(Transport):
 
     can_kill = True
 
-    def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
+    def __init__(self, processes: Sequence[ProcessInfo], deadlines: Deadlines) -> None:
         """A subclass starts the processes, and makes the connections."""
-        super().__init__(facts, deadlines)
+        super().__init__(processes, deadlines)
         self._stopped_since: dict[int, float] = {}
         """Process id -> the time when `lost` first saw that the process was stopped."""
         self.requests: Sequence[Requests] = ()
@@ -335,12 +335,12 @@ class ProcessTransport(Transport):
         answers = [requests.ask("stacks") for requests in self.requests]
         wait_futures(answers, seconds)
         stacks = {}
-        for rank, facts in enumerate(self.facts):
+        for rank, process in enumerate(self.processes):
             if rank < len(answers) and answers[rank].done():
                 if answers[rank].exception() is None:  # its process has not ended
                     stacks[rank] = answers[rank].result()
                 continue
-            path, pid = facts.log_path(), self.pid_here(rank)
+            path, pid = process.log_path(), self.pid_here(rank)
             if path is not None and pid is not None and (text := stack_by_signal(pid, path)):
                 stacks[rank] = text
         return stacks

@@ -319,8 +319,8 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
         return [chunks[dp] for dp in dp_ranks]
 
     def collecting_ranks(target: CallTarget) -> list[int]:
-        facts = target.mesh_layout(mesh_name)
-        by_dp_rank = {dp: rank for rank, (dp, is_collect) in enumerate(facts) if is_collect}
+        layout = target.mesh_layout(mesh_name)
+        by_dp_rank = {dp: rank for rank, (dp, is_collect) in enumerate(layout) if is_collect}
         return [by_dp_rank[dp] for dp in sorted(by_dp_rank)]
 
     def collect_fn(target: CallTarget, outputs: list[Any]) -> Any:

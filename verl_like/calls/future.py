@@ -190,7 +190,7 @@ class DataProtoFuture(WorkerFuture):
 
 def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Header]:
     """Wait until every rank has constructed its roles, and return the headers in rank order."""
-    name = transport.facts[0].name
+    name = transport.processes[0].name
     pending = [Pending(rank, answer, answer, name) for rank, answer in enumerate(references)]
     limit = transport.deadlines.start_s, "raise timeouts.start_s"
     subject = f"start of {name}"

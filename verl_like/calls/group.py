@@ -266,10 +266,10 @@ class GroupState:
         """
         if layout := self._layouts.get((mesh_name, role)):
             return layout
-        facts: dict[int, tuple[int, bool]] = {}
+        positions: dict[int, tuple[int, bool]] = {}
         for owner in sorted(self._mesh, key=lambda owner: owner != role):
-            facts = facts or self._mesh[owner].get(mesh_name, {})
-        missing = [rank for rank in range(self.world_size) if rank not in facts]
+            positions = positions or self._mesh[owner].get(mesh_name, {})
+        missing = [rank for rank in range(self.world_size) if rank not in positions]
         if missing:
             names = sorted({name for meshes in self._mesh.values() for name in meshes})
             raise DispatchError(
@@ -281,18 +281,20 @@ class GroupState:
             )
 
         collecting: dict[int, list[int]] = defaultdict(list)
-        for rank, (dp, is_collect) in facts.items():
+        for rank, (dp, is_collect) in positions.items():
             if is_collect:
                 collecting[dp].append(rank)
-        count = 1 + max(dp for dp, _ in facts.values())
+        count = 1 + max(dp for dp, _ in positions.values())
         for dp in range(count):
             if len(collecting[dp]) != 1:
                 raise DispatchError(
                     f"{where}: mesh '{mesh_name}': data-parallel rank {dp} of {count} needs "
                     f"exactly one rank that collects, it has {collecting[dp]}. Registered by rank: "
-                    f"{facts}."
+                    f"{positions}."
                 )
-        layout = self._layouts[mesh_name, role] = [facts[rank] for rank in range(self.world_size)]
+        layout = self._layouts[mesh_name, role] = [
+            positions[rank] for rank in range(self.world_size)
+        ]
         return layout
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from verl_like.calls.diagnose import CallTimes, Deadlines
 from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import WorkerDiedError, WorkerError
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,8 +41,8 @@ class Transport(ABC):
     started: list[Header]
     """The header of every rank's construction of its roles."""
 
-    def __init__(self, facts: Sequence[ProcessFacts], deadlines: Deadlines) -> None:
-        self.facts, self.deadlines, self.world_size = list(facts), deadlines, len(facts)
+    def __init__(self, processes: Sequence[ProcessInfo], deadlines: Deadlines) -> None:
+        self.processes, self.deadlines, self.world_size = list(processes), deadlines, len(processes)
         self.process_key = id(self)
         """Equal for groups whose workers share processes."""
         self.started = []
@@ -106,9 +106,9 @@ class Transport(ABC):
 
     def describe(self, rank: int, role: str | None = None) -> str:
         """Describe a rank for messages: role, place, and that role's log."""
-        facts = self.facts[rank]
-        place = ", ".join(part for part in (self.place(rank), facts.describe_log(role)) if part)
-        return f"{role or facts.name} rank {rank} of {self.world_size} ({place})"
+        process = self.processes[rank]
+        place = ", ".join(part for part in (self.place(rank), process.describe_log(role)) if part)
+        return f"{role or process.name} rank {rank} of {self.world_size} ({place})"
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the ranks whose process is gone or stopped, each with the reason.

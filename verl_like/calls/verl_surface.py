@@ -120,9 +120,9 @@ class VerlWorker:
         @property
         def rank(self) -> int: ...  # noqa: D102
 
-    _facts: Any
+    _process_info: Any
     _siblings: dict[str, Any]
-    _mesh_facts: dict[str, tuple[int, bool]]
+    _mesh_positions: dict[str, tuple[int, bool]]
     _register_dispatch_collect_info: Callable[[str, int, bool], None]
 
     @property
@@ -138,9 +138,9 @@ class VerlWorker:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
-        if self._facts.master is None:
+        if self._process_info.master is None:
             return "127.0.0.1", port
-        return address_toward(self._facts.master[0]), port
+        return address_toward(self._process_info.master[0]), port
 
     def get_cuda_visible_devices(self) -> str:
         """Return the devices that this process may see, as CUDA names them."""
@@ -148,7 +148,7 @@ class VerlWorker:
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
         """Return this rank's place on every mesh that it registered, for `set_dispatch_collect`."""
-        places = self._mesh_facts.items()
+        places = self._mesh_positions.items()
         return {
             "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places},
             "collect_dp_rank": {mesh: is_collect for mesh, (_, is_collect) in places},
@@ -161,10 +161,10 @@ class VerlWorker:
 
         The arguments come from that worker's `get_dispatch_collect`.
         """
-        if mesh_name in self._mesh_facts:
+        if mesh_name in self._mesh_positions:
             raise DispatchError(
                 f"{self.role} rank {self.rank} has registered mesh '{mesh_name}' already. "
-                f"Registered: {', '.join(self._mesh_facts)}. Take another name."
+                f"Registered: {', '.join(self._mesh_positions)}. Take another name."
             )
         places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
         if len(places) != 1:
@@ -186,13 +186,13 @@ class VerlWorker:
         return self._place_on(mesh_name)[1]
 
     def _place_on(self, mesh_name: str) -> tuple[int, bool]:
-        if mesh_name not in self._mesh_facts:
+        if mesh_name not in self._mesh_positions:
             raise DispatchError(
                 f"{self.role} rank {self.rank} has not registered mesh '{mesh_name}'."
-                f"{nearest(mesh_name, self._mesh_facts)} Registered: "
-                f"{', '.join(self._mesh_facts) or 'none'}."
+                f"{nearest(mesh_name, self._mesh_positions)} Registered: "
+                f"{', '.join(self._mesh_positions) or 'none'}."
             )
-        return self._mesh_facts[mesh_name]
+        return self._mesh_positions[mesh_name]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool
-from verl_like.process.facts import ProcessFacts, new_secret
+from verl_like.process.info import ProcessInfo, new_secret
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ class ResourcePool:
         """Return the node's position in `store`, for every rank."""
         return [node for node, count in enumerate(self._store) for _ in range(count)]
 
-    def facts(
+    def process_infos(
         self, name: str, deadlines: Deadlines | None = None, **settings: Any
-    ) -> list[ProcessFacts]:
-        """Return the facts of every rank of a group of this name, which share a new secret."""
+    ) -> list[ProcessInfo]:
+        """Return the `ProcessInfo` of each rank of a group of this name; all share a new secret."""
         limits, secret = deadlines or Deadlines(), new_secret()
         here = zip(self.local_rank_list(), self.local_world_size_list(), strict=True)
         return [
-            ProcessFacts(
+            ProcessInfo(
                 name=name,
                 rank=rank,
                 world_size=self.world_size,

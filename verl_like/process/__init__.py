@@ -1,1 +1,1 @@
-"""The host of roles in a worker process, the `Worker` base class, its facts and its sandbox."""
+"""The host of roles in a worker process, the `Worker` base class, its info and its sandbox."""

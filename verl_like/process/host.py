@@ -41,8 +41,8 @@ from verl_like.calls.result import split_result
 from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, chunk_of, unpack
 from verl_like.errors import WorkerError
 from verl_like.masking import add_secrets, mask_text
-from verl_like.process.facts import (
-    ProcessFacts,
+from verl_like.process.info import (
+    ProcessInfo,
     environment,
     loopback_environment,
     torchrun_environment,
@@ -87,16 +87,19 @@ class WorkerHost:
     """
 
     def __init__(
-        self, roles: Recipes | bytes, facts: ProcessFacts, workers: dict[str, Worker] | None = None
+        self,
+        roles: Recipes | bytes,
+        process_info: ProcessInfo,
+        workers: dict[str, Worker] | None = None,
     ):
         """`roles` maps a role to its class and constructor arguments.
 
         Pickled roles are unpickled by `start`, whose header carries the error if that fails. The
         instances go into `workers`, by role, if the calls run in the caller's own thread.
         """
-        self.facts = replace(facts, device_index=device_of(facts).index)
+        self.process_info = replace(process_info, device_index=device_of(process_info).index)
         self._in_callers_thread = workers is not None
-        self._variables = torchrun_environment(self.facts, ("127.0.0.1", 0))
+        self._variables = torchrun_environment(self.process_info, ("127.0.0.1", 0))
         self._turn: RoleState | None = None
         # never contended; `nullcontext` would be slower on every call
         self._one_call = threading.RLock()
@@ -116,14 +119,14 @@ class WorkerHost:
 
         Ranks of one node meet on the loopback interface.
         """
-        if self.facts.one_node:
+        if self.process_info.one_node:
             address = "127.0.0.1"
         try:
             self._store = open_store(address, port)
         except (OSError, RuntimeError, dist.DistError) as error:
             raise WorkerError(
-                f"{self.facts.name}: port {port} of {address} cannot be bound for the group's "
-                f"rendezvous: {error}. Leave master_port out and a free one is chosen."
+                f"{self.process_info.name}: port {port} of {address} cannot be bound for the "
+                f"group's rendezvous: {error}. Leave master_port out and a free one is chosen."
             ) from error
         return address, self._store.port
 
@@ -199,17 +202,17 @@ class WorkerHost:
         recipes: Recipes = pickle.loads(roles) if isinstance(roles, bytes) else copy.deepcopy(roles)
         for role, (cls, args, kwargs) in recipes.items():
             add_secrets([args, kwargs])
-            self._states[role] = state = RoleState(role, self.facts)
-            facts = replace(self.facts, role=role, master=self._master)
-            with construction(facts, self._workers), self._enter_role(state):
+            self._states[role] = state = RoleState(role, self.process_info)
+            process_info = replace(self.process_info, role=role, master=self._master)
+            with construction(process_info, self._workers), self._enter_role(state):
                 self._workers[role] = state.worker = cls(*args, **kwargs)
         return NOTHING
 
     def _set_up_process(self, master: tuple[str, int] | None) -> None:
         """Set torchrun's environment, and write stacks to the log on a signal and on a crash."""
-        os.environ.update(torchrun_environment(self.facts, master))
-        os.environ.update(loopback_environment(self.facts))
-        path = self.facts.log_path()
+        os.environ.update(torchrun_environment(self.process_info, master))
+        os.environ.update(loopback_environment(self.process_info))
+        path = self.process_info.log_path()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             # open as long as the process lives
@@ -235,7 +238,7 @@ class WorkerHost:
         with self._enter_role(state):
             result = self._finished(method(*args, **kwargs))
 
-        where = f"{call.role}.{call.method} on rank {self.facts.rank}"
+        where = f"{call.role}.{call.method} on rank {self.process_info.rank}"
         fields: dict[str, Any] = {}
         if call.returns_batch:
             declared = "" if mark is None else mark.returns
@@ -281,7 +284,7 @@ class WorkerHost:
         set_random_state(state.random_state)
         self._turn = state
         try:
-            with environment({**loopback_environment(self.facts), **self._variables}), state:
+            with environment({**loopback_environment(self.process_info), **self._variables}), state:
                 yield
         finally:
             state.random_state, self._turn = get_random_state(), outer
@@ -310,9 +313,9 @@ class WorkerHost:
         # Drivers read the header of `start`, which has the meshes. They may leave that of a call
         # unread, so once a call has registered a mesh every later header carries the meshes.
         meshes: dict[str, Any] | None = {
-            role: dict(facts)
+            role: dict(positions)
             for role, state in self._states.items()
-            if (facts := getattr(state.worker, "_mesh_facts", None))
+            if (positions := getattr(state.worker, "_mesh_positions", None))
         }
         if method == START:
             self._known_meshes = meshes
@@ -321,9 +324,9 @@ class WorkerHost:
         else:
             self._known_meshes = None
         header = Header(
-            role=role or self.facts.name,
+            role=role or self.process_info.name,
             method=method,
-            rank=self.facts.rank,
+            rank=self.process_info.rank,
             pid=self._pid,
             start=start,
             end=time.time(),
@@ -368,16 +371,16 @@ LONE_SURROGATES = "backslashreplace"
 class RoleState:
     """One role of a process. Inside `with state:` all output goes to the role's log, too."""
 
-    def __init__(self, role: str, facts: ProcessFacts):
+    def __init__(self, role: str, process_info: ProcessInfo):
         """Seed the random state with (seed, role, rank), also if roles share the process."""
         self.worker: Any = None
         self.log: RotatingLog | None = None
         self._teed: tuple[TextIO, TextIO] | None = None
-        path = facts.log_path(role)
+        path = process_info.log_path(role)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.log = RotatingLog(path)
-        seed = zlib.crc32(f"{facts.seed}/{role}/{facts.rank}".encode())
+        seed = zlib.crc32(f"{process_info.seed}/{role}/{process_info.rank}".encode())
         saved = get_random_state()
         random.seed(seed)
         np.random.seed(seed)

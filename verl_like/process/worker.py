@@ -2,7 +2,7 @@
 
 A role is a subclass with `@register`ed methods. `verl_like.process.host.WorkerHost` constructs it
 inside a worker process (a Ray actor, a child process, or the caller's own thread), within
-`construction`, which gives `Worker` its facts.
+`construction`, which gives `Worker` its `ProcessInfo`.
 
     class Critic(Worker):
         def __init__(self, config):
@@ -30,32 +30,32 @@ from verl_like.calls.dispatch import Dispatch, Execute, register
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.verl_surface import VerlWorker
 from verl_like.errors import PlacementError, WorkerError
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 from verl_like.process.random_state import load_random_state, save_random_state
 from verl_like.process.store import SignedStore
 
 _OF_PROCESS: list[Store] = []
 """Holds the store of the default process group, because torch does not keep its Python object."""
-_construction: ContextVar[tuple[ProcessFacts, dict[str, Worker]] | None] = ContextVar(
+_construction: ContextVar[tuple[ProcessInfo, dict[str, Worker]] | None] = ContextVar(
     "verl_like_construction", default=None
 )
 
 
 @contextmanager
-def construction(facts: ProcessFacts, siblings: dict[str, Worker]) -> Iterator[None]:
-    """Give these facts and siblings to the workers that are constructed inside the block."""
-    token = _construction.set((facts, siblings))
+def construction(process_info: ProcessInfo, siblings: dict[str, Worker]) -> Iterator[None]:
+    """Give this info and these siblings to the workers that are constructed inside the block."""
+    token = _construction.set((process_info, siblings))
     try:
         yield
     finally:
         _construction.reset(token)
 
 
-def _facts_from_environment() -> ProcessFacts:
-    """Return the facts in torchrun's variables, for a worker that is made outside a group."""
+def _info_from_environment() -> ProcessInfo:
+    """Return the data in torchrun's variables, for a worker that is made outside a group."""
     env = os.environ
     port = env.get("MASTER_PORT")
-    facts = ProcessFacts(
+    process_info = ProcessInfo(
         rank=int(env.get("RANK", 0)),
         world_size=int(env.get("WORLD_SIZE", 1)),
         local_rank=int(env.get("LOCAL_RANK", 0)),
@@ -64,37 +64,37 @@ def _facts_from_environment() -> ProcessFacts:
         device_kind="cuda" if torch.cuda.is_available() else "cpu",
     )
     # inside a group's process LOCAL_RANK is the index of the device, see `torchrun_environment`
-    local_rank = int(env.get("RAY_LOCAL_RANK", facts.local_rank))
-    return replace(facts, local_rank=local_rank, device_index=device_of(facts).index)
+    local_rank = int(env.get("RAY_LOCAL_RANK", process_info.local_rank))
+    return replace(process_info, local_rank=local_rank, device_index=device_of(process_info).index)
 
 
-def device_of(facts: ProcessFacts) -> torch.device:
+def device_of(process_info: ProcessInfo) -> torch.device:
     """Return the device that a process computes on, by its index among those it sees.
 
     Each process calls this once, because the devices that it sees may change while an engine
     starts.
     """
-    if facts.device_kind != "cuda":
+    if process_info.device_kind != "cuda":
         return torch.device("cpu")
-    if facts.device_index is not None:
-        return torch.device("cuda", facts.device_index)
-    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else facts.local_rank)
+    if process_info.device_index is not None:
+        return torch.device("cuda", process_info.device_index)
+    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else process_info.local_rank)
 
 
 class Worker(VerlWorker):
     """One role in one process."""
 
-    _facts: ProcessFacts
+    _process_info: ProcessInfo
     _siblings: dict[str, Worker]
-    _mesh_facts: dict[str, tuple[int, bool]]
+    _mesh_positions: dict[str, tuple[int, bool]]
     _device: torch.device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        """Attach the process's facts before any `__init__` runs: no subclass can forget to."""
+        """Attach the process's info before any `__init__` runs: no subclass can forget to."""
         self = super().__new__(cls)
-        self._facts, self._siblings = _construction.get() or (_facts_from_environment(), {})
-        self._mesh_facts = {}
-        self._device = device_of(self._facts)
+        self._process_info, self._siblings = _construction.get() or (_info_from_environment(), {})
+        self._mesh_positions = {}
+        self._device = device_of(self._process_info)
         return self
 
     def __init__(self) -> None:
@@ -106,27 +106,27 @@ class Worker(VerlWorker):
     @property
     def rank(self) -> int:
         """The number of this process in its group, from 0 to world_size - 1."""
-        return self._facts.rank
+        return self._process_info.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes in the group."""
-        return self._facts.world_size
+        return self._process_info.world_size
 
     @property
     def local_rank(self) -> int:
         """The number of this process among the group's processes on its node."""
-        return self._facts.local_rank
+        return self._process_info.local_rank
 
     @property
     def local_world_size(self) -> int:
         """The number of the group's processes on this node."""
-        return self._facts.local_world_size
+        return self._process_info.local_world_size
 
     @property
     def role(self) -> str:
         """The name of the role on the driver."""
-        return self._facts.role
+        return self._process_info.role
 
     @property
     def device(self) -> torch.device:
@@ -159,9 +159,9 @@ class Worker(VerlWorker):
             return
 
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
-        limit = timedelta(seconds=self._facts.call_s)
+        limit = timedelta(seconds=self._process_info.call_s)
         if self.device.type == "cuda":
-            limit = timedelta(seconds=self._facts.collective_s)
+            limit = timedelta(seconds=self._process_info.collective_s)
             # torch's default for later groups, for example of a mesh
             distributed_c10d.default_pg_timeout = limit
         if self.world_size == 1:
@@ -179,15 +179,15 @@ class Worker(VerlWorker):
         except (RuntimeError, dist.DistError) as error:
             raise WorkerError(
                 f"rendezvous of {self.role} rank {self.rank} of {self.world_size} at "
-                f"{address}:{port} failed (limit {self._facts.rendezvous_s:.0f} s, "
+                f"{address}:{port} failed (limit {self._process_info.rendezvous_s:.0f} s, "
                 f"timeouts.rendezvous_s): {error}"
             ) from error
 
     def _meet(self, address: str, port: int) -> Store:
         """Return the group's store after every rank has come; an error names missing ranks."""
-        limit = timedelta(seconds=self._facts.rendezvous_s)
+        limit = timedelta(seconds=self._process_info.rendezvous_s)
         server = TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
-        store = SignedStore(server, self._facts.secret, "default")
+        store = SignedStore(server, self._process_info.secret, "default")
         store.set(f"rank {self.rank}", "here")
         names = [f"rank {rank}" for rank in range(self.world_size)]
         try:
@@ -196,20 +196,20 @@ class Worker(VerlWorker):
             missing = [name for name in names if not store.check([name])]
             raise WorkerError(
                 f"{self.role} rank {self.rank} of {self.world_size} waited "
-                f"{self._facts.rendezvous_s:.0f} s (timeouts.rendezvous_s) at {address}:{port} for "
-                f"{', '.join(missing)} to open the process group."
+                f"{self._process_info.rendezvous_s:.0f} s (timeouts.rendezvous_s) at "
+                f"{address}:{port} for {', '.join(missing)} to open the process group."
             ) from error
         _OF_PROCESS[:] = [store]
         return store if self.device.type == "cpu" else store.unsigned("group")
 
     def get_master_addr_port(self) -> tuple[str, int]:
         """Return host and port of the group's store, which rank 0's process holds open."""
-        if self._facts.master is None:
+        if self._process_info.master is None:
             raise WorkerError(
                 f"{self.role} rank {self.rank}: no rendezvous address; start the worker through a "
                 "WorkerGroup."
             )
-        return self._facts.master
+        return self._process_info.master
 
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
@@ -219,7 +219,7 @@ class Worker(VerlWorker):
         `is_collect`: the result of this rank is collected, and those of the slice's other ranks are
         not.
         """
-        self._mesh_facts[mesh_name] = (int(dp_rank), bool(is_collect))
+        self._mesh_positions[mesh_name] = (int(dp_rank), bool(is_collect))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def ping(self) -> None:

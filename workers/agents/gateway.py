@@ -99,7 +99,7 @@ class RejectedRequest(Exception):
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
     ) -> None:
         super().__init__(message)
-        self.facts = {"message": message, "param": param, "code": code, "status": status}
+        self.fields = {"message": message, "param": param, "code": code, "status": status}
 
 
 def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
@@ -163,9 +163,9 @@ class AgentEpisode:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's agent may raise anything
             self._session.fail(error)
 
-    def step(self, text: str, player: str = "", **facts: Any) -> dict[str, Any]:
+    def step(self, text: str, player: str = "", **details: Any) -> dict[str, Any]:
         """Answer the waiting request; return the next one, or the end."""
-        self._session.answer({"text": text, **facts}, player)
+        self._session.answer({"text": text, **details}, player)
         return self._session.next()
 
 
@@ -691,7 +691,7 @@ class _AgentHandler(BaseHTTPRequestHandler):
             if not isinstance(problem, RejectedRequest):
                 problem = RejectedRequest(f"it cannot be answered: {problem!r:.200}")
             self.close_connection = True  # the body may not have been read
-            error = {"type": "invalid_request_error", **problem.facts}
+            error = {"type": "invalid_request_error", **problem.fields}
             self._send(error.pop("status"), {"type": "error", "error": error})
 
     def _models(self, session: AgentSession, path: str) -> None:

@@ -152,7 +152,7 @@ class EnvironmentHost:
         if problem is not None:
             self._end()
             raise ConfigError(problem)
-        self.kinds = {name: Kind(*facts) for name, facts in kinds.items()}
+        self.kinds = {name: Kind(*fields) for name, fields in kinds.items()}
         self._orders.setblocking(True)  # the channel is a copy with its own deadlines
         for end in (self._orders, *handles):
             self._selector.register(end, selectors.EVENT_READ, None)
@@ -195,12 +195,12 @@ class EnvironmentHost:
             socket.send_fds(self._orders, [ORDER.pack(OPEN, process.number)], [theirs.fileno()])
         return process
 
-    def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
-        """Send the policy's text to an environment, and further facts to an agent.
+    def say(self, number: int, text: str, delay_s: float = 0.0, **details: Any) -> None:
+        """Send the policy's text to an environment, and further details to an agent.
 
         The answer is delayed by `delay_s` seconds.
         """
-        self._send(number, {"text": text, "delay_s": delay_s, **facts})
+        self._send(number, {"text": text, "delay_s": delay_s, **details})
 
     def kill(self, number: int) -> None:
         """Kill an environment's process instead of waiting for its next answer."""
@@ -383,7 +383,7 @@ class RecordedHost:
         self._left[number] = iter(row[RECORDED])
         self._asked.append(number)
 
-    def say(self, number: int, text: str, delay_s: float = 0.0, **facts: Any) -> None:
+    def say(self, number: int, text: str, delay_s: float = 0.0, **details: Any) -> None:
         """Request the next answer, whatever the policy's text."""
         self._asked.append(number)
 

@@ -177,7 +177,7 @@ def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> Data
         "turn": responses.with_values(turns),
         "environment_rewards": responses.with_values(rewards),
     }
-    facts = [
+    infos = [
         {
             "ended": trajectory.ended,
             "problem": trajectory.problem,
@@ -198,5 +198,5 @@ def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> Data
         for trajectory in trajectories
     ]
     ended = [trajectory.ended for trajectory in trajectories] + ["pad"] * num_pads
-    objects = {"ended": object_rows(ended), "trajectory": object_rows([*facts, *[{}] * num_pads])}
+    objects = {"ended": object_rows(ended), "trajectory": object_rows([*infos, *[{}] * num_pads])}
     return DataProto.from_dict(tensors, objects)

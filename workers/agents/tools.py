@@ -83,8 +83,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool's schema for chat templates."""
-        facts = {"name": self.name, "description": self.description}
-        return {"type": "function", "function": {**facts, "parameters": dict(self.parameters)}}
+        function = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**function, "parameters": dict(self.parameters)}}
 
     def typed(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Convert text arguments to the types in the schema."""

@@ -367,7 +367,7 @@ class Trajectory:
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
-            refusal = {"refused": problem.facts, "is_cut": bool(self.cut)}
+            refusal = {"refused": problem.fields, "is_cut": bool(self.cut)}
             setting.host.say(self.game, "", **refusal, **self._named)
             return
         if request["extends"] and reads_sampled:
@@ -405,37 +405,37 @@ class Trajectory:
                 return
             delay_s = faults.delay_s if DELAY in struck else 0.0
         ids = drawn[:-1] if drawn[-1] in setting.sampling.stop_token_ids else drawn
-        facts = self._named
+        details = self._named
         if self.request is not None:
             text = setting.chat.with_tools(self.request["tools"]).text_of(ids)
-            facts |= self._facts(len(drawn), setting)
+            details |= self._details(len(drawn), setting)
         elif self.start.tools is not None:
             text = self.chat_of(setting).text_of(ids)
         else:
             text = setting.decode(ids)
-        setting.host.say(self.game, text, delay_s, **facts)
+        setting.host.say(self.game, text, delay_s, **details)
 
     @property
     def _named(self) -> dict[str, Any]:
         """The name of the player as an argument, if there are several."""
         return {"player": self.start.player} if self.start.player else {}
 
-    def _facts(self, num_drawn: int, setting: Setting) -> dict[str, Any]:
-        """Return the facts of an agent's answer in addition to the text."""
+    def _details(self, num_drawn: int, setting: Setting) -> dict[str, Any]:
+        """Return details of an agent's answer in addition to the text."""
         sample = self.sample
-        facts = {
+        details = {
             "finish_reason": sample.finish_reason,
             "num_read": len(sample.visible_ids) - num_drawn,
             "num_drawn": num_drawn,
         }
         request = self.request or {}
-        served = facts["served"] = request.get("sampling", {})
+        served = details["served"] = request.get("sampling", {})
         if request.get("ids") is None and not served.get("logprobs"):
-            return facts
+            return details
         ids = sample.tokens[-num_drawn:].tolist()
         texts = [setting.decode([token]) for token in ids]
         log_probs = sample.log_probs[-num_drawn:].tolist()
-        return facts | {"ids": ids, "texts": texts, "log_probs": log_probs}
+        return details | {"ids": ids, "texts": texts, "log_probs": log_probs}
 
     def _last_place(self, turn: int) -> int:
         """Return the position of the last sampled token of a turn."""

@@ -61,8 +61,8 @@ def loss_reads(name: str) -> When:
 
     def holds(_: Any, run: Any) -> bool:
         loss = registry_of("policy loss").look_up(policy_loss_of(run))
-        facts = getattr(loss, "facts", None)
-        keys = None if facts is None else facts.keys_read
+        traits = getattr(loss, "traits", None)
+        keys = None if traits is None else traits.keys_read
         return keys is None or name in keys
 
     return When(

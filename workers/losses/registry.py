@@ -41,7 +41,7 @@ AnyPolicyLoss = TypeVar("AnyPolicyLoss", bound=PolicyLoss)
 
 
 @dataclass(frozen=True)
-class LossFacts:
+class LossTraits:
     """Properties of a policy loss, for the checks of a configuration.
 
     A loss of your own can declare only the first two fields.
@@ -68,17 +68,17 @@ class LossFacts:
     """Registered names under which longer sequences weigh more."""
 
 
-def facts_of(policy_loss: PolicyLoss) -> LossFacts:
+def traits_of(policy_loss: PolicyLoss) -> LossTraits:
     """Return the declared properties of a loss."""
-    facts: LossFacts = getattr(policy_loss, "facts", LossFacts())
-    return facts
+    traits: LossTraits = getattr(policy_loss, "traits", LossTraits())
+    return traits
 
 
-def declares(**facts: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
-    """Declare some of `LossFacts` for a loss."""
+def declares(**traits: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+    """Declare some of `LossTraits` for a loss."""
 
     def mark(policy_loss: AnyPolicyLoss) -> AnyPolicyLoss:
-        policy_loss.facts = replace(facts_of(policy_loss), **facts)  # type: ignore[attr-defined]
+        policy_loss.traits = replace(traits_of(policy_loss), **traits)  # type: ignore[attr-defined]
         return policy_loss
 
     return mark
@@ -96,7 +96,7 @@ def chooses_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], AnyPolicyL
 
 def _check(policy_loss: Any, subject: str) -> None:
     """Reject a loss that does not accept the arguments that the actor passes."""
-    chosen = ("chosen_tokens",) if facts_of(policy_loss).choose_tokens else ()
+    chosen = ("chosen_tokens",) if traits_of(policy_loss).choose_tokens else ()
     check_call(policy_loss, subject, CallSignature(by_name=(*LOSS_INPUTS, *chosen)))
 
 

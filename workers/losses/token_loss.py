@@ -32,10 +32,10 @@ TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def token_loss(
-    default_agg_mode: str = "token-mean", **facts: Any
+    default_agg_mode: str = "token-mean", **traits: Any
 ) -> Callable[[TokenLoss], PolicyLoss]:
-    """Return a decorator that makes a policy loss; `facts` are fields of `LossFacts`."""
-    choose = facts.get("choose_tokens")
+    """Return a decorator that makes a policy loss; `traits` are fields of `LossTraits`."""
+    choose = traits.get("choose_tokens")
 
     def decorate(losses_of: TokenLoss) -> PolicyLoss:
         hands_on = (losses_of,) if choose is None else (losses_of, choose)
@@ -80,6 +80,6 @@ def token_loss(
         policy_loss.takes_arguments_of = hands_on  # type: ignore[attr-defined]
         update_wrapper(policy_loss, losses_of)
         del policy_loss.__wrapped__  # type: ignore[attr-defined]  # another signature
-        return declares(**facts)(policy_loss)
+        return declares(**traits)(policy_loss)
 
     return decorate

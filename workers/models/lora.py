@@ -183,17 +183,17 @@ def adapter_parts(module: nn.Module) -> set[str]:
     return {f"{layer}.{part}" for layer in adapted_layers(module) for part in PARTS}
 
 
-def adapter_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
+def adapter_layout(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return, by layer, what is needed to merge an adapter: plain values, for another process."""
-    facts: dict[str, dict[str, Any]] = {}
+    layout: dict[str, dict[str, Any]] = {}
     for name, layer in adapted_layers(module).items():
-        facts[name] = {
+        layout[name] = {
             "rank": layer.r[NAME],
             "alpha": layer.lora_alpha[NAME],
             "scaling": float(layer.scaling[NAME]),
             "transposed": bool(layer.fan_in_fan_out),
         }
-    return facts
+    return layout
 
 
 @contextmanager

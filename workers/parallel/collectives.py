@@ -71,6 +71,6 @@ class Ranks:
 
         mine = names[self.mine :: self.count]
         merged: dict[str, Any] = {}
-        for facts in self.run_on_all(lambda: {name: fact(folder / name) for name in mine}):
-            merged |= facts
+        for results in self.run_on_all(lambda: {name: fact(folder / name) for name in mine}):
+            merged |= results
         return merged

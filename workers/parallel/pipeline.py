@@ -225,7 +225,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 def gather_stage_tensors(
     line: dist.ProcessGroup,
-    facts: list[tuple[str, torch.Size, torch.dtype]],
+    layouts: list[tuple[str, torch.Size, torch.dtype]],
     tensors: Named,
     on_all_ranks: bool,
     is_first: bool,
@@ -233,11 +233,11 @@ def gather_stage_tensors(
 ) -> Named:
     """Yield the tensors of all ranks of a line, the first rank's first; collective.
 
-    `facts` are names, shapes and types of this rank's `tensors`. Unless `on_all_ranks`, only the
+    `layouts` are names, shapes and types of this rank's `tensors`. Unless `on_all_ranks`, only the
     first rank of the line that `is_first` receives them.
     """
     for rank in range(line.size()):
-        told: list[Any] = [facts if rank == line.rank() else None]
+        told: list[Any] = [layouts if rank == line.rank() else None]
         dist.broadcast_object_list(told, group=line, group_src=rank, device=device)
         if rank == line.rank():
             for name, tensor in tensors:

@@ -21,10 +21,10 @@ class EnvironmentScores:
         """Return the scores of a batch, which are available immediately."""
         columns = read_columns(batch, "environment_rewards", "turn", "response_mask")
         mask = columns["response_mask"].bool()
-        facts = batch.non_tensor_batch["trajectory"].tolist()
-        failed = torch.tensor([fact["is_left_out"] for fact in facts], dtype=torch.bool)
+        infos = batch.non_tensor_batch["trajectory"].tolist()
+        failed = torch.tensor([info["is_left_out"] for info in infos], dtype=torch.bool)
         uids = batch.non_tensor_batch["uid"]
-        problems = [(str(uid), fact["problem"]) for uid, fact in zip(uids, facts, strict=True)]
+        problems = [(str(uid), info["problem"]) for uid, info in zip(uids, infos, strict=True)]
         result = DataProto.from_dict(
             tensors={
                 "token_level_scores": columns["environment_rewards"].masked_fill(
@@ -36,7 +36,7 @@ class EnvironmentScores:
             meta_info={FAILURES: group_by_kind(pair for pair in problems if pair[1])},
         )
         done: Future[Scored] = Future()
-        done.set_result((result, trajectory_metrics(facts)))
+        done.set_result((result, trajectory_metrics(infos)))
         return done
 
     def close(self) -> None:
@@ -56,22 +56,22 @@ def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return ends
 
 
-def trajectory_metrics(facts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def trajectory_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return means and counts over trajectories, from their column `trajectory`."""
-    count = max(len(facts), 1)
-    ended = [fact["ended"] for fact in facts]
+    count = max(len(infos), 1)
+    ended = [info["ended"] for info in infos]
     metrics = {
-        "reward/num_failed": float(sum(bool(fact["problem"]) for fact in facts)),
+        "reward/num_failed": float(sum(bool(info["problem"]) for info in infos)),
         "reward/num_timed_out": float(ended.count("deadline")),
-        "agents/num_retries": float(sum(fact["attempts"] - 1 for fact in facts)),
-        "agents/num_turns/mean": sum(fact["num_turns"] for fact in facts) / count,
-        "agents/num_turns/max": float(max((fact["num_turns"] for fact in facts), default=0)),
-        "agents/num_segments/mean": sum(fact["num_segments"] for fact in facts) / count,
-        "agents/num_calls/mean": sum(fact["num_calls"] for fact in facts) / count,
-        "agents/num_call_errors/mean": sum(fact["num_call_errors"] for fact in facts) / count,
-        "agents/engine_s/mean": sum(fact["engine_s"] for fact in facts) / count,
-        "agents/environment_s/mean": sum(fact["environment_s"] for fact in facts) / count,
-        "agents/waiting_s/mean": sum(fact["waiting_s"] for fact in facts) / count,
+        "agents/num_retries": float(sum(info["attempts"] - 1 for info in infos)),
+        "agents/num_turns/mean": sum(info["num_turns"] for info in infos) / count,
+        "agents/num_turns/max": float(max((info["num_turns"] for info in infos), default=0)),
+        "agents/num_segments/mean": sum(info["num_segments"] for info in infos) / count,
+        "agents/num_calls/mean": sum(info["num_calls"] for info in infos) / count,
+        "agents/num_call_errors/mean": sum(info["num_call_errors"] for info in infos) / count,
+        "agents/engine_s/mean": sum(info["engine_s"] for info in infos) / count,
+        "agents/environment_s/mean": sum(info["environment_s"] for info in infos) / count,
+        "agents/waiting_s/mean": sum(info["waiting_s"] for info in infos) / count,
     }
     for reason in ("terminated", "max_turns", "length", "deadline", "environment"):
         metrics[f"agents/ended/{reason}"] = ended.count(reason) / count

@@ -21,7 +21,7 @@ from workers.losses.aggregate import Denominators, agg_loss
 from workers.losses.correction import RolloutCorrection
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import PolicyLoss, facts_of
+from workers.losses.registry import PolicyLoss, traits_of
 from workers.models.routing import COLUMN as ROUTED
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
@@ -46,7 +46,7 @@ class PolicySettings:
     @property
     def chooses_tokens(self) -> bool:
         """True if the policy loss treats some tokens specially."""
-        return facts_of(self.policy_loss).choose_tokens is not None
+        return traits_of(self.policy_loss).choose_tokens is not None
 
 
 class PolicyObjective:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_like.process.facts import OWN_PROCESS
+from verl_like.process.info import OWN_PROCESS
 from workers.models.attention import head_size, log_once
 from workers.models.causal_lm import empty_model
 from workers.models.load import load_weights

@@ -136,7 +136,7 @@ class Checkpointed(BackgroundSaves):
         folder, engine, average = Path(path), self.engine, self.average
         ranks = Ranks(engine.groups.world, f"the checkpoint {folder} was not loaded")
         manifest = ranks.run_on_all(lambda: read_manifest(folder))[ranks.mine]
-        files = {folder / name: facts for name, facts in manifest["files"].items()}
+        files = {folder / name: fingerprint for name, fingerprint in manifest["files"].items()}
         faults = ranks.share_files(
             folder, lambda path: file_fault(path, files[path]), loaded_files(manifest)
         )
@@ -261,7 +261,7 @@ def reject_other_model(
 ) -> None:
     """Reject a checkpoint with missing, unknown or differently shaped tensors; one error lists all.
 
-    `here` maps names to the shapes of this model, `saved` to the facts of `stored_tensors`.
+    `here` maps names to the shapes of this model, `saved` to the entries of `stored_tensors`.
     """
     there = {name: list(stored.size) for name, stored in saved.items() if name.startswith("model.")}
     if not there:

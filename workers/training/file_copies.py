@@ -174,8 +174,8 @@ class FileCopies(FileWriter):
         start = 0
         process = self._start(path, copy)
         if process is not None:
-            if facts := self._result_of(process, path):
-                return facts
+            if fingerprint := self._result_of(process, path):
+                return fingerprint
             start = path.stat().st_size if path.exists() else 0
 
         def go_on(_: float = 0.0) -> None:
@@ -212,10 +212,10 @@ class FileCopies(FileWriter):
             assert process.stdout is not None, "it was asked for"
             output = process.stdout.read()
         if output:
-            facts: dict[str, int] = json.loads(output)
-            if "error" in facts:
-                raise CheckpointError(f"{path}: {facts['error']}")
-            return facts
+            fingerprint: dict[str, int] = json.loads(output)
+            if "error" in fingerprint:
+                raise CheckpointError(f"{path}: {fingerprint['error']}")
+            return fingerprint
         if not self._is_waited_for:
             code = process.returncode
             end = signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -28,7 +28,7 @@ from workers.models.state import local_shard
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_tensors
 from workers.parallel.placements import Piece, is_first_replica, pieces_of
 
-FACTS = {"format": "pt", "DCP_VERSION": "1.0"}
+METADATA = {"format": "pt", "DCP_VERSION": "1.0"}
 PLACES = "DCP_SHARDING_INFO"
 """torch's key for the offsets in a file's header."""
 
@@ -48,7 +48,7 @@ def write_shards(
     for number, pieces in enumerate(pieces_to_write(tensors, rank, num_ranks)):
         offsets = {name: [along.start for along in place] for name, (place, _) in pieces.items()}
         places = {name: {"saved_offsets": of_piece} for name, of_piece in offsets.items()}
-        header = FACTS | {PLACES: json.dumps(places)}
+        header = METADATA | {PLACES: json.dumps(places)}
         path = folder / f"{rank}{f'-{number}' if number else ''}.safetensors"
         write_tensors({name: shard for name, (_, shard) in pieces.items()}, path, header, writer)
 
@@ -95,12 +95,12 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
-                facts = opened.metadata() or {}
+                header = opened.metadata() or {}
         except SafetensorError as error:
             raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
-        if PLACES not in facts:
+        if PLACES not in header:
             raise DamagedCheckpointError(
-                f"{path} is not a shard of a checkpoint: its header is {facts!r:.80}"
+                f"{path} is not a shard of a checkpoint: its header is {header!r:.80}"
             )
     try:
         tensors = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)

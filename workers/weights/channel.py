@@ -72,15 +72,15 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors stored one after the other; `facts` has name, dtype, shape and hash of each."""
+    """Tensors stored one after the other; `entries` has name, dtype, shape and hash of each."""
 
-    facts: list[list[Any]]
+    entries: list[list[Any]]
     payload: Tensor
 
     def places(self) -> list[tuple[int, int]]:
         """Return the begin and end of each tensor's bytes."""
         spans, end = [], 0
-        for _, dtype, shape, _ in self.facts:
+        for _, dtype, shape, _ in self.entries:
             start = aligned(end)
             end = start + torch.Size(shape).numel() * dtype_of(dtype).itemsize
             spans.append((start, end))
@@ -92,7 +92,7 @@ class Bucket:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, without a copy."""
-        for (name, dtype, shape, _), piece in zip(self.facts, self.pieces(), strict=True):
+        for (name, dtype, shape, _), piece in zip(self.entries, self.pieces(), strict=True):
             yield name, piece.view(dtype_of(dtype)).view(shape)
 
     @property
@@ -115,13 +115,13 @@ def pack(
     device of the buckets, such a tensor is not copied.
     """
     number = filled = 0
-    facts: list[list[Any]] = []
+    entries: list[list[Any]] = []
     memory = room(0, limit)
 
     def finished() -> Bucket:
-        nonlocal number, filled, facts
-        bucket = Bucket(facts, memory[:filled])
-        unhashed = [place for place, fact in enumerate(facts) if fact[3] is None]
+        nonlocal number, filled, entries
+        bucket = Bucket(entries, memory[:filled])
+        unhashed = [place for place, entry in enumerate(entries) if entry[3] is None]
         if unhashed:
             if bucket.payload.is_cpu:
                 torch.cuda.current_stream().synchronize()
@@ -129,33 +129,33 @@ def pack(
                 pieces = bucket.pieces()
                 hashes = hashes_of([pieces[place] for place in unhashed])
             for place, value in zip(unhashed, hashes, strict=True):
-                facts[place][3] = value
-        number, filled, facts = number + 1, 0, []
+                entries[place][3] = value
+        number, filled, entries = number + 1, 0, []
         return bucket
 
     for name, tensor in tensors:
         content = byte_view(tensor)
-        fact = [name, str(tensor.dtype), list(tensor.shape), None]
+        entry = [name, str(tensor.dtype), list(tensor.shape), None]
         start = aligned(filled)
-        if facts and start + len(content) > limit:
+        if entries and start + len(content) > limit:
             yield finished()
             start, memory = 0, room(number, limit)
         if len(content) > limit and lends and content.device == memory.device:
             with watch.running():
-                fact[3] = hash_of(content)
-            yield Bucket([fact], content)
+                entry[3] = hash_of(content)
+            yield Bucket([entry], content)
             continue
         if len(content) > len(memory):
             memory = room(number, len(content))
-        facts.append(fact)
+        entries.append(entry)
         filled = start + len(content)
         place = memory[start:filled]
         if place.is_cpu and content.is_cpu:
             with watch.running():
-                fact[3] = copy_hashed(place, content)
+                entry[3] = copy_hashed(place, content)
         else:
             place.copy_(content, non_blocking=True)
-    if facts:
+    if entries:
         yield finished()
 
 
@@ -204,7 +204,7 @@ class Channel:
             if number == 0 and drops_first:
                 continue
             bucket = self._on_device(packed, number)
-            header = {"number": number, "tensors": bucket.facts}
+            header = {"number": number, "tensors": bucket.entries}
             started = self._start_header(bucket.payload.numel(), header)
             started.append(self._start_broadcast(bucket.payload, self.connection.gpus))
             self.num_bytes += bucket.num_bytes
@@ -222,8 +222,8 @@ class Channel:
         payload = self.room(number, len(bucket.payload))
         payload.copy_(bucket.payload, non_blocking=True)
         with self.watch.running():
-            hashes = hashes_of(Bucket(bucket.facts, payload).pieces())
-        facts = [[*fact[:3], value] for fact, value in zip(bucket.facts, hashes, strict=True)]
+            hashes = hashes_of(Bucket(bucket.entries, payload).pieces())
+        facts = [[*fact[:3], value] for fact, value in zip(bucket.entries, hashes, strict=True)]
         return Bucket(facts, payload)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
@@ -271,7 +271,7 @@ class Channel:
         if header["number"] != expected:
             self.corrupt.append(f"bucket {header['number']} in the place of bucket {expected}")
         bucket = Bucket(header["tensors"], payload)
-        self.manifest |= {name: fact for name, *fact in bucket.facts}
+        self.manifest |= {name: entry for name, *entry in bucket.entries}
         announced = bucket.places()[-1][1]
         if announced != len(payload):
             self.corrupt.append(
@@ -282,7 +282,7 @@ class Channel:
         self.num_bytes += bucket.num_bytes
         with self.watch.running():
             hashes = hashes_of(bucket.pieces())
-        for (name, *_, sent), value in zip(bucket.facts, hashes, strict=True):
+        for (name, *_, sent), value in zip(bucket.entries, hashes, strict=True):
             if value != sent:
                 self.corrupt.append(name)
         yield from bucket.tensors()

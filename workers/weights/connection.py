@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.errors import WeightSyncError
-from verl_like.process.facts import environment, new_secret
+from verl_like.process.info import environment, new_secret
 from verl_like.process.machine import address_toward
 from verl_like.process.store import SignedStore, open_store
 
@@ -36,7 +36,7 @@ TRANSFER_TIMEOUT = timedelta(seconds=120)
 LOOK_S = 0.5
 """How often a rank that joins the store or creates its groups checks that the sync continues."""
 GIVEN_UP = "given up"
-"""A rank's message instead of its facts, so that the others do not wait for it."""
+"""A rank's message instead of its info, so that the others do not wait for it."""
 Manifest = dict[str, list[Any]]
 """Facts of tensors by name: dtype, shape and hash."""
 
@@ -203,8 +203,8 @@ class Connections:
         if existing is not None and existing.place != address.place:
             existing.close()
             existing = None
-        facts = {"connection": existing and existing.number, "gpu": gpu_of(device), "name": name}
-        reply = wait_for_sender(store, rank, num_receivers, facts)
+        info = {"connection": existing and existing.number, "gpu": gpu_of(device), "name": name}
+        reply = wait_for_sender(store, rank, num_receivers, info)
         if existing is not None and not reply["is_formed"]:
             existing.close()
             existing = None
@@ -230,11 +230,11 @@ def gpu_of(device: torch.device) -> str:
 
 
 def wait_for_sender(
-    store: SignedStore, rank: int, num_receivers: int, facts: dict[str, Any]
+    store: SignedStore, rank: int, num_receivers: int, info: dict[str, Any]
 ) -> dict[str, Any]:
     """Register this receiver; return the sender's reply once all have registered."""
     with name_errors("cannot reach the sender's store"):
-        store.set(f"joined/{rank}", json.dumps(facts))
+        store.set(f"joined/{rank}", json.dumps(info))
     with name_errors("the sender is gone"), _naming_absent(store, num_receivers):
         store.wait(["complete"], JOIN_TIMEOUT)
         return _read(store, "complete")
@@ -262,8 +262,8 @@ def _read(store: SignedStore, key: str) -> dict[str, Any]:
     text = store.get(key).decode()
     if text == GIVEN_UP:
         raise WeightSyncError("weight sync: it stops, because another rank has failed.")
-    facts: dict[str, Any] = json.loads(text)
-    return facts
+    info: dict[str, Any] = json.loads(text)
+    return info
 
 
 def form_groups(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
-from workers.models.lora import adapter_facts
+from workers.models.lora import adapter_layout
 from workers.models.tensor_files import byte_view
 from workers.weights.channel import (
     HOST,
@@ -216,7 +216,7 @@ class WeightSender:
         if not self.sends_changed:
             return None
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
-        return {"adapters": adapter_facts(self.engine.whole_module), "dtype": dtype}
+        return {"adapters": adapter_layout(self.engine.whole_module), "dtype": dtype}
 
     def _is_to_drop(self, version: int | None = None) -> bool:
         """Return True once after `drop_next_bucket`; never twice for one published version."""
@@ -333,7 +333,7 @@ class Snapshot:
 
     def manifest(self) -> Manifest:
         """Return the entry of every tensor, by name."""
-        return {name: entry for bucket in self.buckets for name, *entry in bucket.facts}
+        return {name: entry for bucket in self.buckets for name, *entry in bucket.entries}
 
 
 class Snapshots:

@@ -99,7 +99,7 @@ def test_another_file_or_setting_makes_another_entry(tokenizer: Any, tmp_path: P
     assert len({first, other, cache_key([str(path)], tokenizer, prompt_key="prompt")}) == 3
 
 
-@pytest.mark.parametrize("name", ["rows.arrow", "facts.json"])
+@pytest.mark.parametrize("name", ["rows.arrow", "summary.json"])
 def test_a_damaged_entry_is_made_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files = Files(make_rows())
     cached_prompts("key", files, "prompt")

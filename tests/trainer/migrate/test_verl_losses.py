@@ -16,7 +16,7 @@ import torch
 from tests.trainer.migrate.words import translated_whole
 from trainer.config.schema import RunConfig
 from trainer.ppo.recipe import load_config
-from workers.losses.registry import POLICY_LOSSES, facts_of, get_policy_loss
+from workers.losses.registry import POLICY_LOSSES, get_policy_loss, traits_of
 
 Token = tuple[float, float, float]
 """(old log-prob, log-prob, advantage)."""
@@ -203,7 +203,7 @@ def rows_for(loss: str) -> list[list[Token]]:
     and of the policy, by which verl chooses, have one order.
     """
     torch.manual_seed(3)
-    shift = 0.05 if facts_of(POLICY_LOSSES[loss]).choose_tokens else None
+    shift = 0.05 if traits_of(POLICY_LOSSES[loss]).choose_tokens else None
     rows: list[list[Token]] = []
     for length in (4, 2, 1):
         rows.append([])

@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.runs import overrides
 from trainer import PPOTrainer, load_config, run
-from trainer.ppo.mismatch import GapFacts, explain_gap, self_test
+from trainer.ppo.mismatch import GapMeasurements, explain_gap, self_test
 from workers.losses import blocks
 from workers.losses.mismatch import MismatchGauge
 
@@ -84,7 +84,7 @@ def test_the_blocks_of_rows_do_not_show(monkeypatch):
     assert figures(columns()) == pytest.approx(whole)
 
 
-FINE = GapFacts(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None, dtype="float32")
+FINE = GapMeasurements(gap=1e-6, plain_gap=1e-6, stale=False, quantization=None, dtype="float32")
 
 
 @pytest.mark.parametrize(

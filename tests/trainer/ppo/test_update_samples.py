@@ -20,7 +20,7 @@ from trainer.ppo.update import (
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 from workers.config import ActorConfig, PolicyLossConfig
-from workers.losses.registry import POLICY_LOSSES, facts_of
+from workers.losses.registry import POLICY_LOSSES, traits_of
 
 ROWS, WIDTH = 12, 6
 NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
@@ -173,7 +173,7 @@ def test_a_choice_without_old_log_probs_names_their_writer(batch: DataProto) -> 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_nothing_outside_the_mask_is_ever_chosen(name: str) -> None:
-    choose = facts_of(POLICY_LOSSES[name]).choose_tokens
+    choose = traits_of(POLICY_LOSSES[name]).choose_tokens
     assert choose is not None
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
     old, advantages = torch.full((2, 3), torch.nan), torch.full((2, 3), torch.nan)

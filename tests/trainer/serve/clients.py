@@ -18,7 +18,7 @@ from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.server import open_door
 from trainer.serve.wire import CLASSES, PROTOBUF
 
-Facts = dict[str, Any]
+JsonObject = dict[str, Any]
 TEXT = [7, 9, 11, 13, 8, 6, 21]
 ADAM = {"learning_rate": 1e-2}
 FIELDS = {"float32": (1, "<f4"), "int64": (2, "<i8")}
@@ -70,14 +70,14 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.http.close()
 
-    def post(self, route: str, /, **body: Any) -> Facts:
+    def post(self, route: str, /, **body: Any) -> JsonObject:
         """The answer of a POST; a status of 400 and more raises its text."""
         return answer_of(self.http.post(route, json=body))
 
-    def get(self, path: str, **params: Any) -> Facts:
+    def get(self, path: str, **params: Any) -> JsonObject:
         return answer_of(self.http.get(path, params=params))
 
-    def result(self, promise: Facts) -> Any:
+    def result(self, promise: JsonObject) -> Any:
         """The result of a promise; an error raises its text."""
         while True:
             response = self.http.post("retrieve_future", json={"request_id": promise["request_id"]})
@@ -107,7 +107,7 @@ class Client:
         body = {"session_id": self.session, "sampling_session_seq_id": 100 + self.samplers}
         return str(self.post("create_sampling_session", **body, **what)["sampling_session_id"])
 
-    def sample(self, sampler: str, seq: int, ids: Sequence[int], /, **more: Any) -> Facts:
+    def sample(self, sampler: str, seq: int, ids: Sequence[int], /, **more: Any) -> JsonObject:
         """Post a sample request."""
         body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 1, **more}
         chunks = [{"type": "encoded_text", "tokens": list(ids)}]
@@ -154,20 +154,20 @@ class Model:
         body: bytes = message.SerializeToString()
         return body
 
-    def post_backward(self, body: bytes) -> Facts:
+    def post_backward(self, body: bytes) -> JsonObject:
         headers = {"content-type": PROTOBUF}
         return answer_of(self.client.http.post("forward_backward", content=body, headers=headers))
 
-    def backward(self, datums: Any, loss: str = "cross_entropy", **settings: Any) -> Facts:
+    def backward(self, datums: Any, loss: str = "cross_entropy", **settings: Any) -> JsonObject:
         """Post a request; return its promise."""
         return self.post_backward(self.backward_body(self.next(), datums, loss, **settings))
 
-    def step(self, **adam: Any) -> Facts:
+    def step(self, **adam: Any) -> JsonObject:
         """Post an optimizer step; return its promise."""
         body = {"model_id": self.name, "seq_id": self.next(), "adam_params": adam}
         return self.client.post("optim_step", **body)
 
-    def save(self, kind: str = "save_weights", /, **body: Any) -> Facts:
+    def save(self, kind: str = "save_weights", /, **body: Any) -> JsonObject:
         """Save; return the result."""
         promise = self.client.post(kind, model_id=self.name, seq_id=self.next(), **body)
         return dict(self.client.result(promise))
@@ -177,7 +177,7 @@ class FailedError(AssertionError):
     """A status of 400 and more, or a failed request."""
 
 
-def answer_of(response: httpx.Response) -> Facts:
+def answer_of(response: httpx.Response) -> JsonObject:
     if response.status_code >= 400:
         raise FailedError(f"{response.status_code}: {response.json()['detail']}")
     return dict(json.loads(response.content))

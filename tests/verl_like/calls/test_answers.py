@@ -12,7 +12,7 @@ from verl_like.calls.future import WorkerFuture
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Header, Pending, RemoteError
 from verl_like.errors import WaitTimeoutError
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 
 NUM_RANKS = 1024
 STACK = """thread MainThread:
@@ -29,7 +29,7 @@ class Ranks(Transport):
     submit = shutdown = construct_again = None
 
     def __init__(self, answers: dict[int, Header]) -> None:
-        facts = [ProcessFacts("actor", rank, NUM_RANKS, rank) for rank in range(NUM_RANKS)]
+        facts = [ProcessInfo("actor", rank, NUM_RANKS, rank) for rank in range(NUM_RANKS)]
         super().__init__(facts, Deadlines())
         self.answers = answers
 

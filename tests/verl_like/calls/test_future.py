@@ -15,7 +15,7 @@ from verl_like.calls.future import WorkerFuture
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Header, Pending, RemoteError
 from verl_like.errors import WorkerDiedError
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 
 
 class Later:
@@ -107,7 +107,7 @@ class Store(Transport):
     submit = stacks = shutdown = construct_again = None
 
     def __init__(self, headers: dict[str, Header]) -> None:
-        super().__init__([ProcessFacts()], Deadlines())
+        super().__init__([ProcessInfo()], Deadlines())
         self.headers, self.requests, self.threads = headers, [], []
         self.held: dict[str, threading.Event] = {}
         """Answers that come when their event is set."""

@@ -26,7 +26,7 @@ from verl_like.calls.dispatch import collect_dataproto
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.verl_surface import scatter_lists
 from verl_like.errors import ConfigError, DispatchError, PlacementError
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 from verl_like.process.worker import construction
 
 BACKENDS = [("inline", 1), ("child", 2), pytest.param(("ray", 2), marks=pytest.mark.ray)]
@@ -96,7 +96,7 @@ def test_a_free_port_is_on_the_rank_s_own_machine(group) -> None:
 
 
 def test_an_address_is_of_the_machine_that_is_asked_not_of_rank_zero_s() -> None:
-    facts = ProcessFacts(rank=1, world_size=2, master=("127.9.9.9", 29500))
+    facts = ProcessInfo(rank=1, world_size=2, master=("127.9.9.9", 29500))
     with construction(facts, {}):
         address, _ = Worker().get_available_master_addr_port()
     assert address.startswith("127.")

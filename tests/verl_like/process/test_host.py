@@ -18,8 +18,8 @@ from verl_like import masking
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.wire import Call, Header, RemoteError
 from verl_like.errors import WorkerError
-from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import RotatingLog, WorkerHost, pack_recipes
+from verl_like.process.info import ProcessInfo
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 
@@ -60,7 +60,7 @@ def test_a_header_arrives_as_it_was_packed():
         assert Header.read(header) is header
 
 
-def started(roles: list[str], facts: ProcessFacts, monkeypatch) -> WorkerHost:
+def started(roles: list[str], facts: ProcessInfo, monkeypatch) -> WorkerHost:
     """Return a host that leaves this process's environment unchanged."""
     monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
     host = WorkerHost({role: (Late, (), {}) for role in roles}, facts)
@@ -69,7 +69,7 @@ def started(roles: list[str], facts: ProcessFacts, monkeypatch) -> WorkerHost:
 
 
 def test_two_coroutines_past_the_queue_share_one_loop(monkeypatch):
-    host = started(["late"], ProcessFacts("late", 0, 1, 0), monkeypatch)
+    host = started(["late"], ProcessInfo("late", 0, 1, 0), monkeypatch)
     made: list[Any] = []
     new_event_loop = asyncio.new_event_loop
 
@@ -123,7 +123,7 @@ def test_a_secret_of_the_configuration_alone_is_masked_in_a_worker_s_log(tmp_pat
     monkeypatch.setattr(masking, "_known", lambda: known)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
-    facts = ProcessFacts("talkative", log_dir=str(tmp_path))
+    facts = ProcessInfo("talkative", log_dir=str(tmp_path))
     host = WorkerHost({"talkative": (Talkative, (Rewarded(),), {})}, facts)
     assert host.start(("127.0.0.1", 1)).error is None
     host.close()
@@ -136,7 +136,7 @@ def test_what_two_roles_of_a_process_print_goes_to_the_log_of_each(tmp_path, mon
             sys, stream, getattr(sys, stream)
         )  # a process of its own keeps what the host puts there
     host = started(
-        ["one", "two"], ProcessFacts("one+two", 0, 1, 0, log_dir=str(tmp_path)), monkeypatch
+        ["one", "two"], ProcessInfo("one+two", 0, 1, 0, log_dir=str(tmp_path)), monkeypatch
     )
     try:
         for role, text in (("one", "a"), ("one", "b"), ("two", "c"), ("one", "d")):
@@ -154,7 +154,7 @@ def test_a_role_may_print_what_no_file_can_hold(
     own = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, own)
-    host = started(["one"], ProcessFacts("one", 0, 1, 0, log_dir=str(tmp_path)), monkeypatch)
+    host = started(["one"], ProcessInfo("one", 0, 1, 0, log_dir=str(tmp_path)), monkeypatch)
     try:
         assert host.call(Call("one", "say", ("a \ud800 é",)), ())[1].error is None
     finally:
@@ -180,7 +180,7 @@ def test_a_full_log_begins_anew_in_its_place_and_the_one_before_stays(tmp_path, 
 
 
 def test_the_stacks_of_a_process_show_the_call_that_runs_and_nothing_else(monkeypatch):
-    host = started(["late"], ProcessFacts("late", 0, 1, 0), monkeypatch)
+    host = started(["late"], ProcessInfo("late", 0, 1, 0), monkeypatch)
     assert host.stacks() == "idle: no call is running"
     entered, leave = threading.Event(), threading.Event()
 
@@ -274,7 +274,7 @@ def test_an_exit_in_a_processes_own_turn_ends_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_in_the_drivers_own_thread_ctrl_c_alone_passes() -> None:
-    host = WorkerHost({"raises": (Raises, (), {})}, ProcessFacts("raises", 0, 1, 0), {})
+    host = WorkerHost({"raises": (Raises, (), {})}, ProcessInfo("raises", 0, 1, 0), {})
     assert host.start(None).error is None
     with pytest.raises(KeyboardInterrupt):
         host.call(Call("raises", "in_turn", (KeyboardInterrupt(),)), ())
@@ -284,7 +284,7 @@ def test_in_the_drivers_own_thread_ctrl_c_alone_passes() -> None:
 def started_with(role: type[Worker], monkeypatch: pytest.MonkeyPatch) -> WorkerHost:
     """Return a host of one role that thinks it has its own process."""
     monkeypatch.setattr(WorkerHost, "_set_up_process", lambda *_: None)
-    host = WorkerHost({role.__name__.lower(): (role, (), {})}, ProcessFacts("role", 0, 1, 0))
+    host = WorkerHost({role.__name__.lower(): (role, (), {})}, ProcessInfo("role", 0, 1, 0))
     assert host.start(("127.0.0.1", 1)).error is None
     return host
 

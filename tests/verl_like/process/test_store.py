@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.sockets import listeners
 from verl_like.errors import WorkerError
-from verl_like.process.facts import new_secret
+from verl_like.process.info import new_secret
 from verl_like.process.store import SIGNATURE_BYTES, SignedStore, open_store
 
 SHORT = timedelta(milliseconds=50)

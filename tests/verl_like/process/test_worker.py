@@ -21,8 +21,8 @@ from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
 from verl_like.calls.wire import Call
 from verl_like.errors import WorkerError
-from verl_like.process.facts import ProcessFacts, new_secret
 from verl_like.process.host import WorkerHost
+from verl_like.process.info import ProcessInfo, new_secret
 from verl_like.process.store import open_store
 from verl_like.process.worker import construction
 
@@ -39,7 +39,7 @@ class Meeting(Worker):
 
 def meet(store: dist.TCPStore, secret: str, rank: int, seconds: float = 20.0) -> dist.Store:
     """Open the process group of a rank of two."""
-    facts = ProcessFacts(rank=rank, world_size=2, secret=secret, rendezvous_s=seconds)
+    facts = ProcessInfo(rank=rank, world_size=2, secret=secret, rendezvous_s=seconds)
     with construction(facts, {}):
         worker = Worker()
     return worker._meet("127.0.0.1", store.port)
@@ -106,7 +106,7 @@ def test_groups_can_be_made_as_long_as_the_process_lives() -> None:
 
 def on_gpus(**facts: Any) -> Worker:
     """Return a worker that believes it has a GPU, without computing on it."""
-    with construction(ProcessFacts(device_kind="cuda", **facts), {}):
+    with construction(ProcessInfo(device_kind="cuda", **facts), {}):
         return Worker()
 
 
@@ -164,7 +164,7 @@ def rank_3_of_8(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, l
     )
     # a mesh leaves devices alone under the fake backend
     monkeypatch.setattr(device_mesh, "get_backend", lambda *_: "nccl")
-    facts = ProcessFacts(device_kind="cuda", rank=3, local_rank=3, world_size=8, local_world_size=8)
+    facts = ProcessInfo(device_kind="cuda", rank=3, local_rank=3, world_size=8, local_world_size=8)
     facts = replace(facts, master=("127.0.0.1", 29500))
     if dist.is_initialized():  # by an earlier test of this process
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ import torch
 
 from tests import ROOT
 from tests.forked import run_program
-from verl_like.process.facts import OWN_PROCESS
+from verl_like.process.info import OWN_PROCESS
 from workers.cpu import allocator
 from workers.cpu.allocator import keep_freed_memory
 from workers.training.build import prepare_cpu_process

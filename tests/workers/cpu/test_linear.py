@@ -13,7 +13,7 @@ import torch
 from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import VOCAB, make_batch, started, tiny_config
-from verl_like.process.facts import OWN_PROCESS
+from verl_like.process.info import OWN_PROCESS
 from workers.cpu import linear
 from workers.cpu.allocator import keep_freed_memory
 from workers.cpu.linear import onednn_linears

@@ -14,7 +14,7 @@ from tests.workers.losses.twins import clipped_surrogate, vanilla
 from workers.config import LOSS_AGG_MODES
 from workers.losses.clip_cov import compute_policy_loss_clip_cov
 from workers.losses.kl_cov import compute_policy_loss_kl_cov
-from workers.losses.registry import PolicyLoss, facts_of
+from workers.losses.registry import PolicyLoss, traits_of
 
 NAMES = ("old_log_prob", "log_prob", "advantages")
 Token = tuple[int, float, float, float, float]
@@ -54,7 +54,7 @@ def clip_cov_candidates(tokens: list[Token], lowest: float, highest: float) -> l
 
 
 def chosen_by(policy_loss: PolicyLoss, batch: Columns, **settings: float) -> Columns:
-    choose = facts_of(policy_loss).choose_tokens
+    choose = traits_of(policy_loss).choose_tokens
     assert choose is not None, "it treats all tokens alike"
     inputs = inputs_of(batch)
     inputs.pop("log_prob")

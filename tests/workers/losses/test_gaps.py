@@ -22,7 +22,7 @@ from workers.losses.aggregate import agg_loss
 from workers.losses.kl import KL_ESTIMATORS, kl_penalty
 from workers.losses.lm import compute_lm_loss
 from workers.losses.mismatch import MismatchGauge
-from workers.losses.registry import POLICY_LOSSES, facts_of
+from workers.losses.registry import POLICY_LOSSES, traits_of
 from workers.losses.rejection import CRITERIA
 from workers.losses.value import compute_value_loss
 
@@ -50,7 +50,7 @@ def of_policy_loss(name: str, mode: str) -> Formula:
 
 
 def of_chooser(name: str) -> Formula:
-    choose: Any = facts_of(POLICY_LOSSES[name]).choose_tokens
+    choose: Any = traits_of(POLICY_LOSSES[name]).choose_tokens
 
     def formula(columns: Columns) -> Numbers:
         names = ("old_log_prob", "advantages", "response_mask")
@@ -109,7 +109,7 @@ def of_mismatch(columns: Columns) -> Numbers:
     return {name: x for name, x in metrics.items() if "gap_from_token" not in name}
 
 
-CHOOSING = [name for name, loss in POLICY_LOSSES.items() if facts_of(loss).choose_tokens]
+CHOOSING = [name for name, loss in POLICY_LOSSES.items() if traits_of(loss).choose_tokens]
 FORMULAS: dict[str, Formula] = {
     **{
         f"{name} {mode}": of_policy_loss(name, mode)

@@ -28,11 +28,11 @@ from workers.losses.importance_ratio import clip_widths
 from workers.losses.registry import (
     POLICY_LOSSES,
     PolicyLoss,
-    facts_of,
     get_policy_loss,
+    traits_of,
 )
 
-CHOOSING = [name for name, found in POLICY_LOSSES.items() if facts_of(found).choose_tokens]
+CHOOSING = [name for name, found in POLICY_LOSSES.items() if traits_of(found).choose_tokens]
 """They treat some tokens of a mini-batch apart; their twins: `test_covariance_losses.py`."""
 BY_TOKEN = [name for name in POLICY_LOSSES if name not in CHOOSING]
 
@@ -298,7 +298,7 @@ def test_a_users_loss_is_found_by_the_name_of_its_decorator(
         return columns["log_prob"].sum(), {}
 
     assert get_policy_loss("my_loss") is my_loss
-    assert facts_of(my_loss).keys_read is None
+    assert traits_of(my_loss).keys_read is None
 
 
 def test_every_policy_loss_is_a_file_of_its_name() -> None:
@@ -330,4 +330,4 @@ def test_a_loss_reads_the_keys_that_it_says_it_reads(batch: Columns, name: str) 
 
     seen: set[str] = set()
     POLICY_LOSSES[name](**policy_inputs(batch), config=Recorded(CONFIG))
-    assert seen - {"policy_loss.args"} == set(facts_of(POLICY_LOSSES[name]).keys_read or ())
+    assert seen - {"policy_loss.args"} == set(traits_of(POLICY_LOSSES[name]).keys_read or ())

@@ -85,7 +85,7 @@ def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any])
 
     def changed(tensors: Any, limit: int, *how: Any) -> Any:
         made = pack(tensors, 100, *how)
-        return iter(change([Bucket(each.facts, each.payload.clone()) for each in made]))
+        return iter(change([Bucket(each.entries, each.payload.clone()) for each in made]))
 
     monkeypatch.setattr(sender, "pack", changed)
 
@@ -120,7 +120,7 @@ def test_a_bucket_of_another_size_than_announced_is_caught(
 ) -> None:
     def longer(kept: Any) -> Any:
         longer = torch.cat([kept[0].payload, kept[0].payload])
-        return [Bucket(kept[0].facts, longer), *kept[1:]]
+        return [Bucket(kept[0].entries, longer), *kept[1:]]
 
     buckets_through(monkeypatch, longer)
     refused(actor, rollout, "2 missing: scale, small.*bucket 0 of 44 bytes, announced as 22")
@@ -132,8 +132,8 @@ def test_buckets_stay_within_their_size_and_two_rooms_serve_all() -> None:
     rooms = [torch.empty(600, dtype=torch.uint8) for _ in range(2)]
     seen: dict[str, torch.Tensor] = {}
     for bucket in pack(tensors, 600, lambda number, size: rooms[number % 2][:size], Stopwatch()):
-        assert len(bucket.payload) <= 600 or len(bucket.facts) == 1
-        for (*_, value), piece in zip(bucket.facts, bucket.pieces(), strict=True):
+        assert len(bucket.payload) <= 600 or len(bucket.entries) == 1
+        for (*_, value), piece in zip(bucket.entries, bucket.pieces(), strict=True):
             assert hash_of(piece) == value
         seen |= {name: tensor.clone() for name, tensor in bucket.tensors()}
     assert list(seen) == [name for name, _ in tensors]

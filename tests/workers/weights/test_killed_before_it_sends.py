@@ -16,7 +16,7 @@ from tests.verl_like.groups import start
 from tests.workers.stand_ins import PlainEngine, PlainTrainer
 from verl_like import Dispatch, Worker, register
 from verl_like.errors import WeightSyncError, WorkerDiedError
-from verl_like.process.facts import new_secret
+from verl_like.process.info import new_secret
 from verl_like.process.store import SignedStore
 from workers.weights import connection
 from workers.weights.channel import SyncReport

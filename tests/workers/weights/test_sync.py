@@ -31,7 +31,7 @@ from verl_like.backends.local import LocalWorkerGroup
 from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.placement.pools import ResourcePool
-from verl_like.process.facts import new_secret
+from verl_like.process.info import new_secret
 from verl_like.process.store import SignedStore
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker

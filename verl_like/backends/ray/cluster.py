@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
 from verl_like.placement.pools import Node
-from verl_like.process.facts import ONE_THREAD, environment
+from verl_like.process.info import ONE_THREAD, environment
 
 logger = logging.getLogger(__name__)
 RELEASE_S = 5.0

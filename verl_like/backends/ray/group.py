@@ -21,8 +21,8 @@ from verl_like.backends.ray.transport import RayTransport
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup
 from verl_like.errors import ConfigError, PlacementError
-from verl_like.process.facts import ProcessFacts, checked_worker_env
 from verl_like.process.host import pack_recipes
+from verl_like.process.info import ProcessInfo, checked_worker_env
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -108,7 +108,7 @@ class RayWorkerGroup(_RunningWorkers):
                 "with GPUs."
             )
         name = "+".join(roles)
-        facts = resource_pool.facts(
+        processes = resource_pool.process_infos(
             name,
             limits,
             device_kind=device_name or pool_device,
@@ -119,9 +119,9 @@ class RayWorkerGroup(_RunningWorkers):
             one_node=len(ray.nodes()) == 1,
         )
         run = uuid.uuid4().hex[:8]
-        names = [f"{name}-{rank}-{run}" for rank in range(len(facts))]
+        names = [f"{name}-{rank}-{run}" for rank in range(len(processes))]
         packages, actors = local_packages(), []
-        for actor_name, fact, bundle in zip(names, facts, bundles, strict=True):
+        for actor_name, fact, bundle in zip(names, processes, bundles, strict=True):
             place = {
                 "name": actor_name,
                 "num_cpus": bundle.cpus,
@@ -130,7 +130,7 @@ class RayWorkerGroup(_RunningWorkers):
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
             }
             actors.append(HostActor.options(**{**place, **options}).remote(packed, fact, packages))
-        transport = RayTransport(actors, facts, limits, names, master_port)
+        transport = RayTransport(actors, processes, limits, names, master_port)
         classes = {role: recipe.cls for role, recipe in roles.items()}
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
@@ -155,8 +155,8 @@ class RayWorkerGroup(_RunningWorkers):
                 f"'{ray.get_runtime_context().namespace}': {error}. This driver and the driver "
                 "that started the worker need the same namespace: ray.init(namespace=...)."
             ) from None
-        facts: list[ProcessFacts] = ray.get([actor.facts.remote() for actor in actors])
-        started_roles = facts[0].name.split("+")
+        processes: list[ProcessInfo] = ray.get([actor.process_info.remote() for actor in actors])
+        started_roles = processes[0].name.split("+")
         roles = ray_cls_with_init.roles(name_prefix or started_roles[-1])
         if list(roles) != started_roles:
             raise PlacementError(
@@ -164,7 +164,7 @@ class RayWorkerGroup(_RunningWorkers):
                 f"ray_cls_with_init has {', '.join(roles)}: pass the classes (and the "
                 "name_prefix, if any) that the workers were started with."
             )
-        transport = RayTransport(actors, facts, deadlines or Deadlines(), worker_names)
+        transport = RayTransport(actors, processes, deadlines or Deadlines(), worker_names)
         classes = {role: recipe.cls for role, recipe in roles.items()}
         return _RunningWorkers(transport, classes, prefixed=ray_cls_with_init.prefixed)
 

@@ -16,8 +16,8 @@ from verl_like.backends import rpc
 from verl_like.calls.wire import Answer, Call, combine_answer
 from verl_like.errors import WorkerError
 from verl_like.process.child import ROOT
-from verl_like.process.facts import ProcessFacts
 from verl_like.process.host import WorkerHost
+from verl_like.process.info import ProcessInfo
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,21 @@ class RayHost:
     Calls run in turn, in the main thread: Ray's own threads would slow down every call.
     """
 
-    def __init__(self, recipes: bytes, facts: ProcessFacts, local_packages: list[str]) -> None:
+    def __init__(
+        self, recipes: bytes, process_info: ProcessInfo, local_packages: list[str]
+    ) -> None:
         """The roles come pickled, because they import modules after the import path was set."""
         prefer_local_packages(local_packages)
         import torch
 
         torch.set_num_threads(1)
-        self._host = WorkerHost(recipes, replace(facts, device_index=_device_index(facts)))
+        self._host = WorkerHost(
+            recipes, replace(process_info, device_index=_device_index(process_info))
+        )
 
-    def facts(self) -> ProcessFacts:
-        """Return the facts that this process was started with."""
-        return self._host.facts
+    def process_info(self) -> ProcessInfo:
+        """Return the data that this process was started with."""
+        return self._host.process_info
 
     def location(self) -> Answer:
         """Return the `Location` where a driver connects for concurrent calls."""
@@ -52,7 +56,7 @@ class RayHost:
 
     def _wait_for_driver(self) -> Location:
         # on one machine, no driver connects from another machine
-        one_node = self._host.facts.one_node
+        one_node = self._host.process_info.one_node
         address = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
         return Location(node, rpc.listen(address, self._host))
@@ -100,13 +104,13 @@ class RayHost:
 HostActor = ray.remote(RayHost)
 
 
-def _device_index(facts: ProcessFacts) -> int | None:
+def _device_index(process_info: ProcessInfo) -> int | None:
     """Return the index of the GPU that Ray has assigned, among those that this process sees.
 
     Ray shows a worker its own GPU only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
     """
     assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    if facts.device_kind != "cuda" or len(assigned) != 1:
+    if process_info.device_kind != "cuda" or len(assigned) != 1:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible:

@@ -40,7 +40,7 @@ from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.wire import SHARED_BYTES, Call, Pending, payload_of
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 
 MOST_APART = 64
 """Maximum number of header references that a task gets as separate arguments."""
@@ -65,7 +65,7 @@ class RayTransport(ProcessTransport):
     def __init__(
         self,
         actors: Sequence[Any],
-        facts: Sequence[ProcessFacts],
+        processes: Sequence[ProcessInfo],
         deadlines: Deadlines,
         names: Sequence[str],
         master_port: int | None = None,
@@ -75,7 +75,7 @@ class RayTransport(ProcessTransport):
         With a `master_port` (0: rank 0 chooses one) the actors construct the roles now. Without
         one, another driver has constructed them.
         """
-        super().__init__(facts, deadlines)
+        super().__init__(processes, deadlines)
         self.actors, self.names = list(actors), list(names)
         self._tasks: dict[tuple[int, str, str, bool], Any] = {}
         self._here = ray.get_runtime_context().get_node_id()
@@ -206,7 +206,7 @@ class RayTransport(ProcessTransport):
     def shutdown(self) -> None:
         """Kill the actors, in bounded time if the cluster does not answer."""
         if ray.is_initialized():
-            within(RELEASE_S, self._kill, f"ending the workers of {self.facts[0].name}")
+            within(RELEASE_S, self._kill, f"ending the workers of {self.processes[0].name}")
 
     def _kill(self) -> None:
         for actor in self.actors:

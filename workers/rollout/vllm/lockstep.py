@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from verl_like.process.facts import environment
+from verl_like.process.info import environment
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker

@@ -34,7 +34,7 @@ from workers.rollout.vllm.setup import (
     VllmRequest,
     VllmSettings,
     check_tested_version,
-    model_facts,
+    model_identity,
 )
 from workers.weights.channel import pack, sending
 from workers.weights.connection import Connections, call_in_thread
@@ -72,10 +72,10 @@ class VllmServer:
         self._threads = ThreadPoolExecutor(limits.max_num_seqs, "vllm server")
         self._streams: dict[int, Future[None]] = {}
         check_tested_version(self._ask("/version")["version"], "vllm", f" at {self.url}")
-        ranks = self.call("facts")
+        ranks = self.call("model_identity")
         self._num_ranks = len(ranks)
         actual, longest = ranks[0], limits.prompt_width + limits.response_width
-        wanted = model_facts(read_hf_config(settings.model_path).get_text_config()) | {
+        wanted = model_identity(read_hf_config(settings.model_path).get_text_config()) | {
             "dtype": settings.dtype,
             "quantization": None,
             "async_scheduling": False,

@@ -88,8 +88,8 @@ def _install(package: str) -> str:
     return f'python -m pip install "{package}>={TESTED[0]},<{TESTED[1]}"'
 
 
-def model_facts(config: Any) -> dict[str, Any]:
-    """Return facts that distinguish models, from a text model's configuration."""
+def model_identity(config: Any) -> dict[str, Any]:
+    """Return the values that distinguish models, from a text model's configuration."""
     names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     return {name: getattr(config, name, None) for name in (*names, "num_attention_heads")}
 

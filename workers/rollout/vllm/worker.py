@@ -26,7 +26,7 @@ from workers.parallel.offload import to_device
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import choose_tokens, uniforms_of
 from workers.rollout.vllm.handover import Arrivals, by_layer
-from workers.rollout.vllm.setup import ADAPTER, model_facts
+from workers.rollout.vllm.setup import ADAPTER, model_identity
 from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
 
@@ -127,10 +127,12 @@ class _Drawing:
 
     @classmethod
     def of(cls, names: list[str], requests: Any, device: torch.device) -> _Drawing:
-        facts = [requests[name].sampling_params.extra_args for name in names]
-        rows = np.array([fact["row"] for fact in facts], dtype=np.int64)
-        before = np.array([fact["made"] for fact in facts], dtype=np.int64)
-        keys = np.array([fact["key"] for fact in facts], dtype=np.uint64).view(np.int64)
+        extra_args = [requests[name].sampling_params.extra_args for name in names]
+        rows = np.array([arguments["row"] for arguments in extra_args], dtype=np.int64)
+        before = np.array([arguments["made"] for arguments in extra_args], dtype=np.int64)
+        keys = np.array([arguments["key"] for arguments in extra_args], dtype=np.uint64).view(
+            np.int64
+        )
         return cls(names, rows, before, to_device(torch.from_numpy(keys), device))
 
 
@@ -175,10 +177,10 @@ class WorkerExtension:
         """Call one of these methods for a client of vLLM's server, with JSON in and out."""
         return json.dumps(getattr(self, method)(*json.loads(arguments)), default=_plain)
 
-    def facts(self) -> dict[str, Any]:
-        """Return facts that such a client compares with its own configuration."""
+    def model_identity(self) -> dict[str, Any]:
+        """Return the values that such a client compares with its own configuration."""
         model = self.vllm_config.model_config
-        return model_facts(model.hf_text_config) | {
+        return model_identity(model.hf_text_config) | {
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": model.quantization,
             "async_scheduling": self.vllm_config.scheduler_config.async_scheduling,

@@ -195,9 +195,11 @@ class PipelineLayers:
 
     def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
         """Yield the tensors of all stages; `shapes` describes the tensors of this rank."""
-        facts = [(name, tensor.shape, tensor.dtype) for name, tensor in shapes]
+        layouts = [(name, tensor.shape, tensor.dtype) for name, tensor in shapes]
         is_first, line = self.model.groups.is_first_of_stage, self.pipeline.line
-        return gather_stage_tensors(line, facts, tensors, on_all_ranks, is_first, self.model.device)
+        return gather_stage_tensors(
+            line, layouts, tensors, on_all_ranks, is_first, self.model.device
+        )
 
 
 def stages_of_a_layer(model: Any) -> str:

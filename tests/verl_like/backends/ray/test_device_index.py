@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_like.process.facts import ProcessFacts
+from verl_like.process.info import ProcessInfo
 
 pytestmark = pytest.mark.ray
-ON_GPU = ProcessFacts(device_kind="cuda", local_rank=1)
+ON_GPU = ProcessInfo(device_kind="cuda", local_rank=1)
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ ON_GPU = ProcessFacts(device_kind="cuda", local_rank=1)
         (["5"], None, ON_GPU, 5),
         (["5"], "0,1", ON_GPU, None),
         ([], "0,1", ON_GPU, None),
-        (["5"], "5", ProcessFacts(), None),
+        (["5"], "5", ProcessInfo(), None),
     ],
 )
 def test_the_index_counts_the_devices_that_the_process_sees(
     monkeypatch: pytest.MonkeyPatch,
     assigned: list[str],
     visible: str | None,
-    facts: ProcessFacts,
+    facts: ProcessInfo,
     index: int | None,
 ) -> None:
     import ray

@@ -23,7 +23,7 @@ def new_secret() -> str:
 
 
 @dataclass(frozen=True)
-class ProcessFacts:
+class ProcessInfo:
     """One process of a group. `role` and `master` are filled in inside the process."""
 
     name: str = "worker"
@@ -88,7 +88,9 @@ PROTECTED = (
 )
 
 
-def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) -> dict[str, str]:
+def torchrun_environment(
+    process_info: ProcessInfo, master: tuple[str, int] | None
+) -> dict[str, str]:
     """Return the variables that workers written for torchrun or for verl read.
 
     `LOCAL_RANK` is the index of the worker's GPU among those it sees, because torch, transformers
@@ -96,12 +98,14 @@ def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) ->
     always is. `init_process_group()` uses the store of rank 0.
     """
     values: dict[str, object] = {
-        "RANK": facts.rank,
-        "WORLD_SIZE": facts.world_size,
-        "LOCAL_RANK": facts.local_rank if facts.device_index is None else facts.device_index,
-        "LOCAL_WORLD_SIZE": facts.local_world_size,
-        "RAY_LOCAL_RANK": facts.local_rank,
-        "RAY_LOCAL_WORLD_SIZE": facts.local_world_size,
+        "RANK": process_info.rank,
+        "WORLD_SIZE": process_info.world_size,
+        "LOCAL_RANK": process_info.local_rank
+        if process_info.device_index is None
+        else process_info.device_index,
+        "LOCAL_WORLD_SIZE": process_info.local_world_size,
+        "RAY_LOCAL_RANK": process_info.local_rank,
+        "RAY_LOCAL_WORLD_SIZE": process_info.local_world_size,
     }
     if master is not None:
         values |= {"MASTER_ADDR": master[0], "MASTER_PORT": master[1]}
@@ -110,13 +114,13 @@ def torchrun_environment(facts: ProcessFacts, master: tuple[str, int] | None) ->
     return {name: str(value) for name, value in values.items()}
 
 
-def loopback_environment(facts: ProcessFacts) -> dict[str, str]:
+def loopback_environment(process_info: ProcessInfo) -> dict[str, str]:
     """Return the variable that keeps gloo's sockets on this machine if there is only one node.
 
     An interface that the user has set stays.
     """
     name = "GLOO_SOCKET_IFNAME"
-    return {} if name in os.environ or not facts.one_node else {name: "lo"}
+    return {} if name in os.environ or not process_info.one_node else {name: "lo"}
 
 
 def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
