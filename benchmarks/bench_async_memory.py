@@ -53,7 +53,7 @@ class Sizes:
                 "generator_mib": round((resident_bytes(generator) or 0) / 2**20, 1),
                 "open_samples": len(buffer.log._open),
                 "queued": buffer.depth,
-                "pieces_in_flight": len(buffer.in_flight()),
+                "chunks_in_flight": len(buffer.in_flight()),
                 "calls": len(trainer.run.calls),
             }
         )

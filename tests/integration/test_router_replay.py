@@ -103,7 +103,7 @@ def test_what_cannot_be_replayed_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", ["sampled", "retokenized"])
-def test_an_async_run_of_pieces_of_turns_is_the_synchronous_one(
+def test_an_async_run_of_chunks_of_turns_is_the_synchronous_one(
     history: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     model = with_experts(tiny_dir, tmp_path / "model")

@@ -72,7 +72,7 @@ class Hybrid(create_colocated_worker_raw_cls(ROLES)):
         return self.double(data), {"rows": data.shard.rows}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def pieces(self, data: TensorDict) -> TensorDict:
+    def chunks(self, data: TensorDict) -> TensorDict:
         return data.select("x")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -162,7 +162,7 @@ class Modes(Worker):
         return float(data.batch["x"][: data.num_real_rows].sum())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def pieces(self, data: DataProto) -> DataProto:
+    def chunks(self, data: DataProto) -> DataProto:
         return data
 
     @register(dispatch_mode=LETTERS)

@@ -118,7 +118,7 @@ def random_row(generator: torch.Generator) -> LMRow:
     return LMRow(ids, (torch.arange(length) >= length // 2).numpy())
 
 
-def own_piece(batch: DataProto, rank: int, world_size: int) -> DataProto:
+def own_chunk(batch: DataProto, rank: int, world_size: int) -> DataProto:
     """Return the chunk that a group's dispatch passes to a rank."""
     return split_rows(batch, world_size)[rank]
 

@@ -1,8 +1,8 @@
 """The bounded queue between generators, which generate, and the trainer, which learns.
 
-    experience = buffer.begin(generator, weights)    # a generator waits for room and its turn
-    buffer.put(experience)                           # with its samples
-    experiences = buffer.take(Demand(16))            # the trainer waits for a batch
+    chunk = buffer.begin(generator, weights)    # a generator waits for room and its turn
+    buffer.put(chunk)                           # with its samples
+    chunks = buffer.take(Demand(16))            # the trainer waits for a batch
     buffer.publish(version)                          # there are newer weights
 
 `async_training.max_inflight_samples` and the largest age of samples limit the open samples, which
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from trainer.async_training.activity import Activity
+from trainer.async_training.chunks import ChunkStream, Demand, Loader, OpenChunks
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.pieces import Demand, Loader, OpenPieces, PieceStream
 from trainer.async_training.samplers import (
     SAMPLERS,
     SampleChunk,
@@ -79,8 +79,8 @@ class ExperienceBuffer:
         """While the trainer waits, `check_trainers` raises if one of its processes is gone."""
         self.settings = config.async_training
         self._sampler = SAMPLERS.look_up(config.async_training.sampler)()
-        self.stream = PieceStream(config, loader)
-        self.open = OpenPieces(config, self.stream)
+        self.stream = ChunkStream(config, loader)
+        self.open = OpenChunks(config, self.stream)
         self._activity, self._check_trainers = activity, check_trainers
         lock = threading.RLock()
         self.log = SampleLog(lock)
@@ -135,30 +135,30 @@ class ExperienceBuffer:
         room = f"room: weights of version {weights.version} may be {most}"
         with self._changed, self._activity.of(f"generator {generator}").waiting(room):
             while not (self.is_closed or self.weights > weights):
-                experience = self._begin_next(generator, weights.version)
-                if experience is not None or not waits:
-                    return experience
+                chunk = self._begin_next(generator, weights.version)
+                if chunk is not None or not waits:
+                    return chunk
                 if generator not in self._idle:
                     self._idle.add(generator)
                     self._changed.notify_all()
                 self._has_turn.wait(LOOK_S)
         return None
 
-    def put(self, experience: SampleChunk) -> None:
+    def put(self, chunk: SampleChunk) -> None:
         """Queue a finished chunk; with `on_buffer_full=evict_oldest` a full buffer drops the
         oldest.
         """
-        assert experience.samples is not None, "a finished piece has samples"
-        tokens = tokens_by_sample(experience.samples)
-        given_up = tokens_given_up(experience.samples)
+        assert chunk.samples is not None, "a finished chunk has samples"
+        tokens = tokens_by_sample(chunk.samples)
+        given_up = tokens_given_up(chunk.samples)
         with self._changed:
-            del self.open.in_flight[experience.number]
-            experience.rows = None
+            del self.open.in_flight[chunk.number]
+            chunk.rows = None
             self._changed.notify_all()
-            if experience.is_validation:
+            if chunk.is_validation:
                 return
             self.log.receive(tokens, given_up)
-            self.open.ready.append(experience)
+            self.open.ready.append(chunk)
             while self.open.is_too_full:
                 self._drop(self.open.ready[0], "pushed out of the full buffer")
                 self._look_again()
@@ -167,12 +167,12 @@ class ExperienceBuffer:
         """Return the chunks of a lost generator to the stream; return their samples' names."""
         with self._change():
             lost = self.in_flight(generator)
-            for piece in lost:
-                del self.open.in_flight[piece.number]
-                if not piece.is_validation:
-                    self.log.drop(piece.names, LOST)
-            self.stream.hand_back(piece for piece in lost if not piece.is_validation)
-            self._to_validate += [piece for piece in lost if piece.is_validation]
+            for chunk in lost:
+                del self.open.in_flight[chunk.number]
+                if not chunk.is_validation:
+                    self.log.drop(chunk.names, LOST)
+            self.stream.hand_back(chunk for chunk in lost if not chunk.is_validation)
+            self._to_validate += [chunk for chunk in lost if chunk.is_validation]
             return num_samples_of(lost)
 
     # ---------------------------------------------------------------------------- trainer's side
@@ -214,8 +214,8 @@ class ExperienceBuffer:
     def check(self) -> None:
         """Raise if the sample log does not add up or disagrees with the buffer about a group."""
         with self._changed:
-            queued = [uid for piece in self.open.ready for uid in piece.uids]
-            in_flight = [uid for piece in self.open.in_flight.values() for uid in piece.uids]
+            queued = [uid for chunk in self.open.ready for uid in chunk.uids]
+            in_flight = [uid for chunk in self.open.in_flight.values() for uid in chunk.uids]
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
@@ -249,7 +249,7 @@ class ExperienceBuffer:
                 "stream": self.stream.state_dict(self.open.in_flight.values()),
                 "ledger": self.log.state_dict(),
                 "num_taken": self._num_taken,
-                "queued": [piece.state_dict() for piece in self.open.ready],
+                "queued": [chunk.state_dict() for chunk in self.open.ready],
             }
 
     def write_samples(self, checkpoint: Path) -> None:
@@ -259,9 +259,9 @@ class ExperienceBuffer:
         if self.settings.on_resume != "restore":
             return
         (checkpoint / SAMPLES).mkdir()
-        for piece in self._queued_at_save:
-            assert piece.samples is not None, "a queued piece has samples"
-            piece.samples.save_to_disk(checkpoint / SAMPLES / f"{piece.number}.safetensors")
+        for chunk in self._queued_at_save:
+            assert chunk.samples is not None, "a queued chunk has samples"
+            chunk.samples.save_to_disk(checkpoint / SAMPLES / f"{chunk.number}.safetensors")
 
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path | None) -> None:
         """Continue from a `state_dict`.
@@ -273,13 +273,13 @@ class ExperienceBuffer:
         queued = [SampleChunk.from_state(chunk, folder) for chunk in state["queued"]]
         with self._change():
             self.stream.load_state_dict(state["stream"])
-            self.stream.hand_back(piece for piece in queued if piece.samples is None)
+            self.stream.hand_back(chunk for chunk in queued if chunk.samples is None)
             self.log.load_state_dict(state["ledger"])
             self._num_taken = state["num_taken"]
-            self.open.ready = [piece for piece in queued if piece.samples is not None]
-            for piece in self.open.ready:
-                assert piece.samples is not None, "a queued piece has samples"
-                self.log.restore(piece.generator, tokens_by_sample(piece.samples))
+            self.open.ready = [chunk for chunk in queued if chunk.samples is not None]
+            for chunk in self.open.ready:
+                assert chunk.samples is not None, "a queued chunk has samples"
+                self.log.restore(chunk.generator, tokens_by_sample(chunk.samples))
 
     def close(self) -> None:
         """Stop handing out chunks, so that generators' threads end."""
@@ -301,8 +301,8 @@ class ExperienceBuffer:
     def in_flight(self, generator: int | None = None) -> list[SampleChunk]:
         """Return the chunks that this generator, or any generator, is generating."""
         with self._changed:
-            pieces = self.open.in_flight.values()
-            return [piece for piece in pieces if generator in (None, piece.generator)]
+            chunks = self.open.in_flight.values()
+            return [chunk for chunk in chunks if generator in (None, chunk.generator)]
 
     # ----------------------------------------------------------------------------------- inside
 
@@ -366,12 +366,12 @@ class ExperienceBuffer:
                 whole.selected = []
                 break
             whole.selected += choice.selected
-        for experience, reason in whole.dropped:
-            self._drop(experience, reason)
+        for chunk, reason in whole.dropped:
+            self._drop(chunk, reason)
             self._look_again()
-        for experience in whole.selected:
-            self.open.ready.remove(experience)
-            self.log.move(experience.names, TAKEN)
+        for chunk in whole.selected:
+            self.open.ready.remove(chunk)
+            self.log.move(chunk.names, TAKEN)
         self._num_taken += bool(whole.selected)
         return whole.selected
 
@@ -379,23 +379,23 @@ class ExperienceBuffer:
         """Return the first chunk that this generator may generate, if there is room for it."""
         if self.is_paused:
             others = self._generators - {generator}
-            piece = next((p for p in self._to_validate if p.generator not in others), None)
-            if piece is None:
+            chunk = next((p for p in self._to_validate if p.generator not in others), None)
+            if chunk is None:
                 return None
-            self._to_validate.remove(piece)
+            self._to_validate.remove(chunk)
         else:
-            piece, lag = self.stream.offer(generator), self.version - version
-            if piece is None or not self.open.has_room(piece, lag, self._demand):
+            chunk, lag = self.stream.offer(generator), self.version - version
+            if chunk is None or not self.open.has_room(chunk, lag, self._demand):
                 return None
-            self.stream.waiting.remove(piece)
-            piece.version, piece.attempt = version, self._demand.attempt
-            piece.rows = self.stream.rows(piece)
-            self.log.begin(generator, piece.names)
-        piece.generator = generator
-        self.open.in_flight[piece.number] = piece
+            self.stream.waiting.remove(chunk)
+            chunk.version, chunk.attempt = version, self._demand.attempt
+            chunk.rows = self.stream.rows(chunk)
+            self.log.begin(generator, chunk.names)
+        chunk.generator = generator
+        self.open.in_flight[chunk.number] = chunk
         self._idle.discard(generator)
-        return piece
+        return chunk
 
-    def _drop(self, experience: SampleChunk, reason: str) -> None:
-        self.open.ready.remove(experience)
-        self.log.drop(experience.names, reason)
+    def _drop(self, chunk: SampleChunk, reason: str) -> None:
+        self.open.ready.remove(chunk)
+        self.log.drop(chunk.names, reason)

@@ -77,7 +77,7 @@ def check_run(config: AsyncConfig) -> None:
                 f"every rank, async_training.sample_routes=[{','.join(pairs)}], or drop one."
             )
 
-    # batches divide among trainer ranks and pieces, and fill rounds
+    # batches divide among trainer ranks and chunks, and fill rounds
     async_training, ranks = config.async_training, len(topology.routed_ranks)
     batch, total = config.data.train_batch_size, config.data.total_prompts
     last = batch if total is None else total % batch
@@ -95,11 +95,11 @@ def check_run(config: AsyncConfig) -> None:
             )
 
     part = batch // ranks
-    if part % config.piece_size:
+    if part % config.chunk_size:
         fit = [size for size in range(1, part + 1) if part % size == 0]
-        fit.sort(key=lambda size: abs(size - config.piece_size))
+        fit.sort(key=lambda size: abs(size - config.chunk_size))
         raise ConfigError(
-            f"async_training.prompts_per_call={config.piece_size} does not divide the {part} "
+            f"async_training.prompts_per_call={config.chunk_size} does not divide the {part} "
             "prompts of a batch that one trainer rank gets; nearest that do: "
             f"{' and '.join(map(str, fit[:2]))}."
         )
@@ -190,7 +190,7 @@ def _check_generators(config: AsyncConfig) -> None:
     if CRITIC_COPY in roles and async_training.weight_update == "immediate":
         raise ConfigError(
             "async_training.weight_update=immediate with async_training.score_on=generator: a "
-            "generator's copy of the critic takes weights between two pieces. Set between_batches, "
+            "generator's copy of the critic takes weights between two chunks. Set between_batches, "
             "score_on=trainer, or an algorithm.adv_estimator without a critic, such as grpo."
         )
     if CRITIC_COPY in roles and not issubclass(worker_class(config, "critic"), WeightSender):

@@ -169,13 +169,13 @@ class AsyncConfig(PPOConfig):
         return self.async_training.train_epochs
 
     @property
-    def piece_size(self) -> int:
-        """Prompts per piece: as configured, or a batch divided equally among the generators."""
+    def chunk_size(self) -> int:
+        """Prompts per chunk: as configured, or a batch divided equally among the generators."""
         prompts = self.async_training.prompts_per_call
-        return self.topology.piece_size(self.data.train_batch_size) if prompts is None else prompts
+        return self.topology.chunk_size(self.data.train_batch_size) if prompts is None else prompts
 
-    def pieces_at_once(self, generator: int) -> int:
-        """Number of pieces that a generator begins together."""
+    def chunks_in_parallel(self, generator: int) -> int:
+        """Number of chunks that a generator begins together."""
         if self.async_training.prompts_per_call is not None or self.topology.routed_ranks == [
             ANY_RANK
         ]:
@@ -213,8 +213,8 @@ class AsyncConfig(PPOConfig):
         return "gen" if role in ("rollout", *self.score_roles) else super().reads_in(role)
 
     def prompts_per_call(self, role: str) -> int:
-        """Return the prompts per call of a role: a piece for the roles of generators."""
-        return self.piece_size if role in self.generator_roles else super().prompts_per_call(role)
+        """Return the prompts per call of a role: a chunk for the roles of generators."""
+        return self.chunk_size if role in self.generator_roles else super().prompts_per_call(role)
 
     def of_role(self, role: str) -> AsyncConfig:
         """Return the configuration of a role, with the `generator_settings` of its generator.

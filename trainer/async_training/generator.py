@@ -68,7 +68,7 @@ class Generator:
         self._weights = WeightVersion(0, 0)
         self._running: dict[Submission, SampleChunk] = {}
         self._max_tokens = config.rollout_of(number).max_new_tokens_per_call
-        self._num_at_once = config.pieces_at_once(number)
+        self._num_at_once = config.chunks_in_parallel(number)
         num_ranks = sum(sum(config.resource_pool_spec[pool]) for pool in config.child_pools)
         slice_s = max(SLICE_S, num_ranks / TAKES_PER_S)
         self._take_s = slice_s if plays(config) or not self._max_tokens else None
@@ -117,21 +117,21 @@ class Generator:
         begun: list[SampleChunk] = []
         while len(begun) < self._num_at_once:
             waits = not (self._running or begun)
-            experience = self._buffer.begin(self._number, self._weights, waits)
-            if experience is None:
+            chunk = self._buffer.begin(self._number, self._weights, waits)
+            if chunk is None:
                 break
-            begun.append(experience)
-        submissions = {self._submission_of(experience): experience for experience in begun}
+            begun.append(chunk)
+        submissions = {self._submission_of(chunk): chunk for chunk in begun}
         self._running |= submissions
         for _, of_one_draw in groupby(submissions, lambda submission: submission.rows.meta_info):
             self._client.submit(*of_one_draw)
 
-    def _submission_of(self, experience: SampleChunk) -> Submission:
-        assert experience.rows is not None, "a piece has rows until it is finished"
-        rows = experience.rows
-        if not experience.is_validation:
+    def _submission_of(self, chunk: SampleChunk) -> Submission:
+        assert chunk.rows is not None, "a chunk has rows until it is finished"
+        rows = chunk.rows
+        if not chunk.is_validation:
             rows = self._trainer.rollouts.prompt_columns(rows, self._role)
-            rows.meta_info = rows.meta_info | {"attempt": experience.attempt}
+            rows.meta_info = rows.meta_info | {"attempt": chunk.attempt}
         return Submission(rows)
 
     def _take(self) -> None:
@@ -139,24 +139,24 @@ class Generator:
         with self._activity.busy("generate"):
             finished = self._client.take(self._max_tokens, self._take_s)
         for submission in finished:
-            experience = self._running[submission]
-            self._finish(experience, submission)
+            chunk = self._running[submission]
+            self._finish(chunk, submission)
             if not self._buffer.is_closed:
-                self._buffer.put(experience)
+                self._buffer.put(chunk)
             del self._running[submission]
 
-    def _finish(self, experience: SampleChunk, submission: Submission) -> None:
+    def _finish(self, chunk: SampleChunk, submission: Submission) -> None:
         """Give the chunk its samples and, with `score_on=generator`, their scores."""
-        experience.samples = submission.samples()
-        if experience.is_validation:
+        chunk.samples = submission.samples()
+        if chunk.is_validation:
             return
-        assert experience.rows is not None, "a piece has rows until it is finished"
-        experience.samples = with_responses(experience.rows, experience.samples)
+        assert chunk.rows is not None, "a chunk has rows until it is finished"
+        chunk.samples = with_responses(chunk.rows, chunk.samples)
         if (kinds := self._trainer.config.score_roles) and not self._buffer.is_closed:
             roles = {kind: role_on(kind, self._number) for kind in kinds}
             with self._activity.busy("score"):
-                scored = score_samples(self._groups, roles, experience.samples)
-            experience.samples, experience.metrics = scored
+                scored = score_samples(self._groups, roles, chunk.samples)
+            chunk.samples, chunk.metrics = scored
 
     def _replace(self, error: WorkerDiedError) -> None:
         """Return the chunks of a group that lost a process, and restart it if allowed.

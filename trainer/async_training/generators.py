@@ -21,10 +21,10 @@ from typing import Any
 
 from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer
+from trainer.async_training.chunks import Rounds
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.generator import MADE_BY_GENERATORS, Generator
 from trainer.async_training.origins import Origins
-from trainer.async_training.pieces import Rounds
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
 from trainer.loop import StopRequested, Trainer

@@ -41,14 +41,14 @@ class Origins:
         """Metrics of the generators' scores in this step."""
         self._num_tokens = 0
 
-    def batch_of(self, pieces: list[SampleChunk]) -> DataProto:
-        """Return the samples of these pieces in order, with the column of generators."""
-        pieces.sort(key=lambda piece: (piece.rank, piece.number))
-        samples = [piece.samples for piece in pieces if piece.samples is not None]
+    def batch_of(self, chunks: list[SampleChunk]) -> DataProto:
+        """Return the samples of these chunks in order, with the column of generators."""
+        chunks.sort(key=lambda chunk: (chunk.rank, chunk.number))
+        samples = [chunk.samples for chunk in chunks if chunk.samples is not None]
         batch, sizes = concat_rows(samples), [len(rows) for rows in samples]
-        batch.non_tensor_batch[GENERATOR] = np.repeat([piece.generator for piece in pieces], sizes)
-        self._uids += [uid for piece in pieces for uid in piece.uids]
-        self._scoring += [piece.metrics for piece in pieces]
+        batch.non_tensor_batch[GENERATOR] = np.repeat([chunk.generator for chunk in chunks], sizes)
+        self._uids += [uid for chunk in chunks for uid in chunk.uids]
+        self._scoring += [chunk.metrics for chunk in chunks]
         self._num_tokens += int(count_ones(batch, "response_mask").sum())
         return batch
 

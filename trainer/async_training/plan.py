@@ -18,11 +18,14 @@ def plan_lines(
     age = AGES.get(staleness, f"at most {staleness} versions old")
     rounds = "batch" if num_batches == 1 else f"{num_batches} batches"
     aged = f"a sample is {age} when it is trained on; generators wait if a new one could get older"
-    batch, most = config.data.train_batch_size, max(map(config.pieces_at_once, range(generators)))
+    batch, most = (
+        config.data.train_batch_size,
+        max(map(config.chunks_in_parallel, range(generators))),
+    )
     together = f"; a generator runs up to {most} together" if most > 1 else ""
-    pieces = (
-        f"a batch of {batch} prompts is {_count(batch // config.piece_size, 'call')} of "
-        f"{_count(config.piece_size, 'prompt')}, each to one generator{together}"
+    chunks = (
+        f"a batch of {batch} prompts is {_count(batch // config.chunk_size, 'call')} of "
+        f"{_count(config.chunk_size, 'prompt')}, each to one generator{together}"
     )
     queued = (
         f"at most {num_open} samples are queued or in generation "
@@ -33,7 +36,7 @@ def plan_lines(
         f"a generator takes them {MOMENTS[async_training.weight_update]}"
     )
     drawn = topology.describe(max_columns).splitlines()
-    lines = [*drawn, pieces, aged, queued, versions]
+    lines = [*drawn, chunks, aged, queued, versions]
     if roles := config.score_roles:
         lines.append(f"each generator scores its samples with its own {', '.join(roles)}")
     if weights := config.algorithm.rollout_correction.rollout_is:
@@ -44,7 +47,7 @@ def plan_lines(
         lines.append(topology.lopsided)
     if idle := _idle_generators(config):
         lines.append(
-            f"{idle} of {generators} generators have no work, because few pieces may be open at "
+            f"{idle} of {generators} generators have no work, because few chunks may be open at "
             "once. Use smaller ones (async_training.prompts_per_call), or a larger "
             "async_training.max_staleness"
         )
@@ -52,10 +55,10 @@ def plan_lines(
 
 
 def _idle_generators(config: AsyncConfig) -> int:
-    """Count the generators without work because too few pieces may be open."""
+    """Count the generators without work because too few chunks may be open."""
     ranks = config.topology.routed_ranks
-    samples_per_piece = config.piece_size * config.actor_rollout_ref.rollout.n
-    num_open = open_at_once(config) // len(ranks) // samples_per_piece
+    samples_per_chunk = config.chunk_size * config.actor_rollout_ref.rollout.n
+    num_open = open_at_once(config) // len(ranks) // samples_per_chunk
     busy = {
         generator for rank in ranks for generator in config.topology.generators_for(rank)[:num_open]
     }
@@ -63,5 +66,5 @@ def _idle_generators(config: AsyncConfig) -> int:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return words such as `1 piece` and `2 pieces`."""
+    """Return words such as `1 chunk` and `2 chunks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -83,16 +83,16 @@ class SampleChunk:
     def from_state(cls, state: Mapping[str, Any], folder: Path | None) -> SampleChunk:
         """Return the chunk of a `state_dict`, with its samples if they are in the folder."""
         fields = {name: state[name] for name in ("generator", "version", "uids")}
-        piece = cls(**state["piece"], **fields)
-        path = None if folder is None else folder / f"{piece.number}.safetensors"
+        chunk = cls(**state["piece"], **fields)
+        path = None if folder is None else folder / f"{chunk.number}.safetensors"
         if path is not None and path.is_file():
-            piece.samples = DataProto.load_from_disk(path)
-        return piece
+            chunk.samples = DataProto.load_from_disk(path)
+        return chunk
 
 
-def num_samples_of(experiences: Iterable[SampleChunk]) -> int:
+def num_samples_of(chunks: Iterable[SampleChunk]) -> int:
     """Return the number of samples in these chunks."""
-    return sum(piece.num_samples for piece in experiences)
+    return sum(chunk.num_samples for chunk in chunks)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def chosen(sampler: Sampler, view: BufferView) -> SelectedBatch:
             f"the sampler {name} took {num_samples} samples for a batch of {view.num_samples}: "
             "trainer.async_training.samplers.select_exactly takes as many, or none."
         )
-    oldest = min((piece.version for piece in batch.selected), default=view.version)
+    oldest = min((chunk.version for chunk in batch.selected), default=view.version)
     if view.version - oldest > view.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
@@ -179,13 +179,13 @@ def _check(sampler: Any, subject: str) -> None:
 SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)
 
 
-def select_exactly(experiences: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:
+def select_exactly(chunks: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:
     """Return the first chunks that add up to exactly `num_samples` samples, or none."""
     taken: list[SampleChunk] = []
-    for experience in experiences:
-        if experience.num_samples <= num_samples:
-            taken.append(experience)
-            num_samples -= experience.num_samples
+    for chunk in chunks:
+        if chunk.num_samples <= num_samples:
+            taken.append(chunk)
+            num_samples -= chunk.num_samples
     return [] if num_samples else taken
 
 
@@ -196,20 +196,20 @@ def most_urgent_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[Sa
     None if a chunk that this batch needs is still being generated.
     """
     head: dict[int, SampleChunk] = {}
-    for version_made in sorted({piece.version for piece in [*ready, *view.in_progress]}):
+    for version_made in sorted({chunk.version for chunk in [*ready, *view.in_progress]}):
         due = [
-            piece for piece in ready if piece.version <= version_made and piece.number not in head
+            chunk for chunk in ready if chunk.version <= version_made and chunk.number not in head
         ]
-        coming = [piece for piece in view.in_progress if piece.version <= version_made]
+        coming = [chunk for chunk in view.in_progress if chunk.version <= version_made]
         num_left = num_samples_of(due) + num_samples_of(coming)
-        for piece in due:
+        for chunk in due:
             if num_left <= view.samples_until_stale(version_made):
                 break
-            head[piece.number] = piece
-            num_left -= piece.num_samples
+            head[chunk.number] = chunk
+            num_left -= chunk.num_samples
         if num_left > view.samples_until_stale(version_made):
             return None
-    return [*head.values(), *(piece for piece in ready if piece.number not in head)]
+    return [*head.values(), *(chunk for chunk in ready if chunk.number not in head)]
 
 
 def _in_time(view: BufferView, ready: Sequence[SampleChunk]) -> SelectedBatch:
@@ -228,10 +228,10 @@ class InOrder(Sampler):
 
     def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the chunks with the lowest numbers, once all of them are finished."""
-        taken = select_exactly(sorted(view.ready, key=lambda piece: piece.number), view.num_samples)
+        taken = select_exactly(sorted(view.ready, key=lambda chunk: chunk.number), view.num_samples)
         waits = any(
-            piece.number < taken[-1].number
-            for piece in [*view.in_progress, *view.orphaned]
+            chunk.number < taken[-1].number
+            for chunk in [*view.in_progress, *view.orphaned]
             if taken
         )
         return SelectedBatch() if waits else SelectedBatch(taken)
@@ -266,7 +266,7 @@ class VersionWindow(Sampler):
     def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the first chunks within the window, the oldest versions first."""
         window = view.max_staleness if view.drop_older_than is None else view.drop_older_than
-        inside = sorted(view.ready, key=lambda piece: piece.version)
-        dropped = [piece for piece in inside if piece.version < view.version - window]
+        inside = sorted(view.ready, key=lambda chunk: chunk.version)
+        dropped = [chunk for chunk in inside if chunk.version < view.version - window]
         taken = select_exactly(inside[len(dropped) :], view.num_samples)
-        return SelectedBatch(taken, [(piece, f"older than {window} versions") for piece in dropped])
+        return SelectedBatch(taken, [(chunk, f"older than {window} versions") for chunk in dropped])

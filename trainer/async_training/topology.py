@@ -142,8 +142,8 @@ class Topology:
             "(async_training.sample_routes)"
         )
 
-    def piece_size(self, batch: int) -> int:
-        """Return the prompts per piece such that each generator has one piece of a batch."""
+    def chunk_size(self, batch: int) -> int:
+        """Return the prompts per chunk such that each generator has one chunk of a batch."""
         ranks = self.routed_ranks
         part = batch // len(ranks)
         generators = max(len(self.generators_for(rank)) for rank in ranks)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer
+from trainer.async_training.chunks import Rounds
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.pieces import Rounds
 from trainer.async_training.topology import role_on
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.record import Metrics, Run

@@ -117,12 +117,12 @@ def shell_word(word: str, variables: Collection[str]) -> str:
     """Return the word for bash, in which these variables stay variables."""
     names = "|".join(map(re.escape, variables))
     of_the_shell = rf"(\$(?:{names})(?!\w)|\$\(\([\w*/+ -]*\)\))"
-    pieces = re.split(of_the_shell, word) if names else [word]
-    if len(pieces) == 1:
+    segments = re.split(of_the_shell, word) if names else [word]
+    if len(segments) == 1:
         is_plain = "'" in word and not re.search(r'["$`!\\]', word)
         return f'"{word}"' if is_plain else shlex.quote(word)
-    pieces[::2] = [re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces[::2]]
-    return f'"{"".join(pieces)}"'
+    segments[::2] = [re.sub(r'([\\"`$])', r"\\\1", segment) for segment in segments[::2]]
+    return f'"{"".join(segments)}"'
 
 
 def as_setting(text: str) -> str:

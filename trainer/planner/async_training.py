@@ -108,27 +108,27 @@ class AsyncJob(PPOJob):
     def _placed(
         self, trainer: PoolLayout, generator: PoolLayout, num_generators: int
     ) -> AsyncPlacement:
-        """Return the placement with the phases of a step, in pieces of the generators."""
+        """Return the placement with the phases of a step, in chunks of the generators."""
         async_training = replace(
             self.config.async_training, generators=num_generators, trainers=trainer.gpus
         )
         setup = setup_of(replace(self.config, async_training=async_training))
         gen, _, _, sync = generator.seconds
-        (layout,), pieces = generator.layouts, setup.num_chunks
-        if pieces > 1:
-            fixed = (self._piece_seconds(generator, pieces) / gen - 1 / pieces) / (1 - 1 / pieces)
+        (layout,), chunks = generator.layouts, setup.num_chunks
+        if chunks > 1:
+            fixed = (self._chunk_seconds(generator, chunks) / gen - 1 / chunks) / (1 - 1 / chunks)
             setup = replace(setup, fixed_fraction=min(max(fixed, 0.0), 1.0))
         _, score, update, _ = trainer.seconds
         phases = Phases([gen], [score + self.rewards], [update], [sync])
-        share = setup.fixed_fraction + (1 - setup.fixed_fraction) / pieces
-        seconds = (gen * share * pieces / num_generators, 0.0, 0.0, sync)
+        share = setup.fixed_fraction + (1 - setup.fixed_fraction) / chunks
+        seconds = (gen * share * chunks / num_generators, 0.0, 0.0, sync)
         shown = replace(generator, layouts=(replace(layout, seconds=seconds),))
         return AsyncPlacement((trainer, shown), self.least, phases, setup)
 
-    def _piece_seconds(self, generator: PoolLayout, pieces: int) -> float:
-        """Return the seconds of a piece on a generator's GPUs."""
+    def _chunk_seconds(self, generator: PoolLayout, chunks: int) -> float:
+        """Return the seconds of a chunk on a generator's GPUs."""
         rows = self.rows("rollout")
-        prompts, samples = (-(-number // pieces) for number in (rows.prompts, rows.samples))
+        prompts, samples = (-(-number // chunks) for number in (rows.prompts, rows.samples))
         gpus = Gpus(self.device, generator.gpus, self.per_node)
         engines = self.engines("rollout", gpus, replace(rows, prompts=prompts, samples=samples))
         return next(

@@ -248,9 +248,9 @@ def _phases_of(line: Mapping[str, float]) -> tuple[float, float, float, float]:
 def setup_of(config: AsyncConfig) -> Setup:
     """Return the setup of the simulation; chunks that a generator begins together count as one."""
     async_training, topology = config.async_training, config.topology
-    numbers = {config.pieces_at_once(generator) for generator in range(topology.generators)}
+    numbers = {config.chunks_in_parallel(generator) for generator in range(topology.generators)}
     at_once = numbers.pop() if len(numbers) == 1 else 1  # generating them one by one is not faster
-    prompts = config.piece_size * at_once
+    prompts = config.chunk_size * at_once
     return Setup(
         num_generators=topology.generators,
         num_trainers=1,  # the measured seconds include all of its ranks

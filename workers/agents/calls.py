@@ -175,7 +175,7 @@ def _read(text: str, form: str) -> list[ToolCall]:
         header, _, arguments = text.partition("<|message|>")
         text = re.split(r"[^\w.-]", header, maxsplit=1)[0] + arguments.strip()
     is_json = text.startswith(("{", "["))  # its texts may contain tags
-    if not is_json and (functions := _pieces(FUNCTION, text)):
+    if not is_json and (functions := _segments(FUNCTION, text)):
         return [_with_texts(name[1] or name[2] or "", inner) for name, inner in functions]
     name = text.partition("<arg_key>")[0].strip()
     if re.fullmatch(NAME, name):
@@ -233,14 +233,14 @@ class _JsonWords(ast.NodeTransformer):
 
 def _with_texts(name: str, text: str) -> ToolCall:
     texts = {}
-    for key, value in _pieces(PARAMETER, text):
+    for key, value in _segments(PARAMETER, text):
         closed = VALUE.match(value)
         value = closed[1] if closed else value
         texts[key[1] or key[2] or ""] = value.removeprefix("\n").removesuffix("\n")
     return ToolCall(name.strip(), texts, has_texts=True)
 
 
-def _pieces(pattern: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
+def _segments(pattern: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
     """Return every match, and the text between it and the next match."""
     matches = [*pattern.finditer(text)]
     ends = [*(match.start() for match in matches), len(text)][1:]

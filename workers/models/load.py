@@ -99,15 +99,15 @@ def load_weights(
         if head == "score" and SCORE in missing:
             raise ConfigError(f"the model {config.path!r} {NO_SCORE}")
         _reject_unfit(config, unfit)
-        pieces = _load_converted(missing, config, source) if missing else set[str]()
+        stored_names = _load_converted(missing, config, source) if missing else set[str]()
         if not missing:
             if whole is not module:
                 groups = checkpoint_format(str(source.path)).groups.values()
-                pieces = {piece for group in groups for piece in group.stored}
-            reject_extra(module, config, source.unknown_entries(whole, pieces))
+                stored_names = {name for group in groups for name in group.stored}
+            reject_extra(module, config, source.unknown_entries(whole, stored_names))
             return
         if not is_bare_config(config.path):
-            extra = _in_words(module, source.unknown_entries(whole, pieces))
+            extra = _in_words(module, source.unknown_entries(whole, stored_names))
             raise ConfigError(
                 f"the model {config.path!r} lacks {len(missing)} weights: "
                 f"{', '.join([*missing][:20])}{f'; it has {extra}' if extra else ''}."
@@ -295,7 +295,7 @@ def _load_converted(missing: dict[str, Tensor], config: ModelConfig, source: Fol
         if name not in missing or group is None or not all(map(source.find, group.stored)):
             continue
         shapes = group.stored.items()
-        wrong = [_other_shape(piece, source.find(piece), shape) for piece, shape in shapes]
+        wrong = [_other_shape(name, source.find(name), shape) for name, shape in shapes]
         _reject_unfit(config, [*filter(None, wrong)])
         _fill_group(missing, group, source)
         taken |= set(group.stored)
@@ -310,9 +310,9 @@ def _fill_group(missing: dict[str, Tensor], group: WeightGroup, source: Folder) 
     weights = {name: missing.pop(name) for name in group.names if name in missing}
     if (stacked := group.stacked) is not None:
         (weight,) = weights.values()
-        _copy(weight, _Stacked([[source.find(piece) for piece in of_one] for of_one in stacked]))
+        _copy(weight, _Stacked([[source.find(name) for name in of_one] for of_one in stacked]))
         return
-    read = group.read(lambda piece: source.find(piece)[:])
+    read = group.read(lambda name: source.find(name)[:])
     for name, weight in weights.items():
         _copy(weight, read[name])
 
@@ -328,16 +328,18 @@ class _Stacked:
 
     def __getitem__(self, where: Any) -> Tensor:
         experts, rows, *others = (slice(None),) * 2 if where is Ellipsis else where
-        return torch.stack([_end_to_end(pieces, rows, others) for pieces in self.experts[experts]])
+        return torch.stack(
+            [_end_to_end(tensors, rows, others) for tensors in self.experts[experts]]
+        )
 
 
-def _end_to_end(pieces: list[Any], rows: slice, others: list[slice]) -> Tensor:
+def _end_to_end(tensors: list[Any], rows: slice, others: list[slice]) -> Tensor:
     slices, begin = [], 0
-    for piece in pieces:
-        size = piece.get_shape()[0]
+    for tensor in tensors:
+        size = tensor.get_shape()[0]
         first, last, _ = rows.indices(begin + size)
         if max(first, begin) < last:
-            slices.append(piece[(slice(max(first - begin, 0), last - begin), *others)])
+            slices.append(tensor[(slice(max(first - begin, 0), last - begin), *others)])
         begin += size
     return slices[0] if len(slices) == 1 else torch.cat(slices)
 

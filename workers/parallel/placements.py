@@ -42,8 +42,8 @@ class AxisSplit:
         most = -(-size // self.num_ranks)
         begin, end = min(rank * most, size), min((rank + 1) * most, size)
         part: list[range] = []
-        for piece in range(self.packed):
-            part += _between(ranges, piece * size + begin, piece * size + end)
+        for block in range(self.packed):
+            part += _between(ranges, block * size + begin, block * size + end)
         return part
 
     def as_rows(self, tensor: Tensor) -> Tensor:
@@ -101,23 +101,23 @@ def local_ranges(tensor: DTensor, num_cuts: int | None = None) -> list[list[rang
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """A contiguous part of a tensor: its position in the rank's shard and in the whole."""
 
     local: Slices
     place: tuple[range, ...]
 
     @classmethod
-    def at(cls, begins: Sequence[int], sizes: Sequence[int]) -> Piece:
-        """Return a piece with these sizes that begins at `begins` in the whole tensor."""
+    def at(cls, begins: Sequence[int], sizes: Sequence[int]) -> ShardSlice:
+        """Return a slice with these sizes that begins at `begins` in the whole tensor."""
         places = zip(begins, sizes, strict=True)
         return cls(
             tuple(slice(0, size) for size in sizes),
             tuple(range(begin, begin + size) for begin, size in places),
         )
 
-    def overlap_with(self, other: Piece) -> tuple[Slices, Slices] | None:
-        """Return the overlap with another piece: its position in this shard and in the other."""
+    def overlap_with(self, other: ShardSlice) -> tuple[Slices, Slices] | None:
+        """Return the overlap with another slice: its position in this shard and in the other."""
         both = []
         for ours, theirs in zip(self.place, other.place, strict=True):
             both.append(range(max(ours.start, theirs.start), min(ours.stop, theirs.stop)))
@@ -131,8 +131,8 @@ class Piece:
         return tuple(slices)
 
 
-def pieces_of(tensor: Tensor) -> list[Piece]:
-    """Return the pieces that form this rank's part of a tensor."""
+def shard_slices(tensor: Tensor) -> list[ShardSlice]:
+    """Return the slices that form this rank's part of a tensor."""
     whole = [[range(size)] for size in tensor.shape]
     ranges = local_ranges(tensor) if isinstance(tensor, DTensor) else whole
     along = []
@@ -142,7 +142,7 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
             [(slice(end - len(span), end), span) for end, span in zip(ends, of_dim, strict=True)]
         )
     boxes = itertools.product(*along)
-    return [Piece(tuple(n for n, _ in box), tuple(n for _, n in box)) for box in boxes]
+    return [ShardSlice(tuple(n for n, _ in box), tuple(n for _, n in box)) for box in boxes]
 
 
 def local_part(weight: Tensor) -> Tensor:

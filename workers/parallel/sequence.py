@@ -107,8 +107,8 @@ class SequenceRanks:
             flat = flat.expand(self.size, -1, -1)
         arrived: Tensor = _AllToAll.apply(flat, self.group)
         shapes = [part.shape[2:] for part in parts]
-        pieces = arrived.flatten(0, 1).split([math.prod(shape) for shape in shapes], dim=1)
-        return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        chunks = arrived.flatten(0, 1).split([math.prod(shape) for shape in shapes], dim=1)
+        return [chunk.unflatten(1, shape) for chunk, shape in zip(chunks, shapes, strict=True)]
 
 
 @dataclass(frozen=True)

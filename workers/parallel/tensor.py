@@ -384,10 +384,10 @@ def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
     if not isinstance(placement, Replicate):
         dim, count = placement.dim, mesh.size()
         cuts = []
-        for piece in part.chunk(getattr(placement, "split_factor", 1), dim):
-            most = -(-piece.shape[dim] // count)
-            first = min(mesh.get_local_rank() * most, piece.shape[dim])
-            cuts.append(piece.narrow(dim, first, min(most, piece.shape[dim] - first)))
+        for block in part.chunk(getattr(placement, "split_factor", 1), dim):
+            most = -(-block.shape[dim] // count)
+            first = min(mesh.get_local_rank() * most, block.shape[dim])
+            cuts.append(block.narrow(dim, first, min(most, block.shape[dim] - first)))
         part = torch.cat(cuts, dim)
     whole = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
@@ -548,10 +548,10 @@ def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
             if weight is not None and id(child) not in words:
                 placement = layer.placement(name, weight)
                 if not isinstance(placement, Replicate):
-                    pieces = getattr(placement, "split_factor", 1)
+                    num_blocks = getattr(placement, "split_factor", 1)
                     weight_name = re.sub(r"\.\d+(?=\.)", "", f"{path}.{name}")
                     divisible[f"dim {placement.dim} of {weight_name}"] = (
-                        weight.shape[placement.dim] // pieces
+                        weight.shape[placement.dim] // num_blocks
                     )
     return divisible
 

@@ -266,8 +266,8 @@ def _attend_rows(
     rectangles = layout.rectangles
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     parts = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    pieces = [_attend(*part, sinks, scoring) for part in parts]
-    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
+    outputs = [_attend(*part, sinks, scoring) for part in parts]
+    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_places(
@@ -287,7 +287,7 @@ def _attend_places(
     ends = torch.tensor(layout.lengths).cumsum(0)
     rows = torch.bucketize(places, ends, right=True)
     borders = ((places.diff() != 1) | (rows.diff() != 0)).nonzero()[:, 0] + 1
-    pieces, done = [], 0
+    outputs, done = [], 0
     for places_here, row in zip(
         places.tensor_split(borders), rows.tensor_split(borders), strict=True
     ):
@@ -296,9 +296,9 @@ def _attend_places(
         states = (
             part.transpose(0, 1)[None] for part in (query[here], key[begin:end], value[begin:end])
         )
-        pieces.append(_attention(*states, sinks, scoring).squeeze(0).transpose(0, 1))
+        outputs.append(_attention(*states, sinks, scoring).squeeze(0).transpose(0, 1))
         done += len(places_here)
-    return torch.cat(pieces)
+    return torch.cat(outputs)
 
 
 def _attend(

@@ -44,7 +44,7 @@ from workers.training.optim import (
 from workers.training.packing import check_rows
 from workers.training.parts.layers import RouterReplay
 from workers.training.parts.load_balancing import LoadBalancing
-from workers.training.passes import Passes, Pieces, SmallerPasses
+from workers.training.passes import Passes, PassOutputs, SmallerPasses
 from workers.training.readings import INPUTS, Reading
 
 if TYPE_CHECKING:
@@ -124,12 +124,12 @@ class TrainEngine(Model):
             return self.passes.forward(rows, budget, wanted)
 
     def forward_backward(
-        self, batch: MiniBatch, budget: Budget, loss: Loss, pieces: Pieces | None = None
+        self, batch: MiniBatch, budget: Budget, loss: Loss, pass_outputs: PassOutputs | None = None
     ) -> dict[str, float]:
         """Add the gradients of the loss of a mini-batch to the accumulated ones.
 
         Returns the metrics, summed over micro-batches and over the ranks with different rows. The
-        outputs of the model are appended to `pieces`, one column per micro-batch.
+        outputs of the model are appended to `pass_outputs`, one column per micro-batch.
         """
         assert self.optimizer is not None, "a frozen engine was asked for gradients"
         balancing = self.part(LoadBalancing) if loss.is_balanced else None
@@ -139,11 +139,16 @@ class TrainEngine(Model):
             loss = balanced.loss
         set_training_mode(self.module)
         try:
-            if self.is_alone and balanced is None and pieces is None and not self.has_gradients:
+            if (
+                self.is_alone
+                and balanced is None
+                and pass_outputs is None
+                and not self.has_gradients
+            ):
                 train = partial(self.passes.train, batch, loss=loss)
                 totals = self.smaller_passes.run(train, budget, self.optimizer.zero_grad)
             else:
-                totals = self.passes.train(batch, budget, loss, pieces)
+                totals = self.passes.train(batch, budget, loss, pass_outputs)
         except BaseException:
             # a partial mini-batch must not reach a step
             self.optimizer.zero_grad(set_to_none=True)
@@ -176,11 +181,11 @@ class TrainEngine(Model):
         rows = self.take(data, loss.columns)
         batch = mini_batch(rows, 0, 1, self.groups.data, self.device)
         batch = replace(batch, **(denominators or {}))
-        pieces: Pieces = {}
+        pass_outputs: PassOutputs = {}
         with self.running(self.optimizer):
-            metrics = self.forward_backward(batch, budget, loss, pieces)
+            metrics = self.forward_backward(batch, budget, loss, pass_outputs)
         cuts = self.passes.cut(batch.columns, budget)
-        return metrics, self.passes.restored(rows, pieces, cuts)
+        return metrics, self.passes.restored(rows, pass_outputs, cuts)
 
     def optim_step(self, settings: StepSettings = CONFIGURED) -> dict[str, float]:
         """Clip the accumulated gradients, take an optimizer step, and clear them.

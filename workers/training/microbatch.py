@@ -120,14 +120,14 @@ class Rows:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def restore(self, pieces: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
+    def restore(self, chunks: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
         """Return results of the micro-batches `order` as one float32 column on the CPU.
 
         It is ragged if the chunk's response mask is. Rows that are in no micro-batch are zero.
         """
         rows = torch.tensor([row for numbers in order for row in numbers], dtype=torch.int64)
-        if isinstance(pieces[0], Tensor):
-            column = torch.cat([piece for piece in pieces if isinstance(piece, Tensor)])
+        if isinstance(chunks[0], Tensor):
+            column = torch.cat([chunk for chunk in chunks if isinstance(chunk, Tensor)])
             result = torch.zeros((len(self.mask), *column.shape[1:]))
             result[rows] = column.float().cpu()
             return result
@@ -135,7 +135,7 @@ class Rows:
         mask: Ragged = self.columns["response_mask"]
         values = torch.zeros(len(mask.values))
         places = mask.with_values(torch.arange(len(values))).index_select(0, rows).values
-        values[places] = torch.cat([piece.values for piece in pieces]).float().cpu()
+        values[places] = torch.cat([chunk.values for chunk in chunks]).float().cpu()
         restored: Ragged = mask.with_values(values)
         num_padded = len(self.mask) - len(self)
         if not isinstance(self.mask, Ragged):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Cuts = list[list[int]]
 """The rows of every micro-batch."""
-Pieces = dict[str, list[Column]]
+PassOutputs = dict[str, list[Column]]
 """Name -> one column of outputs per micro-batch."""
 
 
@@ -53,19 +53,19 @@ class Passes:
 
     def forward(self, rows: Rows, budget: Budget, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Return the outputs for every row, without gradients."""
-        pieces: Pieces = {}
+        pass_outputs: PassOutputs = {}
 
         def compute(columns: RowColumns, num_real: int) -> None:
             for name, column in self.outputs(columns, wanted).items():
-                pieces.setdefault(name, []).append(column[:num_real])
+                pass_outputs.setdefault(name, []).append(column[:num_real])
 
         cuts = self.cut(rows.columns, budget)
         self.run(rows.columns, cuts, compute)
-        return self.restored(rows, pieces, cuts)
+        return self.restored(rows, pass_outputs, cuts)
 
-    def restored(self, rows: Rows, pieces: Pieces, cuts: Cuts) -> RowColumns:
+    def restored(self, rows: Rows, pass_outputs: PassOutputs, cuts: Cuts) -> RowColumns:
         """Return the outputs of micro-batches in the order of the rows."""
-        columns = {name: rows.restore(column, cuts) for name, column in pieces.items()}
+        columns = {name: rows.restore(column, cuts) for name, column in pass_outputs.items()}
         of_all: RowColumns = self.model.layers.from_last(columns)
         return of_all
 
@@ -84,22 +84,22 @@ class Passes:
             model.layers.forward(self, batches, compute, after)
 
     def train(
-        self, batch: MiniBatch, budget: Budget, loss: Loss, pieces: Pieces | None = None
+        self, batch: MiniBatch, budget: Budget, loss: Loss, pass_outputs: PassOutputs | None = None
     ) -> dict[str, Tensor]:
         """Run forward and backward passes; return this rank's shares of the metrics.
 
-        The outputs of the passes are appended to `pieces`. Columns stay ragged until the loss,
-        whose arguments are rectangles [rows, R] as in verl. Token ids, their mask and positions
-        become rectangles only if the loss declares them.
+        The outputs of the passes are appended to `pass_outputs`. Columns stay ragged until the
+        loss, whose arguments are rectangles [rows, R] as in verl. Token ids, their mask and
+        positions become rectangles only if the loss declares them.
         """
         totals: dict[str, Tensor] = {}
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
 
         def compute(columns: RowColumns, num_real: int) -> Tensor:
             outputs = self.outputs(columns, loss.wanted)
-            if pieces is not None:
+            if pass_outputs is not None:
                 for name, column in outputs.items():
-                    pieces.setdefault(name, []).append(detached(column[:num_real]))
+                    pass_outputs.setdefault(name, []).append(detached(column[:num_real]))
             rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
             inputs = {n: to_device(rectangle_of(columns[n]), self.model.device) for n in names}
             for name, values in inputs.items():

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from verl_like.errors import DamagedCheckpointError
 from workers.models.state import local_shard
 from workers.models.tensor_files import AT_ONCE, FileWriter, write_tensors
-from workers.parallel.placements import Piece, is_first_replica, pieces_of
+from workers.parallel.placements import ShardSlice, is_first_replica, shard_slices
 
 METADATA = {"format": "pt", "DCP_VERSION": "1.0"}
 PLACES = "DCP_SHARDING_INFO"
@@ -45,22 +45,24 @@ def write_shards(
     It is one of `num_ranks` neighbours that have the same names in the same order.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for number, pieces in enumerate(pieces_to_write(tensors, rank, num_ranks)):
-        offsets = {name: [along.start for along in place] for name, (place, _) in pieces.items()}
-        places = {name: {"saved_offsets": of_piece} for name, of_piece in offsets.items()}
+    for number, contents in enumerate(contents_to_write(tensors, rank, num_ranks)):
+        offsets = {name: [along.start for along in place] for name, (place, _) in contents.items()}
+        places = {name: {"saved_offsets": starts} for name, starts in offsets.items()}
         header = METADATA | {PLACES: json.dumps(places)}
         path = folder / f"{rank}{f'-{number}' if number else ''}.safetensors"
-        write_tensors({name: shard for name, (_, shard) in pieces.items()}, path, header, writer)
+        write_tensors({name: shard for name, (_, shard) in contents.items()}, path, header, writer)
 
 
-Pieces = dict[str, tuple[tuple[range, ...], Tensor]]
+FileContents = dict[str, tuple[tuple[range, ...], Tensor]]
 """Name -> (position of a shard in the whole tensor, the shard)."""
 
 
-def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> list[Pieces]:
+def contents_to_write(
+    tensors: Mapping[str, Tensor], rank: int, num_ranks: int
+) -> list[FileContents]:
     """Return what this rank writes, by file; together the ranks write every element once."""
     bytes_of = [0] * num_ranks
-    files: list[Pieces] = [{}]
+    files: list[FileContents] = [{}]
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             is_mine = is_first_replica(tensor)
@@ -71,9 +73,9 @@ def pieces_to_write(tensors: Mapping[str, Tensor], rank: int, num_ranks: int) ->
         if not is_mine or not tensor.numel():
             continue
         local = local_shard(tensor)
-        for number, piece in enumerate(pieces_of(tensor)):
+        for number, shard_slice in enumerate(shard_slices(tensor)):
             files += [{}] if number == len(files) else []
-            files[number][name] = piece.place, local[piece.local]
+            files[number][name] = shard_slice.place, local[shard_slice.local]
     return files
 
 
@@ -137,9 +139,9 @@ def _read_file(tensors: Mapping[str, Tensor], path: Path) -> None:
             if not tensor.dim():
                 local_shard(tensor).copy_(opened.get_tensor(name))
                 continue
-            there = Piece.at(places[name]["saved_offsets"], stored.get_shape())
-            for piece in pieces_of(tensor):
-                if shared := piece.overlap_with(there):
+            there = ShardSlice.at(places[name]["saved_offsets"], stored.get_shape())
+            for shard_slice in shard_slices(tensor):
+                if shared := shard_slice.overlap_with(there):
                     here, of_file = shared
                     local_shard(tensor)[here].copy_(stored[of_file])
 

@@ -86,14 +86,14 @@ class Bucket:
             spans.append((start, end))
         return spans
 
-    def pieces(self) -> list[Tensor]:
+    def contents(self) -> list[Tensor]:
         """Return the bytes of each tensor."""
         return [self.payload[start:end] for start, end in self.places()]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, without a copy."""
-        for (name, dtype, shape, _), piece in zip(self.entries, self.pieces(), strict=True):
-            yield name, piece.view(dtype_of(dtype)).view(shape)
+        for (name, dtype, shape, _), content in zip(self.entries, self.contents(), strict=True):
+            yield name, content.view(dtype_of(dtype)).view(shape)
 
     @property
     def num_bytes(self) -> int:
@@ -126,8 +126,8 @@ def pack(
             if bucket.payload.is_cpu:
                 torch.cuda.current_stream().synchronize()
             with watch.running():
-                pieces = bucket.pieces()
-                hashes = hashes_of([pieces[place] for place in unhashed])
+                contents = bucket.contents()
+                hashes = hashes_of([contents[place] for place in unhashed])
             for place, value in zip(unhashed, hashes, strict=True):
                 entries[place][3] = value
         number, filled, entries = number + 1, 0, []
@@ -281,7 +281,7 @@ class Channel:
 
         self.num_bytes += bucket.num_bytes
         with self.watch.running():
-            hashes = hashes_of(bucket.pieces())
+            hashes = hashes_of(bucket.contents())
         for (name, *_, sent), value in zip(bucket.entries, hashes, strict=True):
             if value != sent:
                 self.corrupt.append(name)

@@ -166,17 +166,17 @@ class NotingActor(ActorWorker):
 class WaitsForWeights(RolloutWorker):
     """From the second chunk on, generates at most four tokens with the previous weights."""
 
-    num_pieces = 0
+    num_chunks = 0
 
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
-        self.num_pieces += 1
+        self.num_chunks += 1
         self.began_with, self.num_takes = self.engine.version, 0
         super().submit(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
-        if self.num_pieces == 1 or self.engine.version != self.began_with:
+        if self.num_chunks == 1 or self.engine.version != self.began_with:
             return super().take(max_tokens, seconds)
         self.num_takes += 1
         if self.num_takes == 1:

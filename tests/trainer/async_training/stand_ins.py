@@ -43,7 +43,7 @@ class NumberedPrompts:
 
 def config_of(
     *,
-    piece: int | None = 2,
+    chunk: int | None = 2,
     batch: int = 4,
     samples: int = 1,
     generators: int = 1,
@@ -53,7 +53,7 @@ def config_of(
     config = AsyncConfig()
     config.data.train_batch_size, config.actor_rollout_ref.rollout.n = batch, samples
     settings = {
-        "prompts_per_call": piece,
+        "prompts_per_call": chunk,
         "generators": generators,
         "max_inflight_samples": 1000,
         **async_training,
@@ -77,23 +77,23 @@ def make_buffer(num_batches: int | None = None, **settings: Any) -> ExperienceBu
 
 def begin(buffer: ExperienceBuffer, generator: int = 0) -> SampleChunk:
     """Start a generator's next chunk, which must exist, and return it."""
-    experience = buffer.begin(generator, buffer.weights)
-    assert experience is not None
-    return experience
+    chunk = buffer.begin(generator, buffer.weights)
+    assert chunk is not None
+    return chunk
 
 
-def finish(buffer: ExperienceBuffer, experience: SampleChunk) -> SampleChunk:
+def finish(buffer: ExperienceBuffer, chunk: SampleChunk) -> SampleChunk:
     """Mark a chunk as generated and queued."""
-    experience.samples = experience.rows
-    buffer.put(experience)
-    return experience
+    chunk.samples = chunk.rows
+    buffer.put(chunk)
+    return chunk
 
 
 def may_begin(buffer: ExperienceBuffer, generator: int = 0, version: int | None = None) -> bool:
     """True if there is room for a generator's next chunk at this moment."""
     held = buffer.version if version is None else version
-    piece = buffer.stream.offer(generator)
-    return piece is not None and buffer.open.has_room(piece, buffer.version - held, buffer._demand)
+    chunk = buffer.stream.offer(generator)
+    return chunk is not None and buffer.open.has_room(chunk, buffer.version - held, buffer._demand)
 
 
 def train(buffer: ExperienceBuffer, taken: list[SampleChunk], version: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.trainer.async_training.stand_ins import begin, finish, make_buffer, may_begin, train
 from trainer.async_training.buffer import EndOfSamples, ExperienceBuffer, StalledError
-from trainer.async_training.pieces import Demand
+from trainer.async_training.chunks import Demand
 from trainer.async_training.samplers import (
     BufferView,
     SampleChunk,
@@ -29,7 +29,7 @@ from verl_like.errors import SampleLogError
 
 def test_generators_run_ahead_as_far_as_staleness_allows_and_no_further() -> None:
     buffer = make_buffer(max_staleness=1)
-    for _ in range(2):  # one batch of 4 prompts in pieces of 2
+    for _ in range(2):  # one batch of 4 prompts in chunks of 2
         finish(buffer, begin(buffer))
     assert not may_begin(buffer)
     assert buffer.depth == 4
@@ -91,7 +91,7 @@ def test_what_a_lost_generator_was_making_comes_next_for_the_others() -> None:
 
 
 def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
-    buffer = make_buffer(num_batches=1, piece=4)
+    buffer = make_buffer(num_batches=1, chunk=4)
     finish(buffer, begin(buffer))
     assert len(buffer.take(Demand(4))) == 1
     with pytest.raises(EndOfSamples, match="0 samples are left, a batch has 4"):
@@ -109,7 +109,7 @@ def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
 
 
 def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
-    buffer = make_buffer(max_inflight_samples=2, max_staleness=1, piece=2)
+    buffer = make_buffer(max_inflight_samples=2, max_staleness=1, chunk=2)
     generators = threading.Thread(
         target=lambda: [finish(buffer, begin(buffer)), buffer.begin(0, buffer.weights)]
     )
@@ -125,7 +125,7 @@ def test_after_a_while_without_a_batch_a_warning_says_who_waits_for_whom(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.async_training.buffer.LOOK_S", 0.02)
-    buffer = make_buffer(piece=4, warn_after_idle_s=0.05)
+    buffer = make_buffer(chunk=4, warn_after_idle_s=0.05)
     buffer.join(0)
     order = begin(buffer)
     threading.Timer(0.3, lambda: finish(buffer, order)).start()
@@ -198,20 +198,20 @@ def _make(buffer: ExperienceBuffer, generator: int) -> None:
     """Generate at uneven speed, taking newer weights as they come."""
     pace = random.Random(generator)
     while not buffer.is_closed:
-        experience = buffer.begin(generator, buffer.weights)
-        if experience is not None:
+        chunk = buffer.begin(generator, buffer.weights)
+        if chunk is not None:
             time.sleep(pace.random() * 0.004 * (1 + 4 * generator))
-            finish(buffer, experience)
+            finish(buffer, chunk)
 
 
 @pytest.mark.parametrize("num_slow", [0, 1, 5])
-@pytest.mark.parametrize("piece", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("max_staleness", [1, 2, 3, 6])
 @pytest.mark.parametrize("sampler", ["in_order", "ready_first", "random"])
 def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
-    sampler: str, max_staleness: int, piece: int, num_slow: int
+    sampler: str, max_staleness: int, chunk: int, num_slow: int
 ) -> None:
-    buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, piece=piece)
+    buffer = make_buffer(max_staleness=max_staleness, sampler=sampler, chunk=chunk)
     buffer.join(0)
     slow: list[SampleChunk] = []
     for version in range(1, 60):
@@ -232,7 +232,7 @@ def test_no_sampler_leaves_over_more_than_later_batches_take_in_time(
 
 
 def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() -> None:
-    buffer = make_buffer(max_staleness=0, update_steps=2, sampler="random", piece=1)
+    buffer = make_buffer(max_staleness=0, update_steps=2, sampler="random", chunk=1)
     buffer._demand = Demand(4, samples_left_in_version=4)
     orders = [begin(buffer) for _ in range(8)]
     assert not may_begin(buffer)
@@ -286,7 +286,7 @@ def test_a_sampler_of_ones_own_that_takes_less_than_a_batch_ends_the_run() -> No
 
 def test_generators_of_one_rank_do_not_fill_the_room_of_another() -> None:
     apart = {"generators": 2, "trainers": 2, "sample_routes": [[0, 0], [1, 1]]}
-    buffer = make_buffer(max_staleness=1, sampler="random", piece=1, **apart)
+    buffer = make_buffer(max_staleness=1, sampler="random", chunk=1, **apart)
     for _ in range(2):  # the two of each rank that a batch of four has
         finish(buffer, begin(buffer, generator=0))
     assert not may_begin(buffer, generator=0)
@@ -338,7 +338,7 @@ def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
 
 
 def test_a_resumed_buffer_makes_again_what_was_open() -> None:
-    state = buffer_of_three_pieces().state_dict()
+    state = buffer_of_three_chunks().state_dict()
     resumed = make_buffer(max_staleness=4)
     resumed.load_state_dict(state, None)
     assert [begin(resumed).uids[0] for _ in range(4)] == ["0", "2", "4", "6"]
@@ -347,7 +347,7 @@ def test_a_resumed_buffer_makes_again_what_was_open() -> None:
 
 
 def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
-    saved = buffer_of_three_pieces()
+    saved = buffer_of_three_chunks()
     state = saved.state_dict()
     saved.write_samples(tmp_path)
     resumed = make_buffer(max_staleness=4, on_resume="restore")
@@ -358,7 +358,7 @@ def test_a_resumed_buffer_may_keep_what_was_queued(tmp_path: Path) -> None:
     resumed.log.check()
 
 
-def buffer_of_three_pieces() -> ExperienceBuffer:
+def buffer_of_three_chunks() -> ExperienceBuffer:
     """A buffer with chunks 0 and 2 queued, and chunk 1 in flight."""
     buffer = make_buffer(max_staleness=4, on_resume="restore")
     orders = [begin(buffer) for _ in range(3)]

@@ -77,7 +77,7 @@ def group(request: pytest.FixtureRequest) -> Group:
     return Group(restarts=request.param)
 
 
-def test_a_group_that_dies_within_a_piece_makes_it_again_with_newest_weights_or_ends(
+def test_a_group_that_dies_within_a_chunk_makes_it_again_with_newest_weights_or_ends(
     group: Group,
 ) -> None:
     generator = begun_generator(group, weight_update="immediate")
@@ -102,9 +102,9 @@ def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_th
         group.buffer.publish(1)  # averaged ones, say
         group.is_dead = True
         rows = make_buffer(samples=1).stream
-        piece = rows.offer(0)
-        assert piece is not None
-        asked = asked_of(rows.rows(piece), 0)
+        chunk = rows.offer(0)
+        assert chunk is not None
+        asked = asked_of(rows.rows(chunk), 0)
         if group.restarts:
             threading.Timer(0.2, group.goes_on.set).start()
             assert len(group.buffer.validate(asked, [0])) == len(asked)
@@ -142,16 +142,16 @@ def test_the_more_generators_the_less_often_each_is_asked_what_is_finished(
     assert set(asked) == {seconds}
 
 
-@pytest.mark.parametrize(("piece", "ranks"), [(None, [0, 2]), (1, [0])])
-def test_a_generator_begins_its_part_of_a_batch_together_unless_pieces_have_a_size(
-    piece: int | None, ranks: list[int]
+@pytest.mark.parametrize(("chunk", "ranks"), [(None, [0, 2]), (1, [0])])
+def test_a_generator_begins_its_part_of_a_batch_together_unless_chunks_have_a_size(
+    chunk: int | None, ranks: list[int]
 ) -> None:
-    settings = {"generators": 2, "trainers": 4, "piece": piece, "batch": 8, "max_staleness": 1}
+    settings = {"generators": 2, "trainers": 4, "chunk": chunk, "batch": 8, "max_staleness": 1}
     group = Group(restarts=False)
     group.buffer = make_buffer(**settings)
     generator = generator_of(group.buffer, group, group.deliver, group.losses, **settings)
     generator.start()
     wait_until(lambda: group.running)
     assert [one.rank for one in group.buffer.in_flight(0)] == ranks
-    assert [len(rows) for rows in group.running] == [2 * len(ranks) if piece is None else piece]
+    assert [len(rows) for rows in group.running] == [2 * len(ranks) if chunk is None else chunk]
     end(group, generator)

@@ -108,7 +108,7 @@ def test_a_run_outlives_a_generator_that_is_killed_as_it_is_to_validate(
     assert len(files) == 4, "before the first step, and after each of three"
 
 
-def test_a_generator_that_loses_one_of_two_ranks_makes_its_piece_again_to_the_same_numbers(
+def test_a_generator_that_loses_one_of_two_ranks_makes_its_chunk_again_to_the_same_numbers(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *POLICY_ALONE)))

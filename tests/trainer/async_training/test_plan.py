@@ -28,10 +28,10 @@ def config_of(*overrides: str) -> AsyncConfig:
     return load_config([*NEEDED, *overrides], ASYNC)
 
 
-def test_it_says_pieces_ages_and_what_may_be_open() -> None:
+def test_it_says_chunks_ages_and_what_may_be_open() -> None:
     lines = plan_lines(config_of("async_training.generators=2", "async_training.max_staleness=2"))
-    pieces = "a batch of 8 prompts is 2 calls of 4 prompts, each to one generator"
-    assert pieces in lines
+    chunks = "a batch of 8 prompts is 2 calls of 4 prompts, each to one generator"
+    assert chunks in lines
     assert any("at most 2 versions old when it is trained on" in line for line in lines)
     assert "at most 96 samples are queued or in generation (3 times a batch)" in lines
     assert any(
@@ -41,12 +41,12 @@ def test_it_says_pieces_ages_and_what_may_be_open() -> None:
     assert lines[1].split()[:3] == ["generator", "0", "rollout"]
 
 
-def test_pieces_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
+def test_chunks_that_a_generator_begins_together_are_one_in_the_simulation() -> None:
     config = config_of("async_training.topology=2m4t")
-    pieces = "a batch of 8 prompts is 4 calls of 2 prompts, each to one generator"
-    assert f"{pieces}; a generator runs up to 2 together" in plan_lines(config)
+    chunks = "a batch of 8 prompts is 4 calls of 2 prompts, each to one generator"
+    assert f"{chunks}; a generator runs up to 2 together" in plan_lines(config)
     setup = setup_of(config)
-    assert [setup.generators_of(place) for place in range(setup.num_pieces)] == [(0,), (1,)]
+    assert [setup.generators_of(place) for place in range(setup.num_chunks)] == [(0,), (1,)]
 
 
 def test_a_smaller_limit_is_what_may_be_open() -> None:
@@ -58,7 +58,7 @@ def test_a_smaller_limit_is_what_may_be_open() -> None:
 
 
 @pytest.mark.parametrize(("generators", "idle"), [(2, 0), (4, 2)])
-def test_generators_without_a_piece_are_told(generators: int, idle: int) -> None:
+def test_generators_without_a_chunk_are_told(generators: int, idle: int) -> None:
     sizes = ["async_training.max_staleness=0", "async_training.prompts_per_call=4"]
     lines = plan_lines(config_of(f"async_training.generators={generators}", *sizes))
     told = [line for line in lines if "have no work" in line]
@@ -75,11 +75,11 @@ def test_ranks_with_unlike_shares_of_the_generators_are_told() -> None:
         assert "of the generators for" not in "\n".join(lines)
 
 
-def test_generators_of_one_rank_without_a_piece_are_told() -> None:
+def test_generators_of_one_rank_without_a_chunk_are_told() -> None:
     edges = "async_training.sample_routes=[[0,1],[1,0],[2,1],[3,1]]"
     sizes = ["async_training.topology=4m2t", edges, "async_training.max_staleness=0"]
     config = config_of(*sizes)
-    assert config.piece_size == 1  # one of the 4 prompts of a rank for each of its 3 generators
+    assert config.chunk_size == 1  # one of the 4 prompts of a rank for each of its 3 generators
     assert not [line for line in plan_lines(config) if "have no work" in line]
     told = plan_lines(config_of(*sizes, "async_training.prompts_per_call=2"))
     assert [line.split()[0] for line in told if "have no work" in line] == ["1"]
@@ -122,7 +122,12 @@ def test_the_prediction_is_that_of_the_simulation() -> None:
         "async_training.max_inflight_samples=48",
     )
     setup = setup_of(config)
-    assert (setup.num_generators, setup.max_staleness, setup.pieces, setup.limit) == (2, 1, 4, 6)
+    assert (setup.num_generators, setup.max_staleness, setup.chunks, setup.max_inflight) == (
+        2,
+        1,
+        4,
+        6,
+    )
     phases = Phases([2.0], [0.1], [0.4], [0.05])
     line = prediction_line(config, phases)
     assert line.startswith(f"{simulate(phases, setup).seconds:.3g} s per step; busy: generator 0 ")

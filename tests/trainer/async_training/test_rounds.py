@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.async_training.pieces import Rounds
+from trainer.async_training.chunks import Rounds
 
 
 def test_every_batch_of_a_round_is_trained_on_as_often_as_there_are_epochs() -> None:

@@ -35,7 +35,7 @@ class Watches:
         buffer = trainer.buffer
         if trainer.global_step == 1:
             wait_until(lambda: buffer.depth >= LIMIT)
-            time.sleep(0.1)  # what a generator that does not stop would begin the next piece in
+            time.sleep(0.1)  # what a generator that does not stop would begin the next chunk in
             being_made = num_samples_of(buffer.in_flight())
             self.open_samples = buffer.depth + being_made
         versions = read_columns(batch, "policy_version")["policy_version"].tolist()

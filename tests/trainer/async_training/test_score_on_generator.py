@@ -39,7 +39,7 @@ ROW_BY_ROW = (
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
     "critic.ppo_micro_batch_size_per_gpu=1",
 )
-"""Else the rows of a piece are in other passes than those of a batch, and round otherwise."""
+"""Else the rows of a chunk are in other passes than those of a batch, and round otherwise."""
 
 
 def two_models(classifier: Path) -> str:
@@ -166,7 +166,7 @@ def test_groups_that_dynamic_sampling_draws_are_scored_on_generators(
     more = (two_models(classifier), "algorithm.filter_groups.enable=true")
     folder = run_async(tiny_dir, tmp_path, ON_GENERATOR, *more, TWO_STEPS)
     num_made, num_scored = (len(calls(folder, name)) for name in ("submit", "compute_rm_score"))
-    # of the last piece, which nobody waits for, there may be none
+    # of the last chunk, which nobody waits for, there may be none
     assert 2 * (num_made - 1) <= num_scored <= 2 * num_made
 
 
@@ -204,7 +204,7 @@ MODELS = ",".join(f"{{kind: model, path: x, name: {name}}}" for name in ("a", "b
         (["actor_rollout_ref.ref.update_every=2"], "the generators' references do not change"),
         (
             ["async_training.weight_update=immediate"],
-            "copy of the critic takes weights between two pieces",
+            "copy of the critic takes weights between two chunks",
         ),
         ([*GRPO, "algorithm.use_kl_in_reward=false"], "no reference, reward model or critic"),
         (["role_workers.critic=verl_like.Worker"], "verl_like.Worker cannot publish its weights"),

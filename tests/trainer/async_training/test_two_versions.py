@@ -92,7 +92,7 @@ def test_a_response_over_several_calls_goes_on_with_newer_weights(
     def wait_for_newer(generator: Generator) -> None:
         take(generator)
         buffer = generator._buffer
-        going_on = [piece.batch for piece in buffer.in_flight()]
+        going_on = [chunk.batch for chunk in buffer.in_flight()]
         if buffer.version == 1 and going_on and min(going_on) > 0:
             # the first batch is made, and responses of the second are not finished
             wait_until(lambda: buffer.version > 1)

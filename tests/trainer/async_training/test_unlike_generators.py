@@ -30,6 +30,6 @@ def test_generators_of_other_engines_and_sizes_share_the_prompts_of_a_run(
     generators = ledger_of(folder)["generators"]
     assert all(row["made"] == row["trained"] > 0 for row in generators.values())
     assert sum(row["trained"] for row in generators.values()) == 3 * 16
-    # rounded weights draw tokens with other probabilities than those of the trainer; later pieces
+    # rounded weights draw tokens with other probabilities than those of the trainer; later chunks
     # may all be of the generator that does not round
     assert lines(plain)[0][GAP] < 1e-6 < 1e-5 < lines(folder)[0][GAP]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.async_training.stand_ins import StandInGroup, generator_of, make_buffer, train
-from trainer.async_training.pieces import Demand
+from trainer.async_training.chunks import Demand
 from trainer.planner.simulate import Phases, Setup, bottleneck, simulate
 from verl_like.batch.protocol import DataProto
 
@@ -62,7 +62,7 @@ def test_slow_weights_and_slow_updates_overlap() -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_no_piece_is_older_than_the_bound(bound: int, at_once: bool) -> None:
+def test_no_chunk_is_older_than_the_bound(bound: int, at_once: bool) -> None:
     for seed in range(8):
         setup = Setup(3, max_staleness=bound, chunks=4, immediate_weights=at_once)
         found = simulate(tailed(seed), setup, 60)
@@ -97,7 +97,7 @@ def test_a_wider_bound_evens_out_lengths_that_differ() -> None:
     assert seconds[1] > 1.3
 
 
-def test_weights_taken_at_once_leave_a_piece_its_oldest_version() -> None:
+def test_weights_taken_at_once_leave_a_chunk_its_oldest_version() -> None:
     phases = Phases([3.0], [0.0], [1.0], [0.5])
     at_once = simulate(phases, Setup(2, max_staleness=2, chunks=4, immediate_weights=True))
     at_boundary = simulate(phases, Setup(2, max_staleness=2, chunks=4))
@@ -167,7 +167,7 @@ def seconds_of_threads(phases: Phases, setup: Setup, num_steps: int) -> float:
     """Return the seconds per step of the real buffer and generators, whose work is to sleep."""
     size = 4
     buffer = make_buffer(
-        piece=size // setup.num_chunks, batch=size, max_staleness=setup.max_staleness
+        chunk=size // setup.num_chunks, batch=size, max_staleness=setup.max_staleness
     )
     taken_at = buffer.weights
 

@@ -15,7 +15,7 @@ def batch_of(lengths: list[int]) -> DataProto:
 
 
 def tokens(batch: DataProto, num_ranks: int) -> list[int]:
-    return [int(piece.batch["attention_mask"].sum()) for piece in batch.chunk(num_ranks)]
+    return [int(chunk.batch["attention_mask"].sum()) for chunk in batch.chunk(num_ranks)]
 
 
 def test_ranks_get_like_numbers_of_tokens_and_mini_batches_keep_their_rows() -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import load
 from tests.integration.runs import calls, lines, overrides
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
 from trainer import load_config, run
 from trainer.config.keys import read
 from trainer.config.unused_keys import unused_reason
@@ -135,7 +135,7 @@ def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, flo
         config.algorithm.rollout_correction = RolloutCorrectionConfig(**settings)
         batch, _ = correct_rollout(sampled(), config.algorithm.rollout_correction)
         worker = started(role, config, 10)
-        data = own_piece(batch, worker.rank, worker.world_size)
+        data = own_chunk(batch, worker.rank, worker.world_size)
         update = worker.update_actor if role is ActorWorker else worker.update_critic
         found.append(learned(update(data)))
     return found

@@ -56,29 +56,29 @@ def test_what_is_no_column_is_refused_by_name(build, said):
         build()
 
 
-def test_shard_facts_mark_pad_rows_and_end_with_the_piece():
-    piece = make(4)
-    assert (piece.num_real_rows, piece.pad_mask.tolist()) == (4, [False] * 4)
-    piece.shard = Shard(index=1, count=2, start=4, rows=3, total=7)
-    assert (piece.num_real_rows, piece.pad_mask.tolist()) == (3, [False, False, False, True])
+def test_a_shard_marks_pad_rows_and_ends_with_the_chunk():
+    chunk = make(4)
+    assert (chunk.num_real_rows, chunk.pad_mask.tolist()) == (4, [False] * 4)
+    chunk.shard = Shard(index=1, count=2, start=4, rows=3, total=7)
+    assert (chunk.num_real_rows, chunk.pad_mask.tolist()) == (3, [False, False, False, True])
     kept = [
-        copy.copy(piece),
-        copy.deepcopy(piece),
-        piece.writable_copy(),
-        pickle.loads(pickle.dumps(piece)),
-        piece.union(make(4)),
+        copy.copy(chunk),
+        copy.deepcopy(chunk),
+        chunk.writable_copy(),
+        pickle.loads(pickle.dumps(chunk)),
+        chunk.union(make(4)),
     ]
-    assert all(data.shard == piece.shard for data in kept)
+    assert all(data.shard == chunk.shard for data in kept)
     derived = [
-        piece[:2],
-        piece[[0]],
-        piece.select(),
-        piece.repeat(1),
-        DataProto.concat([piece]),
-        piece.pop(["ids"]),
+        chunk[:2],
+        chunk[[0]],
+        chunk.select(),
+        chunk.repeat(1),
+        DataProto.concat([chunk]),
+        chunk.pop(["ids"]),
     ]
     assert all(data.shard is None for data in derived)
-    assert piece.reorder([3, 2, 1, 0]).shard is None
+    assert chunk.reorder([3, 2, 1, 0]).shard is None
 
 
 def test_the_texts_name_the_columns(capsys):

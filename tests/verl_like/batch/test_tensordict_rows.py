@@ -57,17 +57,17 @@ def test_a_pickle_keeps_it() -> None:
     assert_equal(pickle.loads(pickle.dumps(rows)).whole(), make())
 
 
-def test_pieces_are_padded_and_join_again() -> None:
-    pieces = split_rows(TensorDictRows.of(make()), 2)
-    last = pieces[1].whole()
+def test_chunks_are_padded_and_join_again() -> None:
+    chunks = split_rows(TensorDictRows.of(make()), 2)
+    last = chunks[1].whole()
     assert last.batch_size == (3,)
     assert last["uid"] == ["d", "e", "a"]
     assert [len(row) for row in last["ids"].unbind()] == [2, 5, 3]
     assert last["positions"].shape[:2] == (3, 2)
     assert last.shard.rows == 2
 
-    real = pieces[1].slice(0, 2)
-    joined = join_chunks([pieces[0], real])
+    real = chunks[1].slice(0, 2)
+    joined = join_chunks([chunks[0], real])
     assert_equal(joined.whole(), make())
 
 
@@ -78,7 +78,7 @@ def test_a_copy_shares_no_nested_memory() -> None:
     assert_equal(copied.whole(), make())
 
 
-def test_of_joined_pieces_the_first_has_the_entries() -> None:
+def test_of_joined_chunks_the_first_has_the_entries() -> None:
     one, other = (TensorDict({"m": NonTensorData(n)}, batch_size=[]) for n in (1, 2))
     joined = join_chunks([TensorDictRows.of(one), TensorDictRows.of(other)])
     assert joined.whole()["m"] == 1

@@ -69,9 +69,9 @@ def test_a_future_arrives_whole_at_a_group_of_any_size(rows: int, first: int, se
 def test_other_modes_lose_nothing(rows: int, world: int) -> None:
     group, given = GROUPS[world], batch(rows)
     assert sum(group.metric(given)) == given.batch["x"].sum()
-    pieces = group.pieces(given)
-    assert len(pieces) == world
-    assert_same(DataProto.concat([p for p in pieces if len(p)]), given)
+    chunks = group.chunks(given)
+    assert len(chunks) == world
+    assert_same(DataProto.concat([p for p in chunks if len(p)]), given)
     assert group.describe(given) == [f"{rows} rows"] * world
     assert_same(group.twice(given), given.repeat(2))
     assert_same(group.execute_with_func_generator(lambda worker, data: data, given), given)

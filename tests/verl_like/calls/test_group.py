@@ -97,7 +97,7 @@ def test_a_result_may_be_written_and_others_do_not_see_it(groups) -> None:
     future = groups["modes"].same.remote(batch(4))
     future.get().batch["x"].fill_(9)
     assert groups["modes"].same(future).batch["x"].tolist() == [0, 1, 2, 3]
-    (first, *_) = groups["modes"].pieces(future)
+    (first, *_) = groups["modes"].chunks(future)
     first.batch["x"].fill_(9)
     assert groups["modes"].same(future).batch["x"].tolist() == [0, 1, 2, 3]
 

@@ -32,15 +32,15 @@ def collect_after_a_call_of_the_other_role(target, outputs):
 
 
 class OnRows(Worker):
-    """Has a mesh "rows" in which `ranks_per_piece` ranks get the same chunk."""
+    """Has a mesh "rows" in which `ranks_per_chunk` ranks get the same chunk."""
 
-    def __init__(self, ranks_per_piece: int):
+    def __init__(self, ranks_per_chunk: int):
         super().__init__()
-        self.lay_out_again(ranks_per_piece)
+        self.lay_out_again(ranks_per_chunk)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def lay_out_again(self, ranks_per_piece: int):
-        dp_rank, place = divmod(self.rank, ranks_per_piece)
+    def lay_out_again(self, ranks_per_chunk: int):
+        dp_rank, place = divmod(self.rank, ranks_per_chunk)
         self._register_dispatch_collect_info("rows", dp_rank, is_collect=place == 0)
 
     @register(dispatch_mode=ON_ROWS_MESH)
@@ -117,9 +117,9 @@ def test_headers_tell_of_meshes_once_unless_a_call_registers_another() -> None:
     group = fused_with_meshes({"one": 2}).spawn(["one"])["one"]
     group.on_rows(batch(4))
     assert [header.mesh_layout for header in group.transport.finished] == [None] * 4
-    for ranks_per_piece in (4, 2):  # also of one that is as it was at the start
-        group.lay_out_again(ranks_per_piece)
-        assert len(group.on_rows.collecting_ranks()) == 4 // ranks_per_piece
+    for ranks_per_chunk in (4, 2):  # also of one that is as it was at the start
+        group.lay_out_again(ranks_per_chunk)
+        assert len(group.on_rows.collecting_ranks()) == 4 // ranks_per_chunk
     group.on_rows(batch(4))
     told = [header.mesh_layout is not None for header in [*group.transport.finished][-4:]]
     assert told == [False, False, True, True]  # the places of the first two never changed

@@ -141,9 +141,9 @@ def test_the_future_of_a_tensordict_is_passed_on(group) -> None:
 
 
 def test_a_list_mode_gives_tensordicts_without_pad_rows(group) -> None:
-    pieces = group.pieces(sample())
-    assert all(isinstance(piece, TensorDict) for piece in pieces)
-    assert [row for piece in pieces for row in piece["x"].tolist()] == [0, 1, 2, 3, 4]
+    chunks = group.chunks(sample())
+    assert all(isinstance(chunk, TensorDict) for chunk in chunks)
+    assert [row for chunk in chunks for row in chunk["x"].tolist()] == [0, 1, 2, 3, 4]
 
 
 def test_a_tensordict_goes_to_every_worker_as_it_is(group) -> None:

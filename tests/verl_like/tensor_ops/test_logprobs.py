@@ -150,7 +150,7 @@ def test_a_card_gets_slices_of_rows_eight_times_as_large():
     sizes = {}
     for device in ("cpu", "meta"):
         logits = torch.empty(1, 151_936, device=device).expand(1024, -1)
-        sizes[device] = [piece.stop - piece.start for piece in logprobs.row_chunks(logits)][0]
+        sizes[device] = [chunk.stop - chunk.start for chunk in logprobs.row_chunks(logits)][0]
     assert sizes == {"cpu": 6, "meta": 55}
 
 

@@ -130,17 +130,17 @@ def test_parts_of_a_batch_add_up_to_the_figures_of_the_whole(batch: Columns) -> 
     new, old, mask = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
     whole, parts = correction.gauge(), correction.gauge()
     weights, kept = correction(new, old, mask, whole)
-    pieces = []
+    chunks = []
     for rows in ([3], [0, 4], [1, 2, 5]):
         of_part, kept_of_part = correction(new[rows], old[rows], mask[rows], parts)
         assert of_part is not None
-        pieces.append((of_part, kept_of_part))
+        chunks.append((of_part, kept_of_part))
 
     assert parts.metrics() == pytest.approx(whole.metrics())
     assert len(whole.metrics()) == 49
     order = torch.tensor([3, 0, 4, 1, 2, 5])
-    torch.testing.assert_close(torch.cat([piece[0] for piece in pieces]), weights[order])
-    assert torch.equal(torch.cat([piece[1] for piece in pieces]), kept[order])
+    torch.testing.assert_close(torch.cat([chunk[0] for chunk in chunks]), weights[order])
+    assert torch.equal(torch.cat([chunk[1] for chunk in chunks]), kept[order])
 
 
 def test_the_blocks_of_rows_do_not_show(batch: Columns, monkeypatch: pytest.MonkeyPatch) -> None:

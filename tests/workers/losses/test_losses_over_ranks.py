@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, assert_equal_gradients, gradients
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from workers.losses.registry import POLICY_LOSSES
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -30,9 +30,9 @@ def gradients_by_loss(one_layer_dir: Path, rows_of_a_pass: int) -> dict[str, Gra
     found = {}
     for name, loss in POLICY_LOSSES.items():
         actor.objective_settings.policy_loss = loss
-        data = own_piece(batch, actor.rank, actor.world_size)
+        data = own_chunk(batch, actor.rank, actor.world_size)
         found[name] = gradients(actor, data, (*ACTOR_COLUMNS, "chosen_tokens"), budget, HEADS)
-    data = own_piece(batch, critic.rank, critic.world_size)
+    data = own_chunk(batch, critic.rank, critic.world_size)
     found["values"] = gradients(critic, data, ("values", "returns"), budget, HEADS)
     return found
 

@@ -12,7 +12,7 @@ import torch
 from tests.workers.kept_ranks import run_kept
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.prompts import prompt_batch
-from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import VOCAB, learned, make_batch, own_chunk, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ModelConfig, OptimConfig, WorkersConfig
 from workers.models.attention import log_once
@@ -163,7 +163,7 @@ def test_a_rollout_that_shares_the_module_samples_from_the_adapted_policy(
 def on_ranks(one_layer_dir: Path) -> dict[str, Any]:
     config = lora_config(one_layer_dir)
     actor = started(ActorWorker, config, 10)
-    batch = own_piece(make_batch(ROWS), actor.rank, actor.world_size)
+    batch = own_chunk(make_batch(ROWS), actor.rank, actor.world_size)
     reference = (
         beside(actor, ReferenceWorker, config).compute_ref_log_prob(batch).batch["ref_log_prob"]
     )

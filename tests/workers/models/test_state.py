@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import PROMPT, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import PROMPT, make_batch, own_chunk, started, tiny_config
 from verl_like.errors import ConfigError, WeightSyncError
 from workers.models.load import load_model
 from workers.models.state import named_state, persistent_buffers
@@ -182,7 +182,7 @@ def sharded_actor_and_lonely_rollout(folder: Path) -> list[Any]:
     actor = started(ActorWorker, config, 10)
     for _, buffer in persistent_buffers(actor.engine.module):
         buffer.add_(1.0)
-    actor.update_actor(own_piece(make_batch(8), rank, 2))
+    actor.update_actor(own_chunk(make_batch(8), rank, 2))
     address = actor.open_weight_channel()
     if rank == 0:
         store.set("address", address)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import PickledTensors, load_model
@@ -44,7 +44,7 @@ def under(one_layer_dir: Path, strategy: str, **model: Any) -> dict[str, Any]:
     for name, value in model.items():
         setattr(config.actor_rollout_ref.model, name, value)
     actor = started(ActorWorker, config, 10)
-    data = own_piece(make_batch(6), actor.rank, actor.world_size)
+    data = own_chunk(make_batch(6), actor.rank, actor.world_size)
     with Collectives() as collectives:
         grads = gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1))
     actor.update_actor(data)
@@ -234,7 +234,7 @@ def weights_after(one_layer_dir: Path, optimizers: Sequence[str]) -> list[dict[s
             one_layer_dir, optim=OptimConfig(optimizer=optimizer, lr=1e-3), ppo_mini_batch_size=4
         )
         actor = started(ActorWorker, config, 10)
-        actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+        actor.update_actor(own_chunk(make_batch(8), actor.rank, actor.world_size))
         found.append(weights_of(actor))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
 from tests.workers.training.test_sequence_ranks import distance
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ParallelConfig
@@ -23,7 +23,7 @@ def update_on(folder: Path, tp: int) -> Any:
     config.parallel = ParallelConfig(tp=tp)
     actor = started(ActorWorker, config, 10)
     dims = actor.engine.dims
-    data = own_piece(make_batch(6), dims.data_rank(actor.rank), dims.data_size)
+    data = own_chunk(make_batch(6), dims.data_rank(actor.rank), dims.data_size)
     metrics = actor.update_actor(data)
     numbers = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
     return numbers, weights_of(actor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
 from tests.workers.kept_ranks import run_kept
 from tests.workers.parallel.test_fsdp import Collectives
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.config import FSDPConfig
 from workers.parallel import sharding
@@ -47,7 +47,7 @@ def held_by_layers(tiny_dir: Path, strategy: str) -> Held:
         sharding.SMALL_ELEMENTS = 0
     config = tiny_config(tiny_dir, strategy=strategy, ppo_mini_batch_size=2 * NUM_PASSES)
     actor = started(ActorWorker, config, 10)
-    data = own_piece(make_batch(2 * NUM_PASSES), actor.rank, actor.world_size)
+    data = own_chunk(make_batch(2 * NUM_PASSES), actor.rank, actor.world_size)
     module, objective, held = actor.engine.module, actor.objective, Held()
     total = sum(parameter.numel() for parameter in module.parameters())
 
@@ -116,7 +116,7 @@ def trained(
     seeds = (0, 1) if start is None else (2, 3)
     found = []
     for seed in seeds:
-        batch = own_piece(make_batch(4, seed), actor.rank, actor.world_size)
+        batch = own_chunk(make_batch(4, seed), actor.rank, actor.world_size)
         found.append(learned(actor.update_actor(batch)))
     actor.save_checkpoint(str(end), len(found))
     return found
@@ -167,7 +167,7 @@ def order_of_gathers(tiny_dir: Path) -> list[str]:
     for number, layer in enumerate(actor.engine.module.model.layers):
         layer.input_layernorm.register_forward_pre_hook(lambda *_, n=number: log.append(f"{n}"))
     with Noted():
-        actor.compute_log_prob(own_piece(make_batch(2), actor.rank, actor.world_size))
+        actor.compute_log_prob(own_chunk(make_batch(2), actor.rank, actor.world_size))
     return log
 
 

@@ -68,9 +68,9 @@ def numbers(model: Any, words: Words | None, ids: Tensor) -> list[Tensor]:
 def passes(model: Any, cut: Any, ids: Tensor, size: int, before: Any = lambda _: None) -> Tensor:
     """Run passes over `size` rows each; return the loss inputs, [columns, tokens]."""
     found = []
-    pieces = ids.split(size)
-    for number, rows in enumerate(pieces, 1):
-        before(number == len(pieces))
+    chunks = ids.split(size)
+    for number, rows in enumerate(chunks, 1):
+        before(number == len(chunks))
         columns = numbers(model, None if cut is None else cut.words, rows)
         weights = (rows + torch.arange(WIDTH)).flatten().double().sin()
         sum((column * weights ** (k + 1)).sum() for k, column in enumerate(columns[:2])).backward()

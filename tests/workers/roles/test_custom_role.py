@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.runs import lines
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from trainer import load_config
 from trainer.launch import run as run_ppo
 
@@ -25,7 +25,7 @@ def learn(tiny_dir: Path, steps: int = 4) -> tuple[list[float], torch.Tensor]:
     batch.batch["token_level_scores"] = (
         batch.batch["response_mask"] * (batch.batch["responses"] > 30) * 0.5
     )
-    data = own_piece(batch, worker.rank, worker.world_size)
+    data = own_chunk(batch, worker.rank, worker.world_size)
     metrics = [worker.update_verifier(data) for _ in range(steps)]
     return [step["verifier/loss"] for step in metrics], worker.compute_verdicts(data).batch[
         "verdicts"

@@ -11,7 +11,7 @@ import torch
 
 import workers.losses.preference  # noqa: F401
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, own_piece, random_row, started
+from tests.workers.samples import learned, own_chunk, random_row, started
 from trainer.data.pairs import LabelledRow, PairRow
 from trainer.preference.step import PreferenceTrainer, labelled_columns
 from verl_like.batch.protocol import DataProto
@@ -66,7 +66,7 @@ def config_of(
 
 def trained(one_layer_dir: Path, loss: str, *settings: Any) -> dict[str, Any]:
     worker = started(PreferenceWorker, config_of(one_layer_dir, loss, *settings), 10)
-    rows = own_piece(batch_of(loss), worker.rank, worker.world_size)
+    rows = own_chunk(batch_of(loss), worker.rank, worker.world_size)
     before = worker.compute_log_prob(rows).batch["response_log_probs"][: rows.num_real_rows]
     return {"metrics": [learned(worker.update_model(rows)) for _ in range(2)], "before": before}
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.workers.gradients import Gradients, assert_equal_gradients
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, text_rows, tiny_config
+from tests.workers.samples import learned, make_batch, own_chunk, started, text_rows, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
@@ -37,8 +37,8 @@ def whole(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
 def gradients_of(actor: ActorWorker, parts: str, budget: Budget) -> Gradients:
     """Return the gradients of the policy's loss, of PTX, or of both in one step."""
     engine = actor.engine
-    policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
-    text = own_piece(text_rows(TEXT), actor.rank, actor.world_size)
+    policy = own_chunk(make_batch(POLICY), actor.rank, actor.world_size)
+    text = own_chunk(text_rows(TEXT), actor.rank, actor.world_size)
     text_batch = whole(actor, text)
     with engine.running(engine.optimizer):
         if parts == "ptx":
@@ -88,8 +88,8 @@ def test_the_cut_into_passes_does_not_show(one_layer_dir: Path, budget: Budget) 
 def on_ranks(one_layer_dir: Path, strategy: str) -> dict[str, Any]:
     actor = actor_of(one_layer_dir, strategy=strategy)
     grads = gradients_of(actor, "both", Budget(rows=1))
-    policy = own_piece(make_batch(POLICY), actor.rank, actor.world_size)
-    text = own_piece(text_rows(TEXT), actor.rank, actor.world_size)
+    policy = own_chunk(make_batch(POLICY), actor.rank, actor.world_size)
+    text = own_chunk(text_rows(TEXT), actor.rank, actor.world_size)
     metrics = learned(actor.update_actor(policy, text))
     return {"gradients": grads, "metrics": metrics, "weights": actor.weights_checksum()}
 

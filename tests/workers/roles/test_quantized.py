@@ -12,7 +12,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
     learned,
     make_batch,
-    own_piece,
+    own_chunk,
     started,
     tiny_config,
 )
@@ -47,8 +47,8 @@ def test_a_references_log_probs_are_near_the_exact_ones(one_layer_dir: Path) -> 
 
 def scores_of_a_rank(one_layer_dir: str) -> tuple[bool, torch.Tensor]:
     reference = reference_of(one_layer_dir, "int8")
-    piece = own_piece(make_batch(8), reference.rank, reference.world_size)
-    return reference.engine.is_sharded, reference.compute_ref_log_prob(piece).batch["ref_log_prob"]
+    chunk = own_chunk(make_batch(8), reference.rank, reference.world_size)
+    return reference.engine.is_sharded, reference.compute_ref_log_prob(chunk).batch["ref_log_prob"]
 
 
 def test_on_two_ranks_each_has_the_whole_model_and_scores_are_the_same(one_layer_dir: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import VOCAB, learned, own_piece, random_row, started, tiny_config
+from tests.workers.samples import VOCAB, learned, own_chunk, random_row, started, tiny_config
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -57,7 +57,7 @@ def worker_of(path: Path, model: Settings = NONE, settings: Settings = NONE) -> 
 
 def trained(path: Path, model: Settings = NONE, settings: Settings = NONE) -> dict[str, Any]:
     worker = worker_of(path, model, settings)
-    rows = own_piece(pairs(), worker.rank, worker.world_size)
+    rows = own_chunk(pairs(), worker.rank, worker.world_size)
     metrics = [learned(worker.update_model(rows)) for _ in range(3)]
     scores = worker.compute_scores(rows).batch["scores"][: rows.num_real_rows]
     return {"metrics": metrics, "scores": scores}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, own_piece, started, text_rows
+from tests.workers.samples import learned, own_chunk, started, text_rows
 from workers.config import OptimConfig
 from workers.config.rows import RowDataConfig, RowWorkerConfig, TrainedModelConfig
 from workers.roles.rows import SFTWorker
@@ -30,7 +30,7 @@ def worker_of(one_layer_dir: Path, model: Mapping[str, Any], **data: Any) -> SFT
 
 def trained(one_layer_dir: Path, model: Mapping[str, Any] = NONE, **data: Any) -> dict[str, Any]:
     worker = worker_of(one_layer_dir, model, **data)
-    rows = own_piece(text_rows(ROWS), worker.rank, worker.world_size)
+    rows = own_chunk(text_rows(ROWS), worker.rank, worker.world_size)
     metrics = [learned(worker.update_model(rows)) for _ in range(2)]
     log_probs = worker.compute_log_prob(rows).batch["log_probs"][: rows.num_real_rows]
     return {"metrics": metrics, "log_probs": log_probs}

@@ -48,12 +48,12 @@ def test_a_ranks_share_of_a_batch_is_not_copied() -> None:
 
 
 def test_submissions_that_begin_together_are_few_on_each_rank_and_come_back_whole() -> None:
-    group, pieces = Echoing(), [torch.arange(3), torch.arange(3, 6)]
+    group, chunks = Echoing(), [torch.arange(3), torch.arange(3, 6)]
     client = RolloutClient(group)
-    submissions = [Submission(DataProto.from_dict({"x": piece[:, None]})) for piece in pieces]
+    submissions = [Submission(DataProto.from_dict({"x": chunk[:, None]})) for chunk in chunks]
     client.submit(*submissions)
     asked = [rows.padded("x").flatten().tolist() for rows in group.asked.values()]
-    assert asked == [piece.tolist() for piece in pieces]
+    assert asked == [chunk.tolist() for chunk in chunks]
     assert client.take() == submissions
-    for submission, piece in zip(submissions, pieces, strict=True):
-        assert torch.equal(submission.samples().padded("x")[:, 0], piece)
+    for submission, chunk in zip(submissions, chunks, strict=True):
+        assert torch.equal(submission.samples().padded("x")[:, 0], chunk)

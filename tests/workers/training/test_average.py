@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
 from workers.roles.actor import ActorWorker
 
 DECAY = 0.75
@@ -24,7 +24,7 @@ def actor_of(
 
 
 def update(actor: ActorWorker, seed: int) -> None:
-    actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
+    actor.update_actor(own_chunk(make_batch(4, seed), actor.rank, actor.world_size))
 
 
 def averaged(actor: ActorWorker) -> Weights:

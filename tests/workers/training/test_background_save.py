@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers.distributed import run
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
 from workers.models.tensor_files import AT_ONCE
@@ -38,7 +38,7 @@ def save_both_ways(one_layer_dir: Path, folder: Path) -> list[bool]:
     config.actor_rollout_ref.model.lora_rank = 4
     config.actor_rollout_ref.actor.checkpoint.save_contents.append("hf_model")
     actor = started(BackgroundActor, config, 10)
-    batches = [own_piece(make_batch(4, seed), actor.rank, actor.world_size) for seed in range(3)]
+    batches = [own_chunk(make_batch(4, seed), actor.rank, actor.world_size) for seed in range(3)]
     actor.update_actor(batches[0])
     actor.save_checkpoint(str(folder / "at once"), 1)
     before = actor.weights_checksum()

@@ -17,7 +17,7 @@ import torch
 
 from tests.workers.distributed import run
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config, weights_of
 from verl_like.errors import CheckpointError
 from workers.config import OptimConfig, WorkersConfig
 from workers.roles.actor import ActorWorker
@@ -51,7 +51,7 @@ def actor_of(one_layer_dir: Path, **settings: Any) -> ActorWorker:
 
 def update(worker: Any, seed: int) -> dict[str, float]:
     """Return the metrics of one update, and the next random numbers."""
-    batch = own_piece(make_batch(ROWS, seed), worker.rank, worker.world_size)
+    batch = own_chunk(make_batch(ROWS, seed), worker.rank, worker.world_size)
     method = worker.update_actor if isinstance(worker, ActorWorker) else worker.update_critic
     return learned(method(batch)) | {"drawn": float(torch.rand(())), "numpy": np.random.rand()}
 

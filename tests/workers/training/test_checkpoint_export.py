@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
 from verl_like.errors import CheckpointError
 from workers.config import ModelConfig, OptimConfig
 from workers.roles.actor import ActorWorker
@@ -39,7 +39,7 @@ def save(
         section.checkpoint.save_contents = list(contents)
 
     worker = started(cls, config, 10)
-    batch = own_piece(make_batch(4, 0), worker.rank, worker.world_size)
+    batch = own_chunk(make_batch(4, 0), worker.rank, worker.world_size)
     learned(worker.update_actor(batch) if cls is ActorWorker else worker.update_critic(batch))
     worker.save_checkpoint(str(folder), 1)
     return {} if worker.average is None else dict(worker.average.tensors)

@@ -17,7 +17,7 @@ from tests.workers.samples import (
     VOCAB,
     learned,
     make_batch,
-    own_piece,
+    own_chunk,
     started,
     tiny_config,
     weights_of,
@@ -61,7 +61,7 @@ def on_ranks(
         ppo_mini_batch_size=num_rows // 2 if num_rows % 2 == 0 else num_rows,
     )
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    data = own_piece(make_batch(num_rows), actor.rank, actor.world_size)
+    data = own_chunk(make_batch(num_rows), actor.rank, actor.world_size)
     real = data.num_real_rows
     budget = Budget(rows=1 if actor.world_size > 1 else num_rows)
     before = actor.weights_checksum()

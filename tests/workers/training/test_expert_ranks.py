@@ -13,10 +13,10 @@ import torch
 
 from tests.workers.distributed import run
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
 from tests.workers.training.test_sequence_ranks import FAMILIES as ALL
 from tests.workers.training.test_sequence_ranks import SIZES, WITH_ROUTER_LOSS, distance
-from tests.workers.training.three_updates import piece_of, three_updates
+from tests.workers.training.three_updates import chunk_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.load import Folder
 from workers.models.state import local_shard, named_state
@@ -99,7 +99,7 @@ def trained(folder: Path, family: str, change: dict[str, Any], num_rows: int) ->
     experts = [w for name, w in actor.engine.module.named_parameters() if ".experts." in name]
     return {
         "held": sum(local_shard(weight).numel() for weight in experts),
-        **three_updates(actor, critic, piece_of(actor, num_rows), budget),
+        **three_updates(actor, critic, chunk_of(actor, num_rows), budget),
     }
 
 
@@ -163,7 +163,7 @@ def small_actor(folder: Path, family: str, **change: Any) -> ActorWorker:
 
 def one_update(actor: ActorWorker, seed: int) -> dict[str, float]:
     dims = actor.engine.dims
-    data = own_piece(make_batch(NUM_ROWS, seed), dims.data_rank(actor.rank), dims.data_size)
+    data = own_chunk(make_batch(NUM_ROWS, seed), dims.data_rank(actor.rank), dims.data_size)
     return learned(actor.update_actor(data))
 
 
@@ -235,7 +235,7 @@ def scored_by_reference(
     finally:
         Folder.find = find
     dims = worker.engine.dims
-    data = own_piece(make_batch(NUM_ROWS), dims.data_rank(worker.rank), dims.data_size)
+    data = own_chunk(make_batch(NUM_ROWS), dims.data_rank(worker.rank), dims.data_size)
     start, real = data.shard.start, data.num_real_rows
     log_probs = worker.compute_ref_log_prob(data).batch["ref_log_prob"][:real]
     return slice(start, start + real), log_probs, worker.weights_checksum(), read

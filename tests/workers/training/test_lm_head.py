@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_chunk, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.models.support import proof
 from workers.roles.actor import ActorWorker
@@ -165,7 +165,7 @@ def on_ranks(folder: Path, num_rows_of_chunk: int) -> dict[str, Any]:
     """Return gradients and log-probs at one row per pass on several ranks."""
     lm_head.CHUNK_BYTES = 4 * VOCAB * num_rows_of_chunk
     actor = actor_of(folder)
-    data = own_piece(make_batch(7), actor.rank, actor.world_size)
+    data = own_chunk(make_batch(7), actor.rank, actor.world_size)
     columns = actor.compute_log_prob(data)[0].batch
     return {
         "gradients": gradients(actor, data, ACTOR_COLUMNS, Budget(rows=1)),

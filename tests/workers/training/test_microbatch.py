@@ -33,8 +33,8 @@ def numbered(num_rows: int) -> DataProto:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_a_mini_batch_is_the_same_set_of_samples_at_every_number_of_ranks(world_size: int) -> None:
     seen: list[list[int]] = [[], [], []]
-    for piece in split_rows(numbered(12), world_size):
-        rows = Rows.take(piece, NAMES, world_size)
+    for chunk in split_rows(numbered(12), world_size):
+        rows = Rows.take(chunk, NAMES, world_size)
         for index in range(3):
             chosen = mini_batch(rows, index, 3, None)
             seen[index] += chosen.columns["responses"].padded()[:, 0].tolist()

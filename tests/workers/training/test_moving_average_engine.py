@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
 from verl_like.errors import CheckpointError, WeightSyncError
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker
@@ -34,7 +34,7 @@ def beside(actor: ActorWorker, config: WorkersConfig) -> ReferenceWorker:
 
 
 def update(actor: ActorWorker, seed: int) -> None:
-    actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
+    actor.update_actor(own_chunk(make_batch(4, seed), actor.rank, actor.world_size))
 
 
 def follow(one_layer_dir: str, decay: float, folder: str, saved: bool = False) -> list[Weights]:

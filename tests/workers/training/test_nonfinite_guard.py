@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerError
 from workers.config import RolloutCorrectionConfig
@@ -30,7 +30,7 @@ def update_twice(one_layer_dir: Path) -> tuple[list[tuple[float, int, bool]], st
     """Return counts after one broken update, then the error of the sixth in a row."""
     config = tiny_config(one_layer_dir, ppo_mini_batch_size=2)
     actor = started(ActorWorker, config, 10)
-    broken = own_piece(broken_batch(), actor.rank, actor.world_size)
+    broken = own_chunk(broken_batch(), actor.rank, actor.world_size)
     counts = []
     for _ in range(2):  # a good step after each broken one: never two in a row
         metrics = actor.update_actor(broken)

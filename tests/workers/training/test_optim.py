@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config, weights_of
 from workers.config import OptimConfig, WorkersConfig, critic_optim
 from workers.roles.actor import ActorWorker
 from workers.training.optim import Schedule, build_optimizer
@@ -60,10 +60,10 @@ def two_updates_on_either_side(
             actor.load_checkpoint(str(folder))
         else:
             for seed in (0, 1):
-                actor.update_actor(own_piece(make_batch(4, seed), actor.rank, actor.world_size))
+                actor.update_actor(own_chunk(make_batch(4, seed), actor.rank, actor.world_size))
             actor.save_checkpoint(str(folder))
         for seed in (2, 3):
-            batch = own_piece(make_batch(4, seed), actor.rank, actor.world_size)
+            batch = own_chunk(make_batch(4, seed), actor.rank, actor.world_size)
             metrics = learned(actor.update_actor(batch))
         found.append((metrics, actor.weights_checksum()))
     return found
@@ -92,7 +92,7 @@ def moved_without_gradient(one_layer_dir: Path, strategy: str) -> tuple[bool, bo
     before = weights_of(actor)
     batch = make_batch(4)
     batch.batch["advantages"].zero_()
-    actor.update_actor(own_piece(batch, actor.rank, actor.world_size))
+    actor.update_actor(own_chunk(batch, actor.rank, actor.world_size))
     norms: list[bool] = []
     matrices: list[bool] = []
     for name, tensor in actor.engine.named_full_tensors():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import own_piece, random_row, started
+from tests.workers.samples import own_chunk, random_row, started
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import rectangle_of
@@ -79,7 +79,7 @@ def trained(
     one_layer_dir: Path, worker: type[RowWorker], max_tokens: int = 16384, **data: Any
 ) -> list[dict[str, float]]:
     role = worker_of(worker, one_layer_dir, max_token_len_per_gpu=max_tokens, **data)
-    rows = own_piece(pairs(), role.rank, role.world_size)
+    rows = own_chunk(pairs(), role.rank, role.world_size)
     found = [role.update_model(rows) for _ in range(3)]
     names = ("train/loss", "train/gap", "train/grad_norm")
     return [{name: metrics[name] for name in names} for metrics in found]

@@ -25,7 +25,7 @@ from tests.workers.training.test_tensor_ranks import (
     resumed,
     updated_and_saved,
 )
-from tests.workers.training.three_updates import piece_of, three_updates
+from tests.workers.training.three_updates import chunk_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
@@ -103,7 +103,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         setattr(config.critic.model, name, value)
 
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    data = piece_of(actor, NUM_ROWS)
+    data = chunk_of(actor, NUM_ROWS)
     return {
         "flops": needed_flops(actor.engine, data, trains=True),
         "loaded": actor.weights_checksum(),

@@ -17,7 +17,7 @@ from tests.workers.samples import (
     started,
     tiny_config,
 )
-from tests.workers.training.three_updates import piece_of, three_updates
+from tests.workers.training.three_updates import chunk_of, three_updates
 from verl_like.errors import ConfigError
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.support.proof import Support
@@ -139,7 +139,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
 
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
     budget = Budget(rows=rows) if rows else Budget(tokens=tokens)
-    return three_updates(actor, critic, piece_of(actor, NUM_ROWS), budget)
+    return three_updates(actor, critic, chunk_of(actor, NUM_ROWS), budget)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -89,7 +89,7 @@ def write_and_read(tmp_path: Path, replicas: int) -> None:
         dist.destroy_process_group()
 
 
-def test_packed_weights_are_two_pieces_of_a_rank_which_torch_reads_without_us(
+def test_packed_weights_are_two_chunks_of_a_rank_which_torch_reads_without_us(
     tmp_path: Path,
 ) -> None:
     run_kept(1, write_packed, tmp_path)  # a process without a group of its own

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
 from trainer.ppo.sample import balance_ranks
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import split_rows
@@ -31,8 +31,8 @@ def mini_batches(
 ) -> list[set[int]]:
     """Return the sample numbers of every mini-batch of two passes, over all ranks."""
     found: list[set[int]] = [set() for _ in range(6)]
-    for piece in split_rows(batch, world_size):
-        rows = Rows.take(piece, NAMES, world_size)
+    for chunk in split_rows(batch, world_size):
+        rows = Rows.take(chunk, NAMES, world_size)
         for epoch, ordered in enumerate(epoch_rows(rows, 2, seed, call)):
             for index in range(3):
                 chosen = mini_batch(ordered, index, 3, None).columns[SAMPLE_NUMBER]
@@ -82,7 +82,7 @@ def actor_of(one_layer_dir: Path) -> ActorWorker:
 
 
 def update(actor: ActorWorker, seed: int) -> dict[str, float]:
-    return learned(actor.update_actor(own_piece(numbered(4, seed), actor.rank, actor.world_size)))
+    return learned(actor.update_actor(own_chunk(numbered(4, seed), actor.rank, actor.world_size)))
 
 
 def two_updates(one_layer_dir: Path) -> list[dict[str, float]]:

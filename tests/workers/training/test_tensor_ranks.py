@@ -16,7 +16,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import (
     VOCAB,
     make_batch,
-    own_piece,
+    own_chunk,
     started,
     tiny_config,
 )
@@ -27,7 +27,7 @@ from tests.workers.training.test_sequence_ranks import (
     distance,
     saved,
 )
-from tests.workers.training.three_updates import piece_of, three_updates
+from tests.workers.training.three_updates import chunk_of, three_updates
 from workers.config import OptimConfig, ParallelConfig
 from workers.models.state import local_shard
 from workers.parallel import sharding
@@ -89,7 +89,7 @@ def trained(folder: Path, family: str, change: dict[str, Any]) -> dict[str, Any]
         setattr(config.critic.model, name, value)
 
     actor, critic = started(ActorWorker, config, 10), started(CriticWorker, config, 10)
-    data = piece_of(actor, NUM_ROWS)
+    data = chunk_of(actor, NUM_ROWS)
     return {
         "flops": needed_flops(actor.engine, data, trains=True),
         "loaded": actor.weights_checksum(),
@@ -160,7 +160,7 @@ def updated_and_saved(folder: Path, parallel: ParallelConfig, lora_rank: int) ->
     actor = actor_over(folder, parallel, lora_rank)
     data = make_batch(NUM_ROWS)
     dims = actor.engine.dims
-    actor.update_actor(own_piece(data, dims.data_rank(actor.rank), dims.data_size))
+    actor.update_actor(own_chunk(data, dims.data_rank(actor.rank), dims.data_size))
     actor.save_checkpoint(str(folder / "first"))
     for weight in actor.engine.parameters():
         if isinstance(weight, DTensor) and weight.placements[-1].is_replicate():

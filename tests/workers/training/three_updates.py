@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
-from tests.workers.samples import learned, make_batch, own_piece, weights_of
+from tests.workers.samples import learned, make_batch, own_chunk, weights_of
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.microbatch import Budget
 
 
-def piece_of(actor: ActorWorker, num_rows: int) -> DataProto:
+def chunk_of(actor: ActorWorker, num_rows: int) -> DataProto:
     """Return the rows of a batch that this rank gets."""
     dims = actor.engine.dims
-    return own_piece(make_batch(num_rows), dims.data_rank(actor.rank), dims.data_size)
+    return own_chunk(make_batch(num_rows), dims.data_rank(actor.rank), dims.data_size)
 
 
 def three_updates(

@@ -133,8 +133,8 @@ def test_buckets_stay_within_their_size_and_two_rooms_serve_all() -> None:
     seen: dict[str, torch.Tensor] = {}
     for bucket in pack(tensors, 600, lambda number, size: rooms[number % 2][:size], Stopwatch()):
         assert len(bucket.payload) <= 600 or len(bucket.entries) == 1
-        for (*_, value), piece in zip(bucket.entries, bucket.pieces(), strict=True):
-            assert hash_of(piece) == value
+        for (*_, value), chunk in zip(bucket.entries, bucket.contents(), strict=True):
+            assert hash_of(chunk) == value
         seen |= {name: tensor.clone() for name, tensor in bucket.tensors()}
     assert list(seen) == [name for name, _ in tensors]
     assert all(torch.equal(seen[name], tensor) for name, tensor in tensors)

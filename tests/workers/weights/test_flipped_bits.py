@@ -29,13 +29,13 @@ def test_of_a_bucket(limit: int) -> None:
     rooms = [torch.empty(limit, dtype=torch.uint8) for _ in range(2)]
     buckets = pack(weights.items(), limit, lambda n, size: rooms[n % 2][:size], Stopwatch())
     for number, bucket in enumerate(buckets):
-        for (name, *_), piece in zip(bucket.entries, bucket.pieces(), strict=True):
+        for (name, *_), chunk in zip(bucket.entries, bucket.contents(), strict=True):
             for byte, bit in PLACES:
-                piece[byte] ^= bit
+                chunk[byte] ^= bit
                 arriving = Channel(Connection("", 0, 2, None), UNSIGNED, 1, torch.device("cpu"))
                 header = {"number": number, "tensors": bucket.entries}
                 list(arriving._verified(number, bucket.payload, header))
-                piece[byte] ^= bit
+                chunk[byte] ^= bit
                 assert arriving.corrupt == [name]
             flipped.append(name)
     assert flipped == list(weights)

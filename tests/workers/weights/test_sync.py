@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.prompts import prompt_batch
-from tests.workers.samples import make_batch, own_piece, started, tiny_config
+from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from tests.workers.stand_ins import (
     Group,
     InlineGroup,
@@ -101,7 +101,7 @@ def sharded_actor_and_lonely_rollout(
             actor.load_checkpoint(folder)
             again = checksum_of(actor.engine.named_full_tensors())
             assert again == found[-1][1]
-        actor.update_actor(own_piece(make_batch(12, seed=version), rank, world - 1))
+        actor.update_actor(own_chunk(make_batch(12, seed=version), rank, world - 1))
         address = actor.open_weight_channel()
         if rank == 0:
             store.set(f"address {version}", address)
@@ -136,11 +136,11 @@ def colocated(one_layer_dir: Path) -> tuple[Any, ...]:
     rollout._siblings["actor"] = actor
     actor.init_model(10)
     rollout.init_model()
-    actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+    actor.update_actor(own_chunk(make_batch(8), actor.rank, actor.world_size))
     reports = [rollout.update_weights(0)]
     first = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
     rollout.sleep()
-    actor.update_actor(own_piece(make_batch(8), actor.rank, actor.world_size))
+    actor.update_actor(own_chunk(make_batch(8), actor.rank, actor.world_size))
     reports.append(rollout.update_weights(1))
     second = rollout.weights_checksum() == checksum_of(actor.engine.named_full_tensors())
     shared = rollout.engine.module is actor.engine.module

@@ -228,7 +228,7 @@ class VllmEngine(RolloutEngine):
             try:
                 if self.adapter is None:
                     handover = Handover(self.expected)
-                    handover.verify(self.vllm.load(handover.pieces(tensors)))
+                    handover.verify(self.vllm.load(handover.checkpoint_tensors(tensors)))
                     self._checksum = handover.checksum()
                 else:
                     assert isinstance(self.vllm, InProcessVllm), "a server gets merged weights"

@@ -1,8 +1,8 @@
 """One load of a vLLM engine: transfer the trainer's weights to vLLM's processes.
 
     handover = Handover(expected_weights(model_path))
-    for name, tensor in handover.pieces(tensors): ...      # by the checkpoint's names, to vLLM
-    handover.verify(arrivals)                              # reports of vLLM's ranks
+    for name, tensor in handover.checkpoint_tensors(tensors): ...  # by the checkpoint's names
+    handover.verify(arrivals)                                      # reports of vLLM's ranks
 
 The trainer names weights as its module does, and the checksum uses these names. vLLM expects the
 tensors of checkpoints, in which the experts of a layer are separate.
@@ -59,7 +59,9 @@ class Handover:
         self._unknown: list[str] = []
         self._unfit: list[str] = []
 
-    def pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that fit, as in a checkpoint."""
         return self.expected.checkpoint.stored(self._fitting(tensors))
 

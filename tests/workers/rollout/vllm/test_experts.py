@@ -51,7 +51,9 @@ def save_model(folder: Path, family: str) -> Any:
 
 
 def arrived(handover: Handover, model: Any) -> dict[str, Tensor]:
-    return dict(handover.pieces((name, weight.detach()) for name, weight in named_state(model)))
+    return dict(
+        handover.checkpoint_tensors((name, weight.detach()) for name, weight in named_state(model))
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,8 +62,8 @@ def test_experts_are_sent_one_by_one_and_the_checksum_is_the_trainers(
 ) -> None:
     model = save_model(tmp_path, family)
     handover = Handover(expected_weights(str(tmp_path)))
-    pieces = arrived(handover, model)
-    assert sum("experts.3." in name for name in pieces) == 3 * SIZES["num_hidden_layers"]
+    chunks = arrived(handover, model)
+    assert sum("experts.3." in name for name in chunks) == 3 * SIZES["num_hidden_layers"]
     handover.verify([Arrivals(), Arrivals()])
     assert handover.checksum() == checksum_of(named_state(model))
 

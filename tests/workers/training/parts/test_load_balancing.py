@@ -10,7 +10,7 @@ import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, Gradients, gradients, loss_of
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import VOCAB, learned, make_batch, own_piece, started, tiny_config
+from tests.workers.samples import VOCAB, learned, make_batch, own_chunk, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.models.load import load_model
 from workers.parallel import sharding
@@ -169,7 +169,7 @@ def updated(folder: str, is_large: bool = False) -> dict[str, float]:
     if is_large:
         sharding.SMALL_ELEMENTS = 0
     actor = actor_of(Path(folder), ppo_mini_batch_size=5, ppo_micro_batch_size_per_gpu=2)
-    batch = own_piece(make_batch(5), actor.rank, actor.world_size)
+    batch = own_chunk(make_batch(5), actor.rank, actor.world_size)
     return learned(actor.update_actor(batch))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.kept_ranks import run_kept
-from tests.workers.samples import learned, make_batch, own_piece, started, tiny_config, weights_of
+from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config, weights_of
 from tests.workers.training.test_expert_ranks import saved
 from tests.workers.training.test_sequence_ranks import distance
 from verl_like.batch.protocol import DataProto
@@ -141,7 +141,7 @@ def trained(folder: Path, change: dict[str, Any], num_rows: int = NUM_ROWS) -> d
     actor = actor_of(folder, **change)
     dims = actor.engine.dims
     batch = with_column(make_batch(NUM_ROWS), any_choices(actor))[:num_rows]
-    data = own_piece(batch, dims.data_rank(actor.rank), dims.data_size)
+    data = own_chunk(batch, dims.data_rank(actor.rank), dims.data_size)
     start, real = data.shard.start if data.shard else 0, data.num_real_rows
     return {
         "rows": slice(start, start + real),

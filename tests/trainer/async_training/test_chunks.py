@@ -5,41 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 from tests.trainer.async_training.stand_ins import NumberedPrompts, config_of
-from trainer.async_training.pieces import PieceStream
+from trainer.async_training.chunks import ChunkStream
 from trainer.async_training.samplers import SampleChunk
 
 
-def stream_of(prompts: NumberedPrompts, **settings: Any) -> PieceStream:
+def stream_of(prompts: NumberedPrompts, **settings: Any) -> ChunkStream:
     """Return a stream of chunks of two prompts."""
-    return PieceStream(config_of(**settings), prompts)
+    return ChunkStream(config_of(**settings), prompts)
 
 
-def uids(stream: PieceStream, piece: SampleChunk) -> list[str]:
-    stream.rows(piece)
-    return piece.uids
+def uids(stream: ChunkStream, chunk: SampleChunk) -> list[str]:
+    stream.rows(chunk)
+    return chunk.uids
 
 
-def next_of(stream: PieceStream, generator: int = 0) -> SampleChunk:
-    piece = stream.offer(generator)
-    assert piece is not None
-    stream.waiting.remove(piece)
-    return piece
+def next_of(stream: ChunkStream, generator: int = 0) -> SampleChunk:
+    chunk = stream.offer(generator)
+    assert chunk is not None
+    stream.waiting.remove(chunk)
+    return chunk
 
 
 def test_a_batch_is_cut_in_the_order_of_its_prompts() -> None:
     stream = stream_of(NumberedPrompts(5), samples=3)
-    pieces = [next_of(stream) for _ in range(4)]
-    assert [uids(stream, piece) for piece in pieces] == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
-    assert [piece.num_samples for piece in pieces] == [6, 6, 3, 6]
+    chunks = [next_of(stream) for _ in range(4)]
+    assert [uids(stream, chunk) for chunk in chunks] == [["0", "1"], ["2", "3"], ["4"], ["5", "6"]]
+    assert [chunk.num_samples for chunk in chunks] == [6, 6, 3, 6]
 
 
-def test_a_piece_has_a_row_for_each_sample_of_its_prompts() -> None:
+def test_a_chunk_has_a_row_for_each_sample_of_its_prompts() -> None:
     stream = stream_of(NumberedPrompts(), samples=3)
     rows = stream.rows(next_of(stream))
     assert rows.non_tensor_batch["uid"].tolist() == ["0"] * 3 + ["1"] * 3
 
 
-def test_a_piece_handed_back_is_the_next_to_go_out() -> None:
+def test_a_chunk_handed_back_is_the_next_to_go_out() -> None:
     stream = stream_of(NumberedPrompts(), samples=1)
     first, second = next_of(stream), next_of(stream)
     stream.hand_back([second, first])
@@ -51,8 +51,8 @@ def test_generators_of_one_rank_get_its_part_of_every_batch() -> None:
     apart = {"generators": 2, "trainers": 2, "sample_routes": [[0, 0], [1, 1]]}
     stream = stream_of(NumberedPrompts(4), **apart)
     of_rank_1 = [next_of(stream, generator=1) for _ in range(2)]
-    assert [uids(stream, piece) for piece in of_rank_1] == [["2", "3"], ["6", "7"]]
-    assert [piece.rank for piece in stream.waiting] == [0, 0]
+    assert [uids(stream, chunk) for chunk in of_rank_1] == [["2", "3"], ["6", "7"]]
+    assert [chunk.rank for chunk in stream.waiting] == [0, 0]
     assert uids(stream, next_of(stream, generator=0)) == ["0", "1"]
 
 
@@ -65,8 +65,8 @@ def test_prompts_that_end_give_nothing_more() -> None:
 
 def test_a_resumed_stream_goes_on_with_what_was_open_first() -> None:
     stream = stream_of(NumberedPrompts(4), samples=1)
-    pieces = [next_of(stream) for _ in range(3)]
-    state = stream.state_dict([pieces[2], pieces[0]])
+    chunks = [next_of(stream) for _ in range(3)]
+    state = stream.state_dict([chunks[2], chunks[0]])
 
     resumed = stream_of(NumberedPrompts(4), samples=1)
     resumed.load_state_dict(state)

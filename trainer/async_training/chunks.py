@@ -123,7 +123,7 @@ class Loader(Protocol):
         """Return the number of prompts in a batch; 0 after the last batch."""
 
 
-class PieceStream:
+class ChunkStream:
     """The loader's batches, cut into chunks in the order of the prompts.
 
     A chunk whose generator was lost returns to the stream, and is handed out before any later
@@ -133,7 +133,7 @@ class PieceStream:
     def __init__(self, config: AsyncConfig, loader: Loader) -> None:
         """Trainer ranks with their own generators get equal parts of every batch."""
         self._loader, self._topology = loader, config.topology
-        self._prompts_per_call = config.piece_size
+        self._prompts_per_call = config.chunk_size
         self._samples_per_prompt = config.actor_rollout_ref.rollout.n
         self.ranks = self._topology.routed_ranks
         self.waiting: list[SampleChunk] = []
@@ -152,26 +152,26 @@ class PieceStream:
         Return None if no prompts are left for this generator.
         """
         while True:
-            for piece in self.waiting:
-                if piece.rank == ANY_RANK or generator in self._topology.generators_of(piece.rank):
-                    return piece
+            for chunk in self.waiting:
+                if chunk.rank == ANY_RANK or generator in self._topology.generators_of(chunk.rank):
+                    return chunk
             if self.has_ended:
                 return None
             self._cut()
 
-    def hand_back(self, pieces: Iterable[SampleChunk]) -> None:
+    def hand_back(self, chunks: Iterable[SampleChunk]) -> None:
         """Return these chunks to the stream, in order; they are handed out next."""
-        self.waiting = sorted([*self.waiting, *pieces], key=lambda piece: piece.number)
+        self.waiting = sorted([*self.waiting, *chunks], key=lambda chunk: chunk.number)
 
-    def rows(self, piece: SampleChunk) -> DataProto:
+    def rows(self, chunk: SampleChunk) -> DataProto:
         """Return a row for each sample of a chunk."""
-        if piece.batch not in self._batches:
+        if chunk.batch not in self._batches:
             # chunks come batch by batch: two are enough for those that overlap
             self._batches = dict(list(self._batches.items())[-1:])
-            self._batches[piece.batch] = self._loader.batch(piece.batch)
-        prompts = self._batches[piece.batch][piece.start : piece.stop]
+            self._batches[chunk.batch] = self._loader.batch(chunk.batch)
+        prompts = self._batches[chunk.batch][chunk.start : chunk.stop]
         rows = repeat_prompts(prompts, self._samples_per_prompt)
-        piece.uids = [*dict.fromkeys(map(str, rows.non_tensor_batch["uid"]))]
+        chunk.uids = [*dict.fromkeys(map(str, rows.non_tensor_batch["uid"]))]
         return rows
 
     def num_samples(self, batch: int) -> int:
@@ -180,11 +180,11 @@ class PieceStream:
 
     def state_dict(self, being_made: Iterable[SampleChunk] = ()) -> dict[str, Any]:
         """Return the stream's position, with the chunks that a resume has to generate again."""
-        waiting = sorted([*self.waiting, *being_made], key=lambda piece: piece.number)
+        waiting = sorted([*self.waiting, *being_made], key=lambda chunk: chunk.number)
         return {
             "next_batch": self._next_batch,
             "next_number": self._next_number,
-            "waiting": [piece.place() for piece in waiting],
+            "waiting": [chunk.place() for chunk in waiting],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ class PieceStream:
             last = (place + 1) * num_prompts // num_ranks
             for start in range(place * num_prompts // num_ranks, last, self._prompts_per_call):
                 stop = min(start + self._prompts_per_call, last)
-                piece = SampleChunk(
+                chunk = SampleChunk(
                     number=self._next_number,
                     num_samples=(stop - start) * self._samples_per_prompt,
                     batch=batch,
@@ -208,14 +208,14 @@ class PieceStream:
                     stop=stop,
                     rank=rank,
                 )
-                self.waiting.append(piece)
+                self.waiting.append(chunk)
                 self._next_number += 1
 
 
-class OpenPieces:
+class OpenChunks:
     """Chunks that are queued or in flight, and the limit of their number."""
 
-    def __init__(self, config: AsyncConfig, stream: PieceStream) -> None:
+    def __init__(self, config: AsyncConfig, stream: ChunkStream) -> None:
         """Limit the open chunks by `async_training.max_inflight_samples` and the age of samples."""
         self._settings, self._seed = config.async_training, config.trainer.seed
         self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
@@ -232,17 +232,17 @@ class OpenPieces:
         """True if the oldest chunk must be evicted, with `on_buffer_full=evict_oldest`."""
         return self._evicts and num_samples_of(self.ready) > self._limit
 
-    def has_room(self, piece: SampleChunk, lag: int, demand: Demand) -> bool:
+    def has_room(self, chunk: SampleChunk, lag: int, demand: Demand) -> bool:
         """Return whether one more chunk may start, with weights that are `lag` versions old."""
-        before = [other for other in self._stream.waiting if other.number < piece.number]
-        opened = [*self.ready, *self.in_flight.values(), piece, *before]
+        before = [other for other in self._stream.waiting if other.number < chunk.number]
+        opened = [*self.ready, *self.in_flight.values(), chunk, *before]
         if not self._evicts and num_samples_of(opened) > self._limit:
             return False
         ahead = (self._settings.max_staleness - lag) * self._samples_per_version
         room = max(demand.num_samples + demand.samples_left_in_version + ahead, 0)
         if demand.rest_of_run is not None:
             room = min(room, demand.num_samples + demand.rest_of_run)
-        of_rank = [other for other in opened if other.rank == piece.rank]
+        of_rank = [other for other in opened if other.rank == chunk.rank]
         return num_samples_of(of_rank) <= room // len(self._stream.ranks)
 
     def views(self, demand: Demand, version: int, number: int) -> Iterator[BufferView]:
@@ -252,9 +252,9 @@ class OpenPieces:
         """
         ranks = self._stream.ranks
         # one past the highest chunk that was ever started and is still open
-        horizon = max([piece.number for piece in self.ready] + [*self.in_flight, -1]) + 1
-        ready = by_first((piece.rank, piece) for piece in self.ready)
-        coming = by_first((piece.rank, piece) for piece in self.in_flight.values())
+        horizon = max([chunk.number for chunk in self.ready] + [*self.in_flight, -1]) + 1
+        ready = by_first((chunk.rank, chunk) for chunk in self.ready)
+        coming = by_first((chunk.rank, chunk) for chunk in self.in_flight.values())
         lost = by_first((p.rank, p) for p in self._stream.waiting if p.number < horizon)
         for rank in ranks:
             yield BufferView(
