@@ -222,9 +222,9 @@ class Channel:
         payload = self.room(number, len(bucket.payload))
         payload.copy_(bucket.payload, non_blocking=True)
         with self.watch.running():
-            hashes = hashes_of(Bucket(bucket.entries, payload).pieces())
-        facts = [[*fact[:3], value] for fact, value in zip(bucket.entries, hashes, strict=True)]
-        return Bucket(facts, payload)
+            hashes = hashes_of(Bucket(bucket.entries, payload).contents())
+        entries = [[*entry[:3], value] for entry, value in zip(bucket.entries, hashes, strict=True)]
+        return Bucket(entries, payload)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the sender broadcasts, each valid until the next.

@@ -271,9 +271,9 @@ def send_changes(
             whole[name] = [str(tensor.dtype), list(tensor.shape), value]
             if received.get(name) == whole[name]:
                 continue
-            fact, old = sent.get(name, ([], tensor))
+            entry, old = sent.get(name, ([], tensor))
             changes = None
-            if fact and fact == received.get(name) and fact[:2] == whole[name][:2]:
+            if entry and entry == received.get(name) and entry[:2] == whole[name][:2]:
                 changes = encode_changes(old.to(tensor.device), tensor)
             if stores and (name in received or name in sent):
                 sent[name] = whole[name], tensor.to(HOST, copy=True)

@@ -72,7 +72,7 @@ def test_no_chunk_is_older_than_the_bound(bound: int, at_once: bool) -> None:
 
 @pytest.mark.parametrize("limit", [4, 5, 0])
 def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
-    setup = Setup(3, max_staleness=2, chunks=4, limit=limit, immediate_weights=True)
+    setup = Setup(3, max_staleness=2, chunks=4, max_inflight=limit, immediate_weights=True)
     found = simulate(tailed(3), setup, 60)
     assert sorted(found.shares) == ["generator 0", "generator 1", "generator 2", "trainer"]
     for shares in found.shares.values():
@@ -82,7 +82,7 @@ def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
 
 def test_a_full_buffer_stops_generators_and_never_the_trainer() -> None:
     phases = tailed(1).times(train=3.0)
-    small, large = (simulate(phases, Setup(2, max_staleness=4, limit=n), 60) for n in (2, 0))
+    small, large = (simulate(phases, Setup(2, max_staleness=4, max_inflight=n), 60) for n in (2, 0))
     assert sum(small.staleness[k] * k for k in range(5)) < sum(
         large.staleness[k] * k for k in range(5)
     )
