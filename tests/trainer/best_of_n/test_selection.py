@@ -86,7 +86,7 @@ def test_of_equal_scores_the_first_is_the_best(tokenizer: Any) -> None:
 
 def test_a_pair_is_best_against_worst_and_equal_scores_make_none(tokenizer: Any) -> None:
     batch = samples(tokenizer, [[1.0, 3.0, 0.0], [2.0, 2.0, 2.0], [0.5, 0.0, 0.0]])
-    config = SelectionConfig(write="pairs", min_score=1.0)
+    config = SelectionConfig(format="pairs", min_score=1.0)
     (row,), metrics = select(batch, config, tokenizer)
     assert (row["prompt"], row["chosen"], row["rejected"]) == ("say a", "bb", "aa")
     assert (row["chosen_score"], row["rejected_score"]) == (3.0, 0.0)
@@ -98,7 +98,7 @@ def test_of_a_chat_the_answer_is_a_column_of_its_own(tokenizer: Any) -> None:
     batch = samples(tokenizer, [[0.0, 1.0]], prompt)
     (row,), _ = select(batch, SelectionConfig(), tokenizer)
     assert (row["prompt"], row["response"]) == (list(prompt), "bb")
-    (row,), _ = select(batch, SelectionConfig(write="pairs"), tokenizer)
+    (row,), _ = select(batch, SelectionConfig(format="pairs"), tokenizer)
     assert (row["prompt"], row["chosen"], row["rejected"]) == (list(prompt), "bb", "aa")
 
 
@@ -106,9 +106,9 @@ def test_of_a_chat_the_answer_is_a_column_of_its_own(tokenizer: Any) -> None:
 def test_samples_cut_by_the_length_are_kept_or_dropped(cut: str, best: str, tokenizer: Any) -> None:
     batch = samples(tokenizer, [[0.0, 3.0, 0.0, 0.0, 1.0]])
     batch.non_tensor_batch["finish_reason"][1] = "length"
-    (row,), metrics = select(batch, SelectionConfig(cut=cut), tokenizer)
+    (row,), metrics = select(batch, SelectionConfig(truncated=cut), tokenizer)
     assert (row["response"], metrics["selection/num_cut"]) == (best, 1)
-    (row,), _ = select(batch, SelectionConfig(cut=cut, write="pairs"), tokenizer)
+    (row,), _ = select(batch, SelectionConfig(truncated=cut, format="pairs"), tokenizer)
     assert row["chosen"] == best
 
 
