@@ -2,7 +2,7 @@
 
     python evaluate.py RUN_DIR BASE SFT PPO REWARD_MODEL
 
-samples responses of the three policies to the held-out prompts, scores them with the rule
+samples responses of the three policies to the validation prompts, scores them with the rule
 `kindness`, which nothing was trained with, and with the reward model, and writes RUN_DIR/report.md.
 """
 
@@ -108,9 +108,9 @@ def main(run_dir: Path, base: str, sft: str, ppo: str, scorer: str) -> None:
         "actor/ptx_loss": "PTX loss",
     }
     report = [
-        "# From a base model to a policy",
+        "# SFT, reward model, PPO",
         "",
-        f"Samples at temperature 1 for {len(rows)} held-out prompts. Kindness is a rule that no "
+        f"Samples at temperature 1 for {len(rows)} validation prompts. Kindness is a rule that no "
         "step was trained with.",
         "",
         *scores_table,

@@ -84,7 +84,7 @@ class PPOTrainer(Trainer):
         self.entropy_ctrl = EntropyController(self.config.actor_rollout_ref.actor)
 
     def step(self) -> Metrics:
-        """Run one PPO step: the dataflow in this module's docstring."""
+        """Sample, score, estimate advantages, update, and sync weights."""
         batch, sampled = self.stage("gen", self.sample)
         batch, scored = self.stage("score", self.score, batch)
         batch, estimated = self.stage("adv", self.estimate, batch)
