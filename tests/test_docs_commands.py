@@ -6,7 +6,9 @@ on models and files that are not here, the configuration composes.
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import re
 import shlex
 import sys
@@ -22,7 +24,7 @@ import pytest
 
 from tests import ROOT
 from tests.forked import run_program
-from trainer import load_config
+from trainer import load_config, recipe_command
 from trainer.cli import main, plan
 from trainer.config.checks import check_fields
 from trainer.config.compose import as_object, compose_tree, known_settings
@@ -34,6 +36,7 @@ from trainer.evaluation.recipe import EVAL
 from trainer.launch import ALL_FOUND, nominal_placement
 from trainer.ppo.verl import renamed
 from trainer.recipe_command import is_setting
+from trainer.serve.recipe import SERVE
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS
@@ -45,9 +48,9 @@ PAGES = [
 ]
 """`commands.md` is the help of the commands, whose examples tests of each command try."""
 RECIPES: dict[str, Recipe[Any]] = {name: resolve_name(path) for name, path in main.RECIPES.items()}
-RECIPES["eval"] = EVAL
-TRIED = {*RECIPES, "check", "plan"}
-"""The commands that this file tries."""
+RECIPES |= {"eval": EVAL, "serve": SERVE}
+TRIED = {*RECIPES, "check"}
+"""Commands that compose a configuration."""
 GENERATED = re.compile(r"<!-- begin .*?<!-- end .*?-->", re.S)
 FENCED = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"^ {4}.*$", re.M)
@@ -113,7 +116,7 @@ def commands_of(page: Path) -> Iterator[Command]:
     prose = FENCED.sub("", text)
     lines = [line for block in FENCED.finditer(text) for line in block["code"].splitlines()]
     lines += INDENTED.findall(prose)
-    lines += [words for words in IN_BACKTICKS.findall(INDENTED.sub("", prose)) if "=" in words]
+    lines += IN_BACKTICKS.findall(INDENTED.sub("", prose))
     for line in lines:
         if not re.search(r"(?:^|[\s!`])verl-like |-m trainer\.main_ppo ", line):
             continue
@@ -123,8 +126,8 @@ def commands_of(page: Path) -> Iterator[Command]:
             continue
         words = words[words.index("verl-like") + 1 :]
         words = words[: next((i for i, word in enumerate(words) if word in ENDS), None)]
-        if words and words[0] in TRIED:
-            kept = tuple(word for word in words if word not in DROPPED)
+        kept = tuple(word for word in words if word not in DROPPED)
+        if kept:
             whole = len(kept) == len(words) and not any(map(PLACEHOLDER.search, kept))
             yield Command(name_of(page), kept, whole)
 
@@ -163,6 +166,7 @@ def is_here(command: Command) -> bool:
     inputs = FILE.findall(" ".join(words))
     return (
         command.is_whole
+        and command.words[0] in TRIED
         and any(name in made for name in inputs)
         and made.union(files_for(command.page)).issuperset(inputs)
     )
@@ -173,8 +177,32 @@ COMMANDS = [*dict.fromkeys(command for page in PAGES for command in commands_of(
 CHECKED = [command for command in COMMANDS if is_here(command)]
 PLANNED = [command for command in COMMANDS if command.words[0] == "plan" and command.settings]
 COMPOSED = [
-    command for command in COMMANDS if command.settings and command not in CHECKED + PLANNED
+    command
+    for command in COMMANDS
+    if command.words[0] in TRIED and command.settings and command not in CHECKED + PLANNED
 ]
+
+
+@functools.cache
+def help_of(command: str) -> str:
+    """Return the text of `verl-like COMMAND --help`; for a recipe, with its common options."""
+    file = ROOT / f"{main.COMMANDS[command].rpartition('.')[0].replace('.', '/')}.py"
+    common = inspect.getsource(recipe_command) if command in main.RECIPES else ""
+    return f"{ast.get_docstring(ast.parse(file.read_bytes()))} {common}"
+
+
+def test_every_command_and_option_exists() -> None:
+    words = {command.words[0] for command in COMMANDS}
+    assert [word for word in words if word not in main.COMMANDS and word[0] != "-"] == []
+    assert [
+        f"{command}: {word}"
+        for command in COMMANDS
+        for word in command.words
+        if word.startswith("--")
+        and word != "--help"
+        and command.words[0] in main.COMMANDS
+        and not re.search(rf"{word.partition('=')[0]}\b", help_of(command.words[0]))
+    ] == []
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +277,9 @@ WORD = re.compile(r"\+?(?P<name>[A-Za-z_]\w*(?:\.\w+)*)(?:=(?P<value>.+))?", re.
 TABLE = re.compile(r"^\| `(?P<key>[\w.]+)` \|.*\n\|[-:| ]+\n(?P<rows>(?:\|.*\n)+)", re.M)
 """Matches a table of the values of a key."""
 VALUE_OF_ROW = re.compile(r"^\| `?([\w.-]+)`?(?:,| \|)", re.M)
+LIST = re.compile(r"^(?P<intro>.*:)\n\n(?P<items>(?:- .*\n(?: .*\n)*)+)", re.M)
+VALUE_OF_ITEM = re.compile(r"^- `?([\w.-]+)`?:", re.M)
+"""Matches the value in a list of what a key's values mean, below a line that names the key."""
 KINDS_OF_FILES = {*"html ipynb json jsonl lock log md parquet py sh toml txt yaml damaged".split()}
 NOT_A_VALUE = re.compile(rf"""{PLACEHOLDER.pattern}|"|\b(?:my_\w+|module)\.|^[a-z]$|^mine$""")
 """Matches also `n`, names of the reader's own code and presets, and Python."""
@@ -271,6 +302,10 @@ def settings_in_prose(page: Path) -> Iterator[tuple[str, str]]:
     for table in TABLE.finditer(prose):
         if table["key"] in keys_by_ending():
             yield from ((table["key"], value) for value in VALUE_OF_ROW.findall(table["rows"]))
+    for values in LIST.finditer(prose):
+        named = [word for word in IN_BACKTICKS.findall(values["intro"]) if "." in word]
+        if len(named) == 1 and named[0] in keys_by_ending() and not is_section(named[0]):
+            yield from ((named[0], value) for value in VALUE_OF_ITEM.findall(values["items"]))
 
 
 @functools.cache
@@ -290,6 +325,10 @@ def keys_by_ending() -> dict[str, list[tuple[str, str]]]:
             for first in range(len(parts)):
                 keys.setdefault(".".join(parts[first:]), []).append((name, key_name))
     return keys
+
+
+def is_section(name: str) -> bool:
+    return any(known.startswith(f"{name}.") for known in keys_by_ending())
 
 
 @functools.cache
