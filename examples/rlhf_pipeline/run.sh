@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# From a base model to a policy in three steps, and what each of them did:
+# SFT, a reward model from pairs, PPO with PTX, and an evaluation; docs/pipeline.md explains the steps:
 #   bash examples/rlhf_pipeline/run.sh [key=value ...]
-# supervised fine-tuning -> a reward model from pairs -> PPO with PTX, its critic from the reward model -> evaluation.
-# RUN_DIR=<folder> chooses where it goes (default runs/rlhf_pipeline), PYTHON which Python has this project; settings go to PPO.
+# Settings go to PPO. RUN_DIR=<folder> sets the run folder (default runs/rlhf_pipeline), PYTHON the Python that has this project.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/stoppable.sh
