@@ -435,10 +435,12 @@ def preset_card_list() -> str:
     for preset in PPO.preset_names("algorithm"):
         sources = preset_sources("algorithm", preset)
         to_set = left_to_the_user("algorithm", preset)
-        keys = [
-            f"{name}={'...' if name in to_set else _show(value).strip('`')}  # {sources[name]}"
+        settings = {
+            name: f"{name}={'...' if name in to_set else _show(value).strip('`')}"
             for name, value in preset_leaves("algorithm", preset).items()
-        ]
+        }
+        width = max(map(len, settings.values()))
+        keys = [f"{text:<{width}}  {sources[name]}" for name, text in settings.items()]
         parts.append(_card("algorithm", preset, ["\n".join(["```text", *keys, "```"])]))
     return "\n\n".join(parts)
 
