@@ -30,7 +30,7 @@ from trainer.config.settings import keys_of, parse
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import is_setting, load_or_exit, run_or_exit
-from trainer.report.accounts import DRAWN
+from trainer.report.accounts import SAMPLED
 from trainer.report.read import RunData, read_run
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
@@ -88,7 +88,7 @@ def record_of(config: PPOConfig, run: RunData) -> dict[str, Any]:
         times = {
             stage: line[f"timing_s/{stage}"] for stage in run.stages if f"timing_s/{stage}" in line
         }
-        steps.append(JobStep(int(line["step"]), line["timing_s/step"], line[DRAWN], times))
+        steps.append(JobStep(int(line["step"]), line["timing_s/step"], line[SAMPLED], times))
     return job_record(
         "verl-like",
         job,

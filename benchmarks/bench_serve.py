@@ -43,11 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.trainer.serve.clients import Client, config_of, served
 from trainer.cli import make_tiny
-from trainer.serve.desk import Desk
 from trainer.serve.rows import Datum, RequestLoss
 from trainer.serve.server import SWITCH_S
-from trainer.serve.verbs import ServedModel
+from trainer.serve.training_ops import ServedModel
 from trainer.serve.wire import PROTOBUF, sample_output
+from trainer.serve.work_queue import WorkQueue
 from workers.roles.served import client_loss
 from workers.training.optim import StepSettings
 
@@ -86,7 +86,7 @@ def rows(vocabulary: int) -> list[tuple[list[int], dict[str, Any]]]:
     return datums
 
 
-def measure_step(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
+def measure_step(desk: WorkQueue, client: Client, rounds: int) -> dict[str, float]:
     """Seconds of a step over HTTP and in process."""
     model, datums = client.model(desk.base_model, rank=32), rows(desk.limits.vocabulary)
     arrays = [
@@ -110,7 +110,7 @@ def measure_step(desk: Desk, client: Client, rounds: int) -> dict[str, float]:
     return {"http_s": http_s, "verbs_s": verbs_s, "times": http_s / verbs_s}
 
 
-def measure_samples(desk: Desk, url: str, rounds: int) -> dict[str, float]:
+def measure_samples(desk: WorkQueue, url: str, rounds: int) -> dict[str, float]:
     """Seconds of many requests and of one, by the SDK in a process of its own."""
     served_s = sdk_seconds(url, desk.base_model, rounds)
     with stub() as stub_url:
@@ -191,7 +191,7 @@ def stub() -> Iterator[str]:
     thread.join()
 
 
-def measure_tenants(desk: Desk, url: str) -> dict[str, float]:
+def measure_tenants(desk: WorkQueue, url: str) -> dict[str, float]:
     """Memory of idle clients."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(url)) for _ in range(17)]
@@ -205,7 +205,7 @@ def measure_tenants(desk: Desk, url: str) -> dict[str, float]:
         return {"added_mb": added, "adapters_mb": 16 * adapter_mb(desk, 32)}
 
 
-def adapter_mb(desk: Desk, rank: int) -> float:
+def adapter_mb(desk: WorkQueue, rank: int) -> float:
     """Megabytes of one adapter on every linear layer but the head, in float32."""
     from transformers import AutoModelForCausalLM
 
@@ -215,7 +215,7 @@ def adapter_mb(desk: Desk, rank: int) -> float:
     return sum(rank * sum(layer.weight.shape) * 4 for layer in layers) / 2**20
 
 
-def measure_requests(desk: Desk, client: Client) -> dict[str, float]:
+def measure_requests(desk: WorkQueue, client: Client) -> dict[str, float]:
     """Memory over many requests."""
     model, datum = client.model(desk.base_model, 1, rank=4), rows(desk.limits.vocabulary)[:1]
     memory = {}

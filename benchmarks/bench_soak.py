@@ -99,7 +99,7 @@ def timed_restarts() -> Iterator[list[float]]:
 
 
 def seed_of(kills: int, steps: int, chance: float) -> int:
-    """The first seed with which `trainer.roadside.fault_injection` kills so often."""
+    """The first seed with which `trainer.observers.fault_injection` kills so often."""
 
     def drawn(seed: int) -> int:
         draws = (Random(f"{seed}/kill_worker/{step}") for step in range(1, steps + 1))

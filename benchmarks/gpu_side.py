@@ -451,7 +451,7 @@ def mfu_compiled(trial: Trial) -> Iterator[Figure]:
 def micro(trial: Trial) -> Iterator[Figure]:
     """Hashing, sampling, copies to the host: what a step does beside the model."""
     from workers.rollout.base import SamplingParams
-    from workers.rollout.sampling import choose_tokens
+    from workers.rollout.sampling import sample_tokens
     from workers.weights.checksum import float32_hash
 
     one = torch.ones(2**20 if trial.tiny else 2**28, device=trial.device, dtype=torch.bfloat16)
@@ -473,7 +473,7 @@ def micro(trial: Trial) -> Iterator[Figure]:
         if trial.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        seconds = trial.seconds(partial(choose_tokens, logits, noise, sampling), 5)
+        seconds = trial.seconds(partial(sample_tokens, logits, noise, sampling), 5)
         yield f"sampling of {num_rows} rows, {name}, ms", 1e3 * seconds
         if trial.device == "cuda":
             taken = torch.cuda.max_memory_allocated() - before

@@ -34,10 +34,10 @@ from trainer.groups import worker_groups
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import show_plan
 from trainer.loop import Loop, Trainer
+from trainer.observers.active import active_observers
 from trainer.ppo.recipe import PPO
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Run
-from trainer.roadside.active import active_observers
 from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from verl_like import WorkerGroup
 from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls

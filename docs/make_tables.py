@@ -549,7 +549,7 @@ def _here(row: FlagRow) -> str:
     """Return the translation of a flag."""
     if row.always:
         return f"always: {row.always}"
-    if absent := row.absent or row.refused:
+    if absent := row.absent or row.rejected:
         what = f"{'dropped' if row.absent else 'not here'}: {absent}"
         values = ", ".join(f"`{value}`" for value in row.at)
         return f"changes nothing at {values}; else {what}" if values else what
@@ -571,8 +571,8 @@ def verl_rows() -> list[list[str]]:
         here[name] = f"changes nothing at {listed}; else {without(name)}: {row['else']}"
     here |= {name: f"{without(name)}: {way_out}" for name, way_out in table.not_here.items()}
     for name in table.lays_out:
-        if name not in here and (fate := verl.translate_key(name.replace("*", "x"), "any")):
-            here[name] = f"dropped: {fate.refused}"
+        if name not in here and (outcome := verl.translate_key(name.replace("*", "x"), "any")):
+            here[name] = f"dropped: {outcome.rejected}"
     return sorted([f"`{name}`", text] for name, text in here.items())
 
 
@@ -628,16 +628,16 @@ def migration_list(
     """
     common = COMMON[system].split()
     known = {(name, OF_POLICY.sub("", said)) for name, said in beside()}
-    fates: dict[str, set[str]] = {}
+    outcomes: dict[str, set[str]] = {}
     for name, said in rows():
-        fates.setdefault(name.partition(" (")[0], set()).add(said)
+        outcomes.setdefault(name.partition(" (")[0], set()).add(said)
     renamed: dict[str, list[str]] = {}
     rejected = list[str]()
     for name, said in _of_any_role(rows()):
         flag = name.partition(" (")[0]
         if (flag, OF_POLICY.sub("", said)) in known or NOT_NEEDED.fullmatch(said):
             continue
-        name = name if len(fates.get(flag, ())) > 1 else flag
+        name = name if len(outcomes.get(flag, ())) > 1 else flag
         if REJECTED.fullmatch(said):
             rejected.append(name)
         elif flag.strip("`") in common:

@@ -61,7 +61,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "trainer": [
         ("config", "hooks", "report"),
         ("data", "groups", "run_folder"),
-        ("memory", "restarts", "roadside"),
+        ("memory", "restarts", "observers"),
         ("record",),
         ("loop",),
         ("launch",),

@@ -2,7 +2,7 @@
 
 `trainer.cls=my_module.MyTrainer` runs the subclass. `run(config, callbacks=[...])` also calls the
 hooks of objects: each hook right after the trainer's own, with the trainer as first argument. The
-observers of `trainer.roadside` are such objects, and are called first.
+observers of `trainer.observers` are such objects, and are called first.
 
     class Best:
         def on_step_end(self, trainer, metrics): ...

@@ -28,10 +28,10 @@ from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks
 from trainer.loop import Loop, Trainer
 from trainer.memory import describe_axes, role_model
+from trainer.observers.active import active_observers, end_of_run
 from trainer.record import Run
 from trainer.report.page import close_run
-from trainer.restarts import LOSSES, Restarts, bring_back
-from trainer.roadside.active import active_observers, end_of_run
+from trainer.restarts import LOSSES, Restarts, restart_groups
 from trainer.run_folder.folder import MODEL, FolderLock, note_start, open_run_folder
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import ResumePoint
@@ -86,11 +86,11 @@ def run(
             with closing(attempts_of) as attempts:
                 while not ended:
                     try:
-                        attempts.make(folder, inputs)
+                        attempts.run(folder, inputs)
                         ended = True
                     except LOSSES as error:
                         of_attempt.close()
-                        attempts.go_on_after(error)
+                        attempts.prepare_next(error)
                         inputs = trainer_cls.prepare(attempts.config, of_attempt)
             end_of_run(observers)
         finally:
@@ -152,7 +152,7 @@ class Attempts:
         self._trainer: Trainer | None = None
         self._failed_at = 0.0
 
-    def make(self, folder: Path, inputs: tuple[Any, ...]) -> None:
+    def run(self, folder: Path, inputs: tuple[Any, ...]) -> None:
         """Start the missing processes, and train."""
         note_start(folder)
         if self._failed_at:
@@ -161,7 +161,7 @@ class Attempts:
         if self._groups is None:
             code = self._trainer_cls.worker_code(self.config)
             start = partial(WorkerGroups, self.config, code)
-            self._groups = self._restarts.when_there_is_room(start, self._failed_at)
+            self._groups = self._restarts.wait_for_capacity(start, self._failed_at)
             self._groups.note_placement()
             show_plan(self._groups.placement, self.config, self._trainer_cls)
         record = Run(
@@ -178,7 +178,7 @@ class Attempts:
         finally:
             self._step, self._failed_at = record.step or self._step, time.monotonic()
 
-    def go_on_after(self, error: VerlLikeError) -> None:
+    def prepare_next(self, error: VerlLikeError) -> None:
         """Prepare another attempt with the groups that survive; raise if none is possible."""
         self._stop.end(f"in step {self._step}, which lost a worker")
         self._restarts.wait_for_next(error, self._step)
@@ -186,7 +186,7 @@ class Attempts:
         if self._groups is None or self._trainer is None:
             return
         roles = self._trainer.replaceable_roles()
-        if self._has_lost_its_cluster() or not bring_back(
+        if self._has_lost_its_cluster() or not restart_groups(
             self._groups, roles, self._restarts, self._failed_at
         ):
             self.close()
@@ -246,10 +246,10 @@ def describe_plan(
 def nominal_placement(config: RunConfig) -> Placement:
     """Return the plan on the configured machines, without looking for them."""
     trainer = config.trainer
-    cpus, card = float(os.cpu_count() or 1), devices_of(trainer).card or "device"
+    cpus, gpu = float(os.cpu_count() or 1), devices_of(trainer).gpu or "device"
     if trainer.simulate is not None:  # CPUs of simulated machines: one per process
         cpus = float(trainer.n_gpus_per_node)
-    kind = "CPU slot" if trainer.device == "cpu" else card
+    kind = "CPU slot" if trainer.device == "cpu" else gpu
     nodes = [
         Node(f"node {number}", trainer.n_gpus_per_node, cpus, kind)
         for number in range(trainer.nnodes)

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, TypeVar
 
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks, check_callbacks
+from trainer.observers.alarms import AlarmRule
 from trainer.record import Call, Metrics, Run
 from trainer.restarts import replace_within_step
-from trainer.roadside.alarms import AlarmRule
 from trainer.run_folder.folder import committed
 from trainer.run_folder.metrics import reached_goal
 from trainer.run_folder.resume import IS_LAST

@@ -86,7 +86,7 @@ def memory_table(
         )
     if brief:
         return f"Peak memory per device: {'; '.join(sums)}"
-    device = devices.card or devices.type
+    device = devices.gpu or devices.type
     title = f"Memory (GiB per device, {device}, from shapes; rows of full length)"
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 

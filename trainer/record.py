@@ -40,7 +40,7 @@ class Run:
         stop: StopSignals | None = None,
         restarts: Restarts | None = None,
     ) -> None:
-        """`observers` are the roadside's (`trainer.roadside`), `callbacks` the user's objects."""
+        """`observers` are objects of `trainer.observers`, `callbacks` the user's objects."""
         self.config, self.groups = config, groups
         self.folder = Path(config.trainer.default_local_dir)
         self.checkpoints = Checkpoints(config)

@@ -2,8 +2,8 @@
 
 A lost group whose roles have no state of their own (rollout, frozen readers) is replaced within the
 step by `replace_within_step`; the other groups continue the step. After any other loss,
-`bring_back` restores the groups for another attempt, which loads the last checkpoint. The results
-equal those of an undisturbed run in any case.
+`restart_groups` restores the groups for another attempt, which loads the last checkpoint. The
+results equal those of an undisturbed run in any case.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Restarts:
         self._write(step, lost=mask_text(str(error).splitlines()[0]))
         self._pause(seconds)
 
-    def when_there_is_room(self, start: Callable[[], Result], since: float) -> Result:
+    def wait_for_capacity(self, start: Callable[[], Result], since: float) -> Result:
         """Return the result of `start` once the cluster has room, possibly on another node.
 
         Raise NoRoomError if there is no room within `timeouts.placement_s` after the failure, which
@@ -129,13 +129,13 @@ class Restarts:
         """Return whether there is another attempt if this step fails now."""
         return self._why_not(step, self._failures[step] + 1) is None
 
-    def note_samples(self, step: int, num_kept: int, made_again: int) -> None:
+    def note_samples(self, step: int, num_kept: int, num_regenerated: int) -> None:
         """Log how many samples of a lost group survived, and how many are generated again."""
         logger.warning(
             "step %d: %d samples of the lost group are kept, %d are repeated.",
-            *(step, num_kept, made_again),
+            *(step, num_kept, num_regenerated),
         )
-        self._write(step, samples_kept=num_kept, samples_made_again=made_again)
+        self._write(step, samples_kept=num_kept, samples_made_again=num_regenerated)
 
     def resuming(self, config: Config) -> Config:
         """Return the configuration of the next attempt, which resumes from checkpoints."""
@@ -164,7 +164,7 @@ class Restarts:
             file.write(json_line({"time": time_of, "step": step, **fields}))
 
 
-def bring_back(
+def restart_groups(
     groups: WorkerGroups, replaceable: frozenset[str], restarts: Restarts, since: float
 ) -> bool:
     """Restore the groups with roles as at the start of the run; return False if none survives.
@@ -181,7 +181,7 @@ def bring_back(
         logger.warning("pool %s is restarted, the others stay: %s", pool, why)
     try:
         for pool in lost:
-            restarts.when_there_is_room(partial(groups.restart, pool), since)
+            restarts.wait_for_capacity(partial(groups.restart, pool), since)
         for pools in groups.pools_by_processes():
             stay = replaceable.issuperset(role for pool in pools for role in roles_of[pool])
             for pool in pools:
@@ -219,7 +219,7 @@ def replace_within_step(
     restarts.wait_for_next(error, step)
     try:
         for pool in lost:
-            restarts.when_there_is_room(partial(groups.restart, pool), since)
+            restarts.wait_for_capacity(partial(groups.restart, pool), since)
     except NoRoomError:
         raise
     except PlacementError as problem:

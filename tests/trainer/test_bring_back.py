@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.restarts import bring_back
+from trainer.restarts import restart_groups
 from verl_like.errors import PlacementError
 
 ROLLOUT = frozenset({"rollout"})
@@ -47,12 +47,12 @@ class Unstartable(Groups):
 class AtOnce:
     """Replaces a run's restarts: there is always room."""
 
-    def when_there_is_room(self, start: Callable[[], None], since: float) -> None:
+    def wait_for_capacity(self, start: Callable[[], None], since: float) -> None:
         start()
 
 
 def brought_back(groups: Any) -> bool:
-    return bring_back(groups, ROLLOUT, AtOnce(), 0.0)  # type: ignore[arg-type]
+    return restart_groups(groups, ROLLOUT, AtOnce(), 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import pytest
 from tests.integration.runs import POLICY_ALONE, lines, numbers, overrides
 from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
+from trainer.observers.fault_injection import FaultInjection
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.report.accounts import describe_faults
-from trainer.roadside.fault_injection import FaultInjection
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError, SampleLogError
 
@@ -121,7 +121,7 @@ def test_samples_that_ppo_drops_are_in_the_ledger_by_their_reason(
     more = ("faults.delay_call=1", "faults.delay_s=0.001", "trainer.total_training_steps=2")
     run(load_config(overrides(tiny_dir, tmp_path, *LOCAL, *drops, *more)))
     *_, ledger = faults(tmp_path)
-    drawn = sum(line["dynamic_sampling/num_groups_drawn"] for line in lines(tmp_path))
+    drawn = sum(line["dynamic_sampling/num_groups_sampled"] for line in lines(tmp_path))
     dropped = ledger["samples"]["dropped"]
     assert ledger["samples"]["made"] == drawn * 2
     assert dropped["algorithm.filter_groups"] == (drawn - 2 * PROMPTS) * 2

@@ -22,8 +22,8 @@ from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, restarts, run
 from trainer.config.recipe import Recipe
+from trainer.observers.alarms import AlarmTexts
 from trainer.recipe_command import exit_on_error
-from trainer.roadside.alarms import AlarmTexts
 from trainer.run_folder.signals import RunInterrupted, StopSignals
 from verl_like.backends.ray.transport import RayTransport
 from verl_like.config_key import changed
@@ -329,9 +329,9 @@ def test_a_restart_waits_for_room_and_a_first_start_does_not(
 
     since = time.monotonic()
     with pytest.raises(NoRoomError, match=r"^node 7 is gone\.$"):
-        restarts.Restarts(config(tmp_path)).when_there_is_room(start, since)
+        restarts.Restarts(config(tmp_path)).wait_for_capacity(start, since)
     with caplog.at_level("WARNING"):
-        assert with_a_restart(tmp_path).when_there_is_room(start, since) == "started"
+        assert with_a_restart(tmp_path).wait_for_capacity(start, since) == "started"
     assert len(tries) == 3
     said = r"the restart: waiting for a node \(node 7 is gone\) since \d+ s \(limit 120 s\)"
     assert re.search(said, caplog.text)
@@ -343,9 +343,9 @@ def test_where_no_room_comes_in_time_or_the_run_is_told_to_stop_it_ends(tmp_path
 
     since = time.monotonic() - 9
     with pytest.raises(NoRoomError, match=r"gone\. After \d+ s .* \(timeouts\.placement_s=8\)"):
-        with_a_restart(tmp_path, placement_s=8.0).when_there_is_room(start, since)
+        with_a_restart(tmp_path, placement_s=8.0).wait_for_capacity(start, since)
     with StopSignals() as stop, stop.held():
         made = with_a_restart(tmp_path, stop)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(RunInterrupted, match="SIGTERM while it waited for a node"):
-            made.when_there_is_room(start, since)
+            made.wait_for_capacity(start, since)

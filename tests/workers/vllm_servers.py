@@ -123,7 +123,7 @@ class StandIn(WorkerExtension):
     def begin_requests(self, sampling: dict[str, Any], num_rows: int) -> None:
         self.tables.begin(SamplingParams(**sampling), num_rows)
 
-    def drawn_for(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def sampled_for(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tables.log_probs[rows], self.tables.versions[rows]
 
     def end_requests(self) -> None:

@@ -31,7 +31,7 @@ from trainer.async_training.samplers import (
     num_samples_of,
 )
 from trainer.loop import EndOfSamples
-from trainer.roadside.sample_log import (
+from trainer.observers.sample_log import (
     IN_FLIGHT,
     QUEUED,
     TAKEN,

@@ -28,7 +28,7 @@ from verl_like.calls.future import gather
 from verl_like.calls.result import Result
 from verl_like.errors import WorkerDiedError
 from workers.columns import rm_column, select_reads
-from workers.config import plays
+from workers.config import has_environment
 from workers.rollout.client import RolloutClient, Submission
 
 SLICE_S = 0.25
@@ -71,7 +71,7 @@ class Generator:
         self._num_at_once = config.chunks_in_parallel(number)
         num_ranks = sum(sum(config.resource_pool_spec[pool]) for pool in config.child_pools)
         slice_s = max(SLICE_S, num_ranks / TAKES_PER_S)
-        self._take_s = slice_s if plays(config) or not self._max_tokens else None
+        self._take_s = slice_s if has_environment(config) or not self._max_tokens else None
         self._takes_weights_within = config.takes_weights_at_once or bool(self._max_tokens)
         self._client = RolloutClient(self._groups[self._role])
         self._is_lost = False
@@ -123,8 +123,8 @@ class Generator:
             begun.append(chunk)
         submissions = {self._submission_of(chunk): chunk for chunk in begun}
         self._running |= submissions
-        for _, of_one_draw in groupby(submissions, lambda submission: submission.rows.meta_info):
-            self._client.submit(*of_one_draw)
+        for _, of_one_attempt in groupby(submissions, lambda submission: submission.rows.meta_info):
+            self._client.submit(*of_one_attempt)
 
     def _submission_of(self, chunk: SampleChunk) -> Submission:
         assert chunk.rows is not None, "a chunk has rows until it is finished"

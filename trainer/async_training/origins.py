@@ -11,9 +11,9 @@ import numpy as np
 
 from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.weights import WeightFeed
-from trainer.ppo.sample import over_draws
+from trainer.observers.sample_log import SampleKey, SampleLog
+from trainer.ppo.sample import merge_attempts
 from trainer.record import Metrics, Run
-from trainer.roadside.sample_log import SampleKey, SampleLog
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import few
@@ -52,9 +52,9 @@ class Origins:
         self._num_tokens += int(count_ones(batch, "response_mask").sum())
         return batch
 
-    def draw_metrics(self) -> Metrics:
+    def sampling_metrics(self) -> Metrics:
         """Return the metrics of generators' scores and the number of tokens of this step."""
-        return over_draws(self._scoring) | {"async/sampled_tokens": float(self._num_tokens)}
+        return merge_attempts(self._scoring) | {"async/sampled_tokens": float(self._num_tokens)}
 
     @contextmanager
     def naming_samples(self, run: Run) -> Iterator[None]:

@@ -25,7 +25,7 @@ from trainer.ppo.stages import PPOTrainer
 from trainer.record import Call, Metrics, Run
 from trainer.rollouts.rollouts import Rollouts
 from verl_like.batch.protocol import DataProto
-from workers.config import plays
+from workers.config import has_environment
 from workers.rewards.weighted import Rewards
 
 
@@ -72,19 +72,19 @@ class AsyncTrainer(PPOTrainer):
             metrics = {"async/train_epoch": float(epoch), "async/batch_index": float(place)}
         self.origins.begin_step()
         if epoch:
-            return self._round[place].select(), metrics | self.origins.draw_metrics()
+            return self._round[place].select(), metrics | self.origins.sampling_metrics()
         if place == 0:
             self._round = []
         batch, sampled = self.sample()
         metrics["async/queue_depth"] = float(self.buffer.depth)
-        return batch, sampled | self.origins.draw_metrics() | metrics
+        return batch, sampled | self.origins.sampling_metrics() | metrics
 
     def draw(self, attempt: int = 0) -> DataProto:
         """Take samples from the queue, and wait for generators if it has too few."""
         samples_of = self.buffer.stream.num_samples
         demand = self.rounds.demand(self.global_step, self.total_steps, samples_of, attempt)
         batch = self.origins.batch_of(self.buffer.take(demand))
-        if plays(self.config):
+        if has_environment(self.config):
             for generator, rows in self.origins.rows_by_generator(batch).items():
                 self.rollouts.note_environments(batch[rows], generator_role(generator), "gen")
         self.call_hook("on_samples", batch)

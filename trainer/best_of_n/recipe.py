@@ -25,7 +25,13 @@ from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from trainer.ppo.verl import translate
 from verl_like.config_key import Section, key, when
 from verl_like.errors import ConfigError
-from workers.config import ModelConfig, RolloutConfig, ScoringSections, model_rewards, plays
+from workers.config import (
+    ModelConfig,
+    RolloutConfig,
+    ScoringSections,
+    has_environment,
+    model_rewards,
+)
 
 NO_TRAINING = "this recipe trains nothing"
 NO_EPOCHS = "this recipe takes every prompt once, in order"
@@ -141,7 +147,7 @@ def check(config: BestOfNConfig) -> None:
                 "it to false."
             )
 
-    if plays(config) and (selection.format == "pairs" or config.environment.tools):
+    if has_environment(config) and (selection.format == "pairs" or config.environment.tools):
         reason = "tools" if config.environment.tools else "selection.format=pairs"
         raise ConfigError(
             f"{reason}: a trajectory becomes a row of `messages` for verl-like sft, "

@@ -93,8 +93,8 @@ class Chat:
                 pad_token_id=self.tokenizer.pad_token_id,
                 streamer=_streamer(self.tokenizer, show_on),
             )
-        drawn: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
-        return drawn
+        sampled_ids: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
+        return sampled_ids
 
     def forget(self) -> None:
         """Remove every message but the system prompt."""
@@ -192,9 +192,9 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
         print(f"environment: {first.get('failed') or heard(first)}")
         rewards: list[float] = []
         if "failed" not in first:
-            game = Game(chat, host, row["prompt"], first)
+            trajectory = ChatTrajectory(chat, host, row["prompt"], first)
             for _ in range(options.turns):
-                answer = game.turn()
+                answer = trajectory.turn()
                 if answer is None:
                     break
                 print(f"environment: {answer.get('failed') or heard(answer)}", flush=True)
@@ -204,7 +204,7 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
     print(f"{len(rewards)} turns, reward {sum(rewards):g}")
 
 
-class Game:
+class ChatTrajectory:
     """A trajectory's ids, which model and user extend in turns."""
 
     def __init__(self, chat: Chat, host: EnvironmentHost, prompt: Any, first: Answer) -> None:
@@ -236,10 +236,10 @@ class Game:
         else:
             print("policy: ", end="", flush=True)
             overrides = {"eos_token_id": self._stops, **self._most}
-            drawn = self._chat.draw(self._inputs(), sys.stdout, **overrides)
-            self._ids += drawn
-            last = drawn[-1] if drawn[-1] in self._stops else None
-            text = self._renderer.text_of(drawn if last is None else drawn[:-1])
+            sampled_ids = self._chat.draw(self._inputs(), sys.stdout, **overrides)
+            self._ids += sampled_ids
+            last = sampled_ids[-1] if sampled_ids[-1] in self._stops else None
+            text = self._renderer.text_of(sampled_ids if last is None else sampled_ids[:-1])
         self._host.say(0, text)
         answer = _next_answer(self._host)
         if "messages" in answer:

@@ -39,7 +39,7 @@ from trainer.config import compose
 from trainer.planner.cost import NUMBERS, POINTS, device_of, spread
 from trainer.planner.job import Job, cluster_keys
 from trainer.planner.ppo import PPOJob
-from trainer.planner.words import MOST_GPUS, plan_text
+from trainer.planner.text import MOST_GPUS, plan_text
 from trainer.rows.preflight import longest_row
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import parse_json

@@ -27,9 +27,9 @@ from bdb import BdbQuit
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.observers.saved_batches import STAGES
 from trainer.replay.replay import Replayed, replay
 from trainer.replay.trajectory import ReplayedTrajectory, replay_trajectory
-from trainer.roadside.saved_batches import STAGES
 
 MOST_LINES = 20
 """The most differences that are printed."""

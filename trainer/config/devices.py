@@ -45,7 +45,7 @@ class Devices:
     """cuda or cpu."""
     num_gpus: int | None
     """GPUs of a machine, used or not; None without any."""
-    card: str = ""
+    gpu: str = ""
     """The simulated GPU."""
     gib: float | None = None
     """The memory of the simulated GPU."""
@@ -65,8 +65,8 @@ class Devices:
 def devices_of(trainer: TrainerConfig) -> Devices:
     """Return the GPUs of this machine or of `trainer.simulate`, or CPUs if the run uses them."""
     if trainer.simulate is not None:
-        number, card = _parsed(trainer.simulate)
-        return Devices("cuda", number, card, _gib_of(trainer.simulate, card))
+        number, gpu = _parsed(trainer.simulate)
+        return Devices("cuda", number, gpu, _gib_of(trainer.simulate, gpu))
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
@@ -106,23 +106,23 @@ def _parsed(simulate: str) -> tuple[int, str]:
     return int(match[1]), match[2].strip()
 
 
-def _gib_of(simulate: str, card: str) -> float:
-    if memory := re.fullmatch(r"(\d*\.?\d+) ?(?:GiB|GB)?", card, re.IGNORECASE):
+def _gib_of(simulate: str, gpu: str) -> float:
+    if memory := re.fullmatch(r"(\d*\.?\d+) ?(?:GiB|GB)?", gpu, re.IGNORECASE):
         if float(memory[1]) > 0:
             return float(memory[1])
     by_name = {_plain(name): gib for name, gib in GIB_OF_GPUS.items()}
-    if _plain(card) not in by_name:
+    if _plain(gpu) not in by_name:
         raise ConfigError(
-            f"trainer.simulate={simulate}: {card!r} is not a GPU whose memory is known."
-            f"{nearest(card, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}; of another give the "
+            f"trainer.simulate={simulate}: {gpu!r} is not a GPU whose memory is known."
+            f"{nearest(gpu, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}; of another give the "
             "memory, as 8x80GiB."
         )
-    return by_name[_plain(card)]
+    return by_name[_plain(gpu)]
 
 
-def _plain(card: str) -> str:
+def _plain(gpu: str) -> str:
     """Return the GPU's name without vendor and punctuation, and without 80GB, the usual size."""
-    name = re.sub(r"nvidia|amd|geforce|[^a-z0-9]", "", card.lower())
+    name = re.sub(r"nvidia|amd|geforce|[^a-z0-9]", "", gpu.lower())
     return name.removesuffix("80gb") or name
 
 

@@ -187,9 +187,9 @@ def is_num_trajectories(files: Any) -> bool:
 
 def _games(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
     number = getattr(config, setting)
-    for game in range(number):
+    for row in range(number):
         prompt = [{"role": "user", "content": ""}]
-        yield f"data.{setting}={number}, row {game}", {config.prompt_key: prompt}
+        yield f"data.{setting}={number}, row {row}", {config.prompt_key: prompt}
 
 
 def names_of(files: str | int | Sequence[str] | None) -> list[str]:

@@ -169,7 +169,7 @@ def _devices_here(config: RunConfig) -> str:
             f"trainer.n_gpus_per_node={wanted} GPUs, and {whose} {has.num_gpus}. Set it to "
             f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."
         )
-    return has.card or "GPU"
+    return has.gpu or "GPU"
 
 
 def _no_gpu(config: RunConfig, why: str) -> PlacementError:

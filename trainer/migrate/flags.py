@@ -21,7 +21,7 @@ given has its `default` or None. A name may contain `*`. A row may also have:
     at          values at which the flag changes nothing
     otherwise   why values that are not in `values` are rejected
     absent      no equivalent: what to do instead; the experiment is the same without the flag
-    refused     no equivalent, and the experiment would be different without the flag
+    rejected    no equivalent, and the experiment would be different without the flag
     with        a rule translates the flag, together with others, into these keys
 
 Rules translate several flags together. They are the list `rules` of a section and apply before the
@@ -30,12 +30,12 @@ rows, in their order, each only if the expression `when` is true. A rule may hav
     let         name -> expression, for this rule and all later ones
     set         settings, as in a row
     of          flags that become these settings if they are given
-    told        what becomes these settings, if it is not a flag
+    described   what becomes these settings, if it is not a flag
     theirs      their default: the settings also apply if none of the flags is given
     row         a flag that its row translates at this point
     drop        keys that this rule handles; a name may contain `*`
     dropped     the message for each dropped key
-    always, absent, refused, error      a message with values in braces
+    always, absent, rejected, error     a message with values in braces
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class FlagRow:
     otherwise: str = ""
     always: str = ""
     absent: str = ""
-    refused: str = ""
+    rejected: str = ""
     taken_with: str = ""
 
     @classmethod
@@ -260,7 +260,7 @@ class GivenFlags:
                 self._figures[name] = self.computed(expression)
             if "error" in rule:
                 raise ConfigError(self._filled(rule["error"]))
-            for kind in ("always", "absent", "refused"):
+            for kind in ("always", "absent", "rejected"):
                 if kind in rule:
                     getattr(self.done, kind).append(self._filled(rule[kind]))
             if "row" in rule:
@@ -270,10 +270,14 @@ class GivenFlags:
             for name in flags:
                 self.becomes(name, settings)
             if "theirs" in rule and not any(map(self.has, flags)):
-                spelling = self._filled(rule["told"]) if "told" in rule else self.spelled(flags[0])
+                spelling = (
+                    self._filled(rule["described"])
+                    if "described" in rule
+                    else self.spelled(flags[0])
+                )
                 self.done.default(spelling, self._filled(str(rule["theirs"])), settings)
-            elif "told" in rule:
-                self.done.rename(self._filled(rule["told"]), settings)
+            elif "described" in rule:
+                self.done.rename(self._filled(rule["described"]), settings)
             for key in [key for key in keys or {} if _fits(key, rule.get("drop", ()))]:
                 value = (keys or {}).pop(key)
                 if "dropped" in rule:
@@ -291,17 +295,17 @@ class GivenFlags:
                 value = self.value(name)
                 done.default(self.spelled(name), value, self._settings(name, row, value))
             return
-        told, value = self._with_value(name), self.value(name)
+        described, value = self._with_value(name), self.value(name)
         changes_nothing = _fits(value.lower(), [item.lower() for item in row.at])
         if changes_nothing or not is_read or row.taken_with:
-            done.joined.append(told)
+            done.joined.append(described)
         elif row.otherwise and value.lower() not in row.values:
-            done.refused.append(f"{told}: {row.otherwise}")
+            done.rejected.append(f"{described}: {row.otherwise}")
         elif row.settings:
-            done.rename(told, self._settings(name, row, value))
+            done.rename(described, self._settings(name, row, value))
         else:
-            kind = "always" if row.always else "absent" if row.absent else "refused"
-            getattr(done, kind).append(f"{told}: {getattr(row, kind)}")
+            kind = "always" if row.always else "absent" if row.absent else "rejected"
+            getattr(done, kind).append(f"{described}: {getattr(row, kind)}")
 
     def _settings(self, name: str, row: FlagRow, value: str) -> Mapping[str, str]:
         ours = row.values.get(value.lower(), value)

@@ -81,7 +81,7 @@ def _rewards(flags: GivenFlags) -> None:
         flags.becomes("reward_pretrain", {f"reward.{key}": model[key] for key in model})
     low, high = flags.values("reward_clip_range") or ("-10", "10")
     if low != f"-{high}":
-        flags.done.refused.append(
+        flags.done.rejected.append(
             f"--reward_clip_range {low} {high}: scores are clamped evenly about 0"
         )
     flags.becomes("reward_clip_range", {"algorithm.score_clip": high})

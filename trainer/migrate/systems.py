@@ -168,8 +168,8 @@ def _is_a_rest(command: Command) -> bool:
 
 def _finished(done: Translation) -> Translation:
     """Drop unread settings; reject a different experiment or an invalid configuration."""
-    if done.refused:
-        lines = "\n  ".join(done.refused)
+    if done.rejected:
+        lines = "\n  ".join(done.rejected)
         raise ConfigError(
             "the run would be another experiment without these, for which there is nothing here:"
             f"\n  {lines}"

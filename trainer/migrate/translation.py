@@ -36,7 +36,7 @@ class Translation:
     """Flags that request something that always holds in this project."""
     absent: list[str] = field(default_factory=list)
     """Flags without a counterpart, with what to do instead; the experiment is the same."""
-    refused: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
     """Flags whose absence would change the experiment, so there is no translation."""
     environment: list[str] = field(default_factory=list)
     """`NAME=value` that the script sets for the run."""
@@ -49,14 +49,14 @@ class Translation:
     source: Sequence[str] = ()
     """The words of the translated command."""
 
-    def rename(self, told: str, settings: Mapping[str, Any]) -> None:
-        """Translate a flag of the user, described by `told`, to these settings."""
+    def rename(self, described: str, settings: Mapping[str, Any]) -> None:
+        """Translate a flag of the user, described by `described`, to these settings."""
         ours = self._placed(settings)
         self.settings |= ours
         for key in ours:
             self.defaults.pop(key, None)
-        if told != " ".join(f"{k} {v}" for k, v in ours.items()):
-            self.renamed.append(f"{told} -> {', '.join(f'{k}={v}' for k, v in ours.items())}")
+        if described != " ".join(f"{k} {v}" for k, v in ours.items()):
+            self.renamed.append(f"{described} -> {', '.join(f'{k}={v}' for k, v in ours.items())}")
 
     def default(self, flag: str, value: Any, settings: Mapping[str, Any]) -> None:
         """Set a default of the other framework, unless the user set the key."""
@@ -97,12 +97,12 @@ class Translation:
             "Environment variables of the script; export those that you need": self.environment,
             "Notice": self.notices,
         }
-        told = [
+        described = [
             fit("\n".join([f"{title}:", *(f"  {line}" for line in lines)]), width)
             for title, lines in paragraphs.items()
             if lines
         ]
-        return "\n\n".join([self.command(), *told])
+        return "\n\n".join([self.command(), *described])
 
     def _placed(self, settings: Mapping[str, Any]) -> dict[str, str]:
         placed = {}

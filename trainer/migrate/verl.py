@@ -127,7 +127,7 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
 def _images(settings: Mapping[str, str], path: str, done: Translation) -> None:
     """Reject models with images, which verl reads by default; the model's name identifies them."""
     if WITH_IMAGES.search(settings.get(path, "")) and "data.image_key" not in settings:
-        done.refused.append(
+        done.rejected.append(
             f"{path}={settings[path]}: models with images are not trained here, and verl "
             "reads the column images of the rows by default; if there are none, set "
             "data.image_key=null"
@@ -136,36 +136,38 @@ def _images(settings: Mapping[str, str], path: str, done: Translation) -> None:
 
 def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) -> None:
     """Translate one key."""
-    fate = translate_key(key, value, settings)
-    if fate is None:
-        done.refused.append(f"{key}={value}: no such key is known here")
-    elif fate.nothing:
-        done.always.append(f"{key}={value}: {fate.nothing}")
-    elif fate.refused:
-        (done.absent if fate.lays_out else done.refused).append(f"{key}={value}: {fate.refused}")
+    outcome = translate_key(key, value, settings)
+    if outcome is None:
+        done.rejected.append(f"{key}={value}: no such key is known here")
+    elif outcome.nothing:
+        done.always.append(f"{key}={value}: {outcome.nothing}")
+    elif outcome.rejected:
+        (done.absent if outcome.lays_out else done.rejected).append(
+            f"{key}={value}: {outcome.rejected}"
+        )
     elif not value:
-        done.refused.append(
+        done.rejected.append(
             f"{key} is empty: the script takes its value from a variable, an argument or "
             "the output of a program; set it by NAME=... verl-like migrate verl SCRIPT "
             "ARGUMENTS"
         )
     elif "${" in value:
-        done.refused.append(f"{key}={value}: give what it stands for")
-    elif fate.key == "trainer.logger":
+        done.rejected.append(f"{key}={value}: give what it stands for")
+    elif outcome.key == "trainer.logger":
         known, others = with_trackers(value)
         done.settings[key] = f"[{','.join(known)}]"
         words = f"trackers are {', '.join(TRACKERS)}, or your own by a dotted path"
         done.absent += [f"trainer.logger {name}: {words}" for name in others]
-    elif ".engine_kwargs." in fate.key and ".vllm." not in key:
+    elif ".engine_kwargs." in outcome.key and ".vllm." not in key:
         done.absent.append(f"{key}={value}: the engine is vLLM")
     else:
-        ours = fate.value
-        if fate.key.endswith(".target_modules"):
+        ours = outcome.value
+        if outcome.key.endswith(".target_modules"):
             ours = re.sub(r"linear_\w+", lambda name: MODULES.get(name[0], name[0]), ours)
-        if (fate.key, ours) == (key, value):
+        if (outcome.key, ours) == (key, value):
             done.settings[key] = value
         else:
-            done.rename(f"{key} {value}", {fate.key: ours})
+            done.rename(f"{key} {value}", {outcome.key: ours})
 
 
 def translate_sft(

@@ -18,7 +18,7 @@ from workers.config import (
     WorkersConfig,
 )
 from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
-from workers.config.environment import PLAYS
+from workers.config.environment import HAS_ENVIRONMENT
 
 NO_STEPS_OR_CRITIC = When(
     "it is 0, or there is a critic",
@@ -165,9 +165,9 @@ class PPOFaultsConfig(FaultsConfig):
 
     drop_weight_bucket: float = key(0.0, at_least=0, at_most=1)
     """Probability per step that the weight sync loses a bucket."""
-    kill_environment: float = key(0.0, at_least=0, at_most=1, read_when=PLAYS)
+    kill_environment: float = key(0.0, at_least=0, at_most=1, read_when=HAS_ENVIRONMENT)
     """Probability per reply of killing the environment."""
-    delay_environment: float = key(0.0, at_least=0, at_most=1, read_when=PLAYS)
+    delay_environment: float = key(0.0, at_least=0, at_most=1, read_when=HAS_ENVIRONMENT)
     """Probability per reply of a delay of `delay_s`."""
 
     @property

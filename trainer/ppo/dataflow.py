@@ -41,7 +41,7 @@ BYPASS_NOTICE = (
     "notice: old log-probs are the rollout's (bypass_mode): the actor does not compute them"
 )
 
-AT_ONCE = "Concurrent"
+CONCURRENT_TITLE = "Concurrent"
 ON_ONE_POOL = "Sequential, because they share a pool"
 INLINE = "Sequential, in the driver's process"
 """Pools in the driver's own thread (`RunConfig.is_inline`) run before all later calls."""
@@ -195,9 +195,13 @@ def _in_words(group: Sequence[CallNode], between: str) -> str:
 
 def _pairs_in_words(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return title -> lines, one line per stage whose calls are independent of each other."""
-    pairs: dict[str, list[tuple[CallNode, CallNode]]] = {AT_ONCE: [], ON_ONE_POOL: [], INLINE: []}
+    pairs: dict[str, list[tuple[CallNode, CallNode]]] = {
+        CONCURRENT_TITLE: [],
+        ON_ONE_POOL: [],
+        INLINE: [],
+    }
     for first, second in side_by_side(nodes, after):
-        apart = INLINE if first.is_inline else AT_ONCE
+        apart = INLINE if first.is_inline else CONCURRENT_TITLE
         pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))
     return {
         title: [
@@ -212,11 +216,11 @@ def overlaps(config: PPOConfig) -> str:
     """Describe the calls of a step that run at the same time, and the stages that run inline."""
     nodes = step_nodes(config)
     pairs = _pairs_in_words(nodes, edges(nodes))
-    lines = [f"{AT_ONCE} in{line.removeprefix(' ')}" for line in pairs[AT_ONCE]]
+    lines = [f"{CONCURRENT_TITLE} in{line.removeprefix(' ')}" for line in pairs[CONCURRENT_TITLE]]
     if pairs[INLINE]:
         stages = ", ".join(line.split(":")[0].strip() for line in pairs[INLINE])
         lines.append(f"{INLINE}: {stages}")
-    return "\n".join(lines or [f"{AT_ONCE}: nothing"])
+    return "\n".join(lines or [f"{CONCURRENT_TITLE}: nothing"])
 
 
 def describe(

@@ -35,7 +35,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl import settings_of_configuration, translate
 from verl_like.config_key import changed
 from verl_like.registry import registry_of
-from workers.config import RolloutCorrectionConfig, model_rewards, plays
+from workers.config import RolloutCorrectionConfig, has_environment, model_rewards
 from workers.config.conditions import has_only_teacher, has_teacher
 
 C = TypeVar("C", bound=RunConfig)
@@ -133,7 +133,7 @@ def complete(
             f"{correction.rollout_is_threshold}) is set, as by correction=decoupled_token_is; "
             "correction=disabled turns it off"
         )
-    if config.algorithm.adv_estimator == "grpo_process" and plays(config):
+    if config.algorithm.adv_estimator == "grpo_process" and has_environment(config):
         notices.append(
             "notice: algorithm.adv_estimator=grpo_process is biased where the policy chooses its "
             "number of steps, as in an environment; rloo_process is not"

@@ -47,11 +47,11 @@ def collect_groups(
     """
     differing: list[DataProto] = []
     spare: list[DataProto] = []
-    drawn: list[dict[str, float]] = []
-    num_kept = num_drawn = 0
-    while num_kept < num_prompts and len(drawn) < config.max_num_gen_batches:
-        samples, metrics = draw(len(drawn))
-        drawn.append(metrics)
+    attempts: list[dict[str, float]] = []
+    num_kept = num_sampled = 0
+    while num_kept < num_prompts and len(attempts) < config.max_num_gen_batches:
+        samples, metrics = draw(len(attempts))
+        attempts.append(metrics)
 
         groups = groups_of(samples)
         values = read_named_reward(samples, config.metric, METRIC_KEY)
@@ -62,7 +62,7 @@ def collect_groups(
         differing.append(samples[rows])
         spare.append(samples[~rows])
         num_kept += int(differs.sum())
-        num_drawn += len(differs)
+        num_sampled += len(differs)
 
     batch = first_groups(concat_rows(differing), num_prompts)
     missing = max(num_prompts - num_kept, 0)
@@ -72,26 +72,26 @@ def collect_groups(
             "(algorithm.filter_groups.max_num_gen_batches); they fill the batch and teach nothing",
             missing,
             num_prompts,
-            len(drawn),
+            len(attempts),
         )
         batch = concat_rows([batch, first_groups(concat_rows(spare), missing)])
 
     return batch, {
-        **over_draws(drawn),
-        "dynamic_sampling/num_gen_batches": float(len(drawn)),
-        "dynamic_sampling/num_groups_drawn": float(num_drawn),
+        **merge_attempts(attempts),
+        "dynamic_sampling/num_gen_batches": float(len(attempts)),
+        "dynamic_sampling/num_groups_sampled": float(num_sampled),
         "dynamic_sampling/num_groups_of_equal_scores": float(missing),
     }
 
 
-def over_draws(drawn: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the metrics of a step's draws: counts and times add up, other metrics are averaged.
 
     A metric `/max` or `/min` is the largest or smallest value.
     """
     result: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics in drawn for name in metrics):
-        values = [metrics[name] for metrics in drawn if name in metrics]
+    for name in dict.fromkeys(name for metrics in attempts for name in metrics):
+        values = [metrics[name] for metrics in attempts if name in metrics]
         if "/num_" in name or name.startswith("timing_s/"):
             result[name] = sum(values)
         elif name.endswith(("/max", "/min")):

@@ -6,7 +6,7 @@
 Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
 turns. Placement is configuration; this file does not depend on it. The formulas of a stage are in
 the file with its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around
-a step is `trainer.loop.Loop`. Observers of the step are in `trainer.roadside`.
+a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trainer.data.lm_rows import LMRow
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
+from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo import prepare, score, validate
 from trainer.ppo.compute_advantage import check_columns, compares_with_greedy
 from trainer.ppo.config import PPOConfig
@@ -33,7 +34,6 @@ from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import PolicyWeights, RolloutWeights, averaged_weights, update_reference
 from trainer.ppo.update import EntropyController, choose_tokens_of, filters, rows_per_update
 from trainer.record import Metrics, Run
-from trainer.roadside.alarms import ALARM_RULES
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
 from trainer.rollouts.samples import repeat_prompts
 from trainer.run_folder.metrics import headline, reduce_metrics

@@ -94,7 +94,7 @@ class KeyTranslation:
     """The value that our key gets."""
     nothing: str = ""
     """This project's behaviour, if the key has no effect."""
-    refused: str = ""
+    rejected: str = ""
     """The way out, if the key has no counterpart."""
     lays_out: bool = False
     """True if the run is the same experiment without this rejected key."""
@@ -102,7 +102,7 @@ class KeyTranslation:
 
 def translate(settings: Iterable[Override]) -> list[Override]:
     """Return the settings in our keys; a notice lists those that were dropped or renamed."""
-    translated, notices, refused = [], [], []
+    translated, notices, rejected = [], [], []
     settings = [part for setting in settings for part in _parts(setting)]
     sizes = ("trainer.n_gpus_per_node", "trainer.nnodes")
     given = {key: str(attrgetter(key)(PPOConfig())) for key in sizes}  # verl's defaults differ
@@ -113,25 +113,25 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     }
     for setting in settings:
         key, value = setting.key_or_group, given.get(setting.key_or_group, "")
-        fate = None if setting.is_delete() else translate_key(key, value, given)
-        if fate is None:
+        outcome = None if setting.is_delete() else translate_key(key, value, given)
+        if outcome is None:
             translated.append(setting)
-        elif fate.nothing:
-            notices.append(f"{key}: {fate.nothing}")
-        elif fate.refused and fate.lays_out:
-            notices.append(f"{key}={value} is left out: {fate.refused}")
-        elif fate.refused:
-            refused.append(f"{key}={value}: {fate.refused}")
+        elif outcome.nothing:
+            notices.append(f"{key}: {outcome.nothing}")
+        elif outcome.rejected and outcome.lays_out:
+            notices.append(f"{key}={value} is left out: {outcome.rejected}")
+        elif outcome.rejected:
+            rejected.append(f"{key}={value}: {outcome.rejected}")
         else:
-            translated.append(parse(f"{fate.key}={fate.value}"))
-            if fate.value != value:
-                notices.append(f"{key}={value} is {fate.key}={fate.value} here")
-            elif fate.key != key:
-                notices.append(f"{key} is {fate.key}")
+            translated.append(parse(f"{outcome.key}={outcome.value}"))
+            if outcome.value != value:
+                notices.append(f"{key}={value} is {outcome.key}={outcome.value} here")
+            elif outcome.key != key:
+                notices.append(f"{key} is {outcome.key}")
 
     notices += _warm_up_by_share(translated)
-    if refused:
-        lines = "\n  ".join(refused)
+    if rejected:
+        lines = "\n  ".join(rejected)
         raise ConfigError(f"verl has these keys, and there is nothing like them here:\n  {lines}")
     if notices:
         lines = "\n  ".join(sorted(notices))
@@ -178,7 +178,7 @@ def translate_key(
     ours = renamed(key)
     if ours is not None:
         if ".megatron." in key and (why := _no_axis(ours, value, settings)):
-            return KeyTranslation(refused=why, lays_out=True)
+            return KeyTranslation(rejected=why, lays_out=True)
         if ours.endswith(".fsdp_config.fsdp_size"):
             value = _shard_size(ours, value, settings)
         return KeyTranslation(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
@@ -194,9 +194,9 @@ def translate_key(
         texts = table.changes_nothing_at[name]["at"]
         if _plain(value) in [_value_of(text, settings) for text in texts]:
             return KeyTranslation(nothing=f"{_plain(value)} is what happens here anyway")
-        return KeyTranslation(refused=table.changes_nothing_at[name]["else"], lays_out=lays_out)
+        return KeyTranslation(rejected=table.changes_nothing_at[name]["else"], lays_out=lays_out)
     if name := _first_match(key, table.not_here):
-        return KeyTranslation(refused=table.not_here[name], lays_out=lays_out)
+        return KeyTranslation(rejected=table.not_here[name], lays_out=lays_out)
     return None
 
 

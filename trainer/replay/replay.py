@@ -21,12 +21,12 @@ from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from trainer.loop import Loop, Trainer
+from trainer.observers.active import active_observers
+from trainer.observers.saved_batches import STAGES, SavedBatches, batch_file
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Metrics, Run
 from trainer.replay.saved_run import SavedRun
-from trainer.roadside.active import active_observers
-from trainer.roadside.saved_batches import STAGES, SavedBatches, batch_file
 from trainer.run_folder.folder import FolderLock, open_run_folder
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed

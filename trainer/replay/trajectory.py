@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from trainer.observers.saved_batches import BATCHES_FOLDER, STAGES, batch_file
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Metrics
 from trainer.replay.replay import ReplayRequest, announcement, make, replaying, settings_of_replay
 from trainer.replay.saved_run import SavedRun
-from trainer.roadside.saved_batches import BATCHES_FOLDER, STAGES, batch_file
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.turns import TRAJECTORY
 from verl_like.batch.columns import object_rows
@@ -29,7 +29,7 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import reject_nested_run
 from workers.agents.host import RECORDED
 from workers.columns import split_player_uid, token_rows
-from workers.config import plays
+from workers.config import has_environment
 
 NAMED = 5
 
@@ -67,7 +67,7 @@ def replay_trajectory(
     """Play a sample, or all samples of a uid, again, and compare them with the record."""
     reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
-    if not plays(saved.config):
+    if not has_environment(saved.config):
         raise ConfigError(
             f"--trajectory: {saved.folder} is a run without an environment. Replay a step of it "
             "with --step."
@@ -126,8 +126,8 @@ def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
     """Sample the wanted rows of the step's prompts, instead of the step."""
     recorded, config = wanted.recorded, trainer.config
     uid = recorded.non_tensor_batch["uid"][0]
-    most_draws = config.algorithm.filter_groups.max_num_gen_batches
-    for attempt, batch in enumerate(islice(trainer.loader, most_draws)):  # noqa: B007
+    max_attempts = config.algorithm.filter_groups.max_num_gen_batches
+    for attempt, batch in enumerate(islice(trainer.loader, max_attempts)):  # noqa: B007
         prompt_uids = uid, split_player_uid(uid)[0]
         rows = [n for n, each in enumerate(batch.non_tensor_batch["uid"]) if each in prompt_uids]
         if rows:
@@ -147,7 +147,7 @@ def _play(trainer: PPOTrainer, wanted: SamplesToReplay) -> Metrics:
     for row, index in enumerate(indices):
         was, now = (_Row.of(each, row) for each in (recorded, replayed))
         difference = first_difference(was, now, trainer.rollouts.tokenizer)
-        drawn = int(was.is_drawn.sum())
+        drawn = int(was.is_sampled.sum())
         wanted.differences.append(
             ReplayedTrajectory(f"{uid}/{index}", was.num_turns, drawn, difference)
         )
@@ -161,7 +161,7 @@ class _Row:
     prompt: list[int]
     tokens: list[int]
     turns: list[int]
-    is_drawn: torch.Tensor
+    is_sampled: torch.Tensor
     log_probs: torch.Tensor
     answers: Sequence[Mapping[str, Any]]
     ended: str
@@ -195,7 +195,7 @@ def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
         differences.append((changed - 1, 1, f"{subject}: was {pair[0]}, is {pair[1]}"))
 
     place = _first_place(was.tokens, now.tokens)
-    if place is not None and (place >= len(was.tokens) or bool(was.is_drawn[place])):
+    if place is not None and (place >= len(was.tokens) or bool(was.is_sampled[place])):
         turn = (was.turns + now.turns[len(was.turns) :])[place]
         pair = [_token(each.tokens, place, tokenizer) for each in (was, now)]
         words = f"token {place} of the response, in turn {turn + 1}: was {pair[0]}, is {pair[1]}"
@@ -204,7 +204,7 @@ def first_difference(was: _Row, now: _Row, tokenizer: Any) -> str:
         return min(differences)[2]
     if was.prompt != now.prompt or place is not None:
         return "the observed tokens: has the tokenizer or its chat template changed?"
-    drawn = was.is_drawn.nonzero().flatten().tolist()
+    drawn = was.is_sampled.nonzero().flatten().tolist()
     other = [n for n in drawn if was.log_probs[n].item() != now.log_probs[n].item()]
     if other:
         pair = [repr(each.log_probs[other[0]].item()) for each in (was, now)]

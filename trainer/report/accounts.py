@@ -16,7 +16,7 @@ from typing import Any
 from verl_like.files import json_objects, parse_json
 from verl_like.terminal import draw_table
 
-DRAWN, TRAINED = "training/num_sampled_tokens", "training/num_trained_tokens"
+SAMPLED, TRAINED = "training/num_sampled_tokens", "training/num_trained_tokens"
 LEFT_OUT = "training/num_excluded_tokens/"
 """Prefix of a metric's name, followed by the reason."""
 
@@ -32,19 +32,21 @@ def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
     return trained, left_out
 
 
-def drawn_of(lines: Iterable[Mapping[str, float]]) -> int:
+def count_sampled_tokens(lines: Iterable[Mapping[str, float]]) -> int:
     """Return the tokens that the rollout sampled in these steps, as counted there."""
-    return sum(int(line.get(DRAWN, 0)) for line in lines)
+    return sum(int(line.get(SAMPLED, 0)) for line in lines)
 
 
-def describe_tokens(drawn: int, trained: int, left_out: Mapping[str, int], queued: int = 0) -> str:
+def describe_tokens(
+    sampled: int, trained: int, left_out: Mapping[str, int], queued: int = 0
+) -> str:
     """Describe the tokens of a run in one line."""
     total = sum(left_out.values())
     reasons = "; ".join(f"{reason}: {num:,}" for reason, num in left_out.items())
     parts = [f"{trained:,} trained", *([f"{queued:,} queued"] if queued else [])]
     parts.append(f"{total:,} excluded" + (f" ({reasons})" if reasons else ""))
-    sign = "=" if drawn == trained + queued + total else "≠"
-    return f"{drawn:,} sampled {sign} {' + '.join(parts)}"
+    sign = "=" if sampled == trained + queued + total else "≠"
+    return f"{sampled:,} sampled {sign} {' + '.join(parts)}"
 
 
 STATES = ("busy", "waiting", "syncing")

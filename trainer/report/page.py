@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
-from trainer.report.accounts import describe_tokens, drawn_of, tokens_of
+from trainer.report.accounts import count_sampled_tokens, describe_tokens, tokens_of
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import (
     FAILURE_FILE,
@@ -154,7 +154,9 @@ def _overview(data: RunData) -> list[tuple[str, str]]:
         entries.append(("samples verified by hash", f"{sum(proven):,.0f}"))
     trained, left_out = tokens_of(data.metrics)
     if trained or left_out:
-        entries.append(("tokens", describe_tokens(drawn_of(data.metrics), trained, left_out)))
+        entries.append(
+            ("tokens", describe_tokens(count_sampled_tokens(data.metrics), trained, left_out))
+        )
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
         entries.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))

@@ -20,7 +20,7 @@ class ShownTurn:
 
     role: str
     text: str
-    is_drawn: bool
+    is_sampled: bool
     reward: float | None = None
     seconds: tuple[float, ...] = ()
     """Seconds in the engine, in the environment, waiting."""
@@ -47,7 +47,7 @@ def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
     sampled = _policy_turns(rows)
     turns = [_shown(turn) for turn in rows[:MOST_TURNS]]
     if len(rows) > MOST_TURNS:
-        turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_drawn=False))
+        turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_sampled=False))
     seconds = [sum(_seconds(turn)) for turn in sampled]
     drawn, observed = (sum(_number(t, n) for t in sampled) for n in ("tokens", "observed_tokens"))
     counts = f"{_counted(len(sampled), 'turn')}, {_counted(drawn, 'token')} drawn"
@@ -66,18 +66,18 @@ def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _policy_turns(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [turn for turn in turns if _is_drawn(turn)]
+    return [turn for turn in turns if _is_sampled(turn)]
 
 
-def _is_drawn(turn: Mapping[str, Any]) -> bool:
+def _is_sampled(turn: Mapping[str, Any]) -> bool:
     """Return whether the policy sampled this turn; resent history does not count."""
     return turn.get("role") == "assistant" and "tokens" in turn
 
 
 def _shown(turn: Mapping[str, Any]) -> ShownTurn:
     text = shorten(turn.get("text", ""), LONGEST_TURN)
-    if not _is_drawn(turn):
-        return ShownTurn(str(turn.get("role", "")), text, is_drawn=False)
+    if not _is_sampled(turn):
+        return ShownTurn(str(turn.get("role", "")), text, is_sampled=False)
     stats = _counted(_number(turn, "tokens"), "token")
     if "calls" in turn:
         failed = f"{_number(turn, 'errors'):.0f} failed"

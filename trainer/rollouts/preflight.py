@@ -18,7 +18,7 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.environment import in_full
 from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
 from workers.agents.players import OWN_COLUMNS, spec_of
-from workers.config import plays, rewards_of
+from workers.config import has_environment, rewards_of
 from workers.models.folder import factor_border, model_folder, read_hf_config
 from workers.models.load import check_score_head, check_weights
 from workers.rollout.build import user_engine
@@ -75,7 +75,7 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
     With a reason in `no_tools_reason`, tools are rejected, too. Return the `Kind` of each
     environment by name.
     """
-    if not plays(config):
+    if not has_environment(config):
         return {}
     section = with_full_paths(config).environment
     if section.path and section.paths:
@@ -111,7 +111,7 @@ def with_full_paths(config: Any) -> Any:
 
     Workers may run in another folder.
     """
-    if not plays(config):
+    if not has_environment(config):
         return config
     section = config.environment
     paths = {
@@ -127,7 +127,7 @@ def check_promptless_rows(config: Any) -> None:
     """Reject rows without a prompt if there is no environment that provides the text."""
     for setting in ("train_files", "val_files"):
         files = getattr(config.data, setting)
-        if is_num_trajectories(files) and not plays(config):
+        if is_num_trajectories(files) and not has_environment(config):
             raise ConfigError(
                 f"data.{setting}={files} is a number of trajectories, and there is no environment: "
                 "set environment=FILE.py:CLASS, or give a file."

@@ -22,7 +22,7 @@ from verl_like.calls.result import Result
 from verl_like.errors import LostSamplesError
 from workers.agents.players import ROW_COLUMNS
 from workers.columns import has_column, read_columns, rm_column, select_reads
-from workers.config import model_rewards, plays
+from workers.config import has_environment, model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import RolloutWorker
@@ -82,14 +82,14 @@ class Rollouts:
     def prompt_columns(self, batch: DataProto, role: str) -> DataProto:
         """Return the columns that a rollout reads; environments also get those of the data row."""
         columns = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
-        if plays(self.config):
+        if has_environment(self.config):
             rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
             columns = columns.select().union(batch.select([], rows))
         return columns
 
     def note_environments(self, samples: DataProto, role: str, stage: str) -> None:
         """Add the time in which trajectories waited for environments to the timeline."""
-        if plays(self.config):
+        if has_environment(self.config):
             pool = self.run.groups.placement.role_mapping[role]
             where = {"pool": pool, "stage": stage, "step": self.run.step}
             self.run.calls += [call | where for call in waits_for_environments(samples)]

@@ -35,16 +35,16 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     infos = batch.non_tensor_batch.get(TRAJECTORY)
     if infos is None:
         return {}
-    drawn: list[list[int]] = []
+    sampled_ids: list[list[int]] = []
     turns_of_rows: list[list[Turn]] = []
     rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), infos, strict=True)
     for tokens, mask, numbers, of_row in rows:
-        policy_turns = _policy_turns(tokens, mask != 0, numbers, drawn)
+        policy_turns = _policy_turns(tokens, mask != 0, numbers, sampled_ids)
         turns_of_rows.append(
             [turn for sampled in policy_turns for turn in _with_answer(sampled, of_row)]
         )
 
-    texts = decode_rows(tokenizer, drawn)
+    texts = decode_rows(tokenizer, sampled_ids)
     for turn in (turn for turns in turns_of_rows for turn in turns if "tokens" in turn):
         turn["text"] = texts[turn["text"]]
     return {
@@ -70,8 +70,8 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
         place = max((n for n, request in enumerate(requests) if not request["extends"]), default=0)
         first = info["answers"][place] if info["answers"] else {}
         begin = first.get("messages") or with_observation(prompt, first.get("text"))
-        drawn = [n for n, turn in enumerate(turns) if "tokens" in turn]
-        rest = turns[drawn[place] :] if place < len(drawn) else []
+        sampled_turns = [n for n, turn in enumerate(turns) if "tokens" in turn]
+        rest = turns[sampled_turns[place] :] if place < len(sampled_turns) else []
         messages = [{"role": turn["role"], "content": turn["text"]} for turn in rest]
         chats.append([*map(dict, begin), *messages])
     return chats
@@ -94,19 +94,19 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _policy_turns(
-    tokens: np.ndarray, is_drawn: np.ndarray, numbers: np.ndarray, drawn: list[list[int]]
+    tokens: np.ndarray, is_sampled: np.ndarray, numbers: np.ndarray, sampled_ids: list[list[int]]
 ) -> list[Turn]:
-    """Return the policy's turns of a row; each has the index of its tokens in `drawn` as text."""
-    end = int(is_drawn.nonzero()[0].max(initial=-1)) + 1
-    tokens, is_drawn, numbers = tokens[:end], is_drawn[:end], numbers[:end]
+    """Return the policy's turns of a row; each has its index in `sampled_ids` as text."""
+    end = int(is_sampled.nonzero()[0].max(initial=-1)) + 1
+    tokens, is_sampled, numbers = tokens[:end], is_sampled[:end], numbers[:end]
     turns = []
-    for number in np.unique(numbers[is_drawn]).tolist():
+    for number in np.unique(numbers[is_sampled]).tolist():
         is_its = numbers == number
-        ids = tokens[is_its & is_drawn].tolist()
-        observed = int((is_its & ~is_drawn).sum())
-        turn = {"role": POLICY, "text": len(drawn), "reward": None, "turn": number}
+        ids = tokens[is_its & is_sampled].tolist()
+        observed = int((is_its & ~is_sampled).sum())
+        turn = {"role": POLICY, "text": len(sampled_ids), "reward": None, "turn": number}
         turns.append({**turn, "tokens": len(ids), "observed_tokens": observed})
-        drawn.append(ids)
+        sampled_ids.append(ids)
     return turns
 
 

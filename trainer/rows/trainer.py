@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
 from trainer.loop import Trainer
+from trainer.observers.alarms import AlarmRule, skipped_updates
 from trainer.record import Metrics, Run
-from trainer.roadside.alarms import AlarmRule, skipped_updates
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import longest_row, plan_text, preflight
 from trainer.run_folder.metrics import reduce_metrics

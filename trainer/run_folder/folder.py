@@ -10,12 +10,12 @@
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
   trackio_run.txt    the trackio run, if there is one       (trainer.run_folder.tracking)
   timeline.json      the calls of every worker              (trainer.run_folder.timeline)
-  faults.jsonl        injected faults, if there are any      (trainer.roadside.fault_injection)
+  faults.jsonl        injected faults, if there are any      (trainer.observers.fault_injection)
   restarts.jsonl     lost and replaced workers, if any      (trainer.restarts)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)
-  batches/N/         the inputs of its stages, if saved     (trainer.roadside.saved_batches)
+  batches/N/         the inputs of its stages, if saved     (trainer.observers.saved_batches)
   validation/N.jsonl samples of the validation after step N (a recipe with samples)
 
 A checkpoint is committed by its marker `commit.json`, which covers all roles, and is written last

@@ -1,7 +1,7 @@
 """HTTP routes of the Tinker protocol.
 
-Every POST is answered at once. Longer work is queued at the `Desk`, and the answer names a promise.
-`retrieve_future` waits for the promise.
+Every POST is answered at once. Longer work is put into the `WorkQueue`, and the answer names its
+pending result, for which `retrieve_future` waits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from trainer.serve import bodies as b
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SavedPath, expiry
 from trainer.serve.clients import ClientSession, Sessions
-from trainer.serve.desk import Desk
-from trainer.serve.promises import Promises, RequestError
+from trainer.serve.pending import PendingResults, RequestError
 from trainer.serve.rows import loss_of, read_datums
 from trainer.serve.sampling import SampleRequest, ServedSampler
-from trainer.serve.verbs import ServedModel
+from trainer.serve.training_ops import ServedModel
 from trainer.serve.wire import PROTOBUF, parse
+from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import VerlLikeError
 from workers.training.optim import StepSettings
 from workers.training.states import BASE
@@ -61,13 +61,13 @@ NUMBERED = (
 Handler = Callable[..., JsonObject | None]
 
 
-class Door:
+class Api:
     """The routes, and the sessions behind them."""
 
-    def __init__(self, desk: Desk, token: str) -> None:
+    def __init__(self, desk: WorkQueue, token: str) -> None:
         self.desk, self.verbs, self.checkpoints = desk, desk.verbs, desk.checkpoints
         self._token = token
-        self.sessions, self.promises = Sessions(), Promises()
+        self.sessions, self.promises = Sessions(), PendingResults()
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and handler of the routes whose body is JSON."""

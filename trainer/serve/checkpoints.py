@@ -21,7 +21,7 @@ from typing import Any
 
 from trainer.run_folder.folder import write_marker
 from trainer.serve.bodies import JsonObject
-from trainer.serve.promises import RequestError
+from trainer.serve.pending import RequestError
 from verl_like.files import read_json_object, replace_folder, write_whole
 
 SCHEME = "tinker://"

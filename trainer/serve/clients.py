@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from trainer.serve.bodies import JsonObject
-from trainer.serve.promises import Repeats, RequestError
+from trainer.serve.pending import Repeats, RequestError
 from trainer.serve.sampling import ServedSampler
-from trainer.serve.verbs import ServedModel
+from trainer.serve.training_ops import ServedModel
 
 
 @dataclass

@@ -24,9 +24,9 @@ from numpy.typing import ArrayLike
 
 from trainer.serve.bodies import SampleBody
 from trainer.serve.checkpoints import SavedPath
-from trainer.serve.promises import Promise
+from trainer.serve.pending import PendingResult
 from trainer.serve.rows import Limits
-from trainer.serve.verbs import Verbs
+from trainer.serve.training_ops import TrainingOps
 from trainer.serve.wire import Array, sample_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
@@ -67,7 +67,7 @@ class SampleRequest:
     stops: tuple[int | str, ...]
     targets: Array | None
     """[prompt - 1, K]: ids whose log-probs are wanted, -1 for none."""
-    promise: Promise = field(init=False)
+    promise: PendingResult = field(init=False)
     prompt_log_probs: Array | None = None
     target_log_probs: Array | None = None
     sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class Batch(Submission):
 class SamplingLoop:
     """The queue of sample requests, and the batch on the rollout."""
 
-    def __init__(self, verbs: Verbs, pad: int) -> None:
+    def __init__(self, verbs: TrainingOps, pad: int) -> None:
         data = verbs.config.data
         self._verbs, self._pad = verbs, pad
         self._widths = data.max_prompt_length, data.max_response_length
@@ -271,7 +271,7 @@ class SamplingLoop:
         """Compute the prompts' log-probs, values or scores, for the requests that want them."""
         (role, state), path = batch[0].scorer, batch[0].sampler.path
         if path is not None:
-            self._verbs.bring_back(state, path)
+            self._verbs.restore_state(state, path)
         scoring = [request for request in batch if request.body.prompt_logprobs]
         for request in scoring:
             request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")

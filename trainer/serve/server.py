@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 
-from trainer.serve.app import Door
-from trainer.serve.desk import Desk, started
+from trainer.serve.app import Api
+from trainer.serve.work_queue import WorkQueue, started
 
 SWITCH_S = 0.001
 """Python's thread switch interval while the server runs; the default is 5 ms."""
@@ -24,9 +24,9 @@ KEEP_ALIVE_S = 75
 
 
 @contextmanager
-def open_door(desk: Desk, host: str, port: int, token: str) -> Iterator[str]:
+def open_door(desk: WorkQueue, host: str, port: int, token: str) -> Iterator[str]:
     """Context in which clients reach the desk at the URL that it returns."""
-    door = Door(desk, token)
+    door = Api(desk, token)
     settings = uvicorn.Config(
         door.app(),
         host,

@@ -5,10 +5,10 @@
 
     RequestServer(connection, host).run(in_turn)               # in the process, in its own thread
 
-Each request of `AT_ONCE` is answered in its own thread while the process computes. If one end dies,
-the connection breaks, and the other end notices. A process that the driver did not start itself
-waits in `listen` for a driver that connects with its key (`connect`). `main` is the program of the
-local backend's child processes.
+Each request of `URGENT_REQUESTS` is answered in its own thread while the process computes. If one
+end dies, the connection breaks, and the other end notices. A process that the driver did not start
+itself waits in `listen` for a driver that connects with its key (`connect`). `main` is the program
+of the local backend's child processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from verl_like.process.info import ProcessInfo
 from verl_like.process.machine import process_state
 
 logger = logging.getLogger(__name__)
-AT_ONCE = ("stacks", "concurrent", "kill")
+URGENT_REQUESTS = ("stacks", "concurrent", "kill")
 KEY_S = 5.0
 """The time that a new connection has to send the key."""
 KEY_BYTES = 16
@@ -94,7 +94,7 @@ class Requests:
         threading.Thread(target=self._receive, name="answers", daemon=True).start()
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        """Send a request of `AT_ONCE`."""
+        """Send a request of `URGENT_REQUESTS`."""
         number, answer = self.expect()
         if self._sending.locked():  # by a large message, maybe to a stopped process
             work = number, method, args
@@ -165,11 +165,11 @@ class RequestServer:
         """Counts idle threads, because to start a thread takes longer than most answers."""
 
     def run(self, in_turn: Callable[[tuple[int, str, Load]], None]) -> None:
-        """Serve until the driver is gone; requests that are not `AT_ONCE` go to `in_turn`."""
+        """Serve until the driver is gone; requests that are not urgent go to `in_turn`."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 request = receive(self._connection)
-                if request[1] not in AT_ONCE:
+                if request[1] not in URGENT_REQUESTS:
                     in_turn(request)
                     continue
                 self._at_once.put(request)
@@ -287,7 +287,7 @@ def _let_in(
 
 
 def _reject(request: tuple[int, str, Load]) -> None:
-    raise AssertionError(f"{request[1]} is no request of {AT_ONCE}")
+    raise AssertionError(f"{request[1]} is no request of {URGENT_REQUESTS}")
 
 
 def _connection_over(connected: socket.socket) -> Connection:
@@ -313,7 +313,7 @@ class AnswerPart:
 
 
 class ProcessTransport(Transport):
-    """A transport to worker processes, each with a connection for requests that are `AT_ONCE`."""
+    """A transport to worker processes, each with a connection for `URGENT_REQUESTS`."""
 
     can_kill = True
 

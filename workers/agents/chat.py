@@ -2,8 +2,8 @@
 
     chat = TurnRenderer(tokenizer, tools, stop_ids)
     ids = chat.prompt(messages)                     # up to where the policy begins
-    ids += drawn
-    ids += chat.between(drawn[-1], observations)    # turn end, observations, begin
+    ids += sampled_ids
+    ids += chat.between(sampled_ids[-1], observations)    # turn end, observations, begin
 
 The template renders a short chat with the observations; the text after the turn is what belongs
 between. So a template may drop parts of older turns (such as reasoning): a row contains what was
@@ -113,10 +113,10 @@ class TurnRenderer:
         return self._between(last, self.safe(observations))
 
     def turn(
-        self, drawn: Sequence[int], last: int | None, observations: Sequence[Message]
+        self, sampled_ids: Sequence[int], last: int | None, observations: Sequence[Message]
     ) -> list[Message]:
         """Return a sampled turn and the observations after it, as messages for `rewritten`."""
-        text = self._tokenizer.decode(drawn if last is None else drawn[:-1])
+        text = self._tokenizer.decode(sampled_ids if last is None else sampled_ids[:-1])
         observations = self.safe(observations)
         calls, rest = parse(text, forms_of(self.template))
         if not calls or not self._are_behind_calls(observations):

@@ -343,9 +343,9 @@ class Conversation:
         event = self._event(request)
         self._events.put({"players": {self._player: event}} if self._player else event)
         answer = self.answers.get()
-        if "refused" in answer:
+        if "rejected" in answer:
             self.is_cut = answer["is_cut"]
-            raise RejectedRequest(**answer["refused"])
+            raise RejectedRequest(**answer["rejected"])
         turn, self._num_turns = self._num_turns, self._num_turns + 1
         self._tools = request.tools
         self._history = []
@@ -566,11 +566,11 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def completion(request: Request, answers: Answers) -> dict[str, Any]:
     """Return the body of an HTTP response, named after the last choice."""
     num_read = sum(answer.get("num_read", 0) for _, answer in answers)
-    num_drawn = sum(answer.get("num_drawn", 0) for _, answer in answers)
+    num_sampled = sum(answer.get("num_sampled", 0) for _, answer in answers)
     usage = {
         "prompt_tokens": num_read,
-        "completion_tokens": num_drawn,
-        "total_tokens": num_read + num_drawn,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_read + num_sampled,
     }
     choices = [_choice(request, answer) | {"index": n} for n, (_, answer) in enumerate(answers)]
     body = {"choices": choices, "usage": usage}

@@ -110,7 +110,7 @@ class TurnLoop:
         """
         budget = TakeBudget(max_tokens, seconds)
         for trajectory in self._trajectories.values():
-            trajectory.num_drawn_in_take = 0
+            trajectory.num_sampled_in_take = 0
         try:
             while self._games:
                 if queued := self._in(TrajectoryState.QUEUED):
@@ -202,7 +202,7 @@ class TurnLoop:
             running[request_id].on_sample(sample, self._setting)
         if budget.max_tokens is None:
             return False
-        most = max(trajectory.num_drawn_in_take for trajectory in self._trajectories.values())
+        most = max(trajectory.num_sampled_in_take for trajectory in self._trajectories.values())
         return most >= budget.max_tokens or (is_early and not samples)
 
     def _receive(self, seconds: float) -> int:

@@ -130,7 +130,7 @@ class Trajectory:
     """The engine's number of its sample, while the engine generates."""
     observation: tuple[str, bool] = "", False
     """A text to read next, and True if it replaces everything that was read before."""
-    num_drawn_in_take: int = 0
+    num_sampled_in_take: int = 0
     """Tokens that were sampled since the loop's `take` was called."""
     chat: list[Message] = field(default_factory=list)
     """The template's rendering as messages, if the history is as the template renders it."""
@@ -184,7 +184,7 @@ class Trajectory:
 
     def restarted(self) -> Trajectory:
         """Return the next attempt, from the prompt on; earlier tokens are counted as given up."""
-        tokens = Counter({GIVEN_UP: int(self.sample.is_drawn.sum())})
+        tokens = Counter({GIVEN_UP: int(self.sample.is_sampled.sum())})
         return Trajectory(
             self.start,
             number=self.number,
@@ -282,17 +282,17 @@ class Trajectory:
         """Handle a turn that the engine has finished: send it to the environment."""
         self.times[-1].engine += self.lap()
         self.sample = self.sample.with_last_segment(sample)
-        drawn = self.sample.tokens[len(self.turns) :].tolist()
-        self.turns += [self.num_turns] * len(drawn)
+        sampled_ids = self.sample.tokens[len(self.turns) :].tolist()
+        self.turns += [self.num_turns] * len(sampled_ids)
         self.num_turns += 1
-        self.num_drawn_in_take += len(drawn)
+        self.num_sampled_in_take += len(sampled_ids)
         is_full = len(self.sample.tokens) == setting.sampling.max_tokens
         if sample.finish_reason == CUT_BY_LENGTH and is_full:
             self.cut = CUT_BY_LENGTH
             if self.request is None:
                 self.end(CUT_BY_LENGTH, setting)
                 return
-        self._tell(drawn, setting)
+        self._tell(sampled_ids, setting)
 
     def end(self, ended: str, setting: Setting, problem: str = "") -> None:
         """End for this reason, with the reward of a failure if there is a problem."""
@@ -312,8 +312,8 @@ class Trajectory:
         """Return the text that the next turn reads, and True if it is the whole chat."""
         chat, stop = self.chat_of(setting), self.sample.stop_token
         if setting.config.history_tokens == "retokenized":
-            drawn = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
-            turn = chat.turn(drawn, stop, messages)
+            sampled_ids = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
+            turn = chat.turn(sampled_ids, stop, messages)
             rewritten = chat.rewritten(self.chat, turn, stop)
             self.chat += turn
             if rewritten is not None:
@@ -367,7 +367,7 @@ class Trajectory:
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
-            refusal = {"refused": problem.fields, "is_cut": bool(self.cut)}
+            refusal = {"rejected": problem.fields, "is_cut": bool(self.cut)}
             setting.host.say(self.game, "", **refusal, **self._named)
             return
         if request["extends"] and reads_sampled:
@@ -392,7 +392,7 @@ class Trajectory:
         bounds = [n for n in (setting.config.max_tokens_per_turn, of_agent) if n is not None]
         return length + min(bounds) if bounds else None
 
-    def _tell(self, drawn: list[int], setting: Setting) -> None:
+    def _tell(self, sampled_ids: list[int], setting: Setting) -> None:
         """Send a turn to the environment; injected faults affect the first attempt."""
         self.state, delay_s = TrajectoryState.ENVIRONMENT, 0.0
         self.times[-1].asked = time.time()
@@ -404,11 +404,13 @@ class Trajectory:
                 setting.host.kill(self.game)
                 return
             delay_s = faults.delay_s if DELAY in struck else 0.0
-        ids = drawn[:-1] if drawn[-1] in setting.sampling.stop_token_ids else drawn
+        ids = (
+            sampled_ids[:-1] if sampled_ids[-1] in setting.sampling.stop_token_ids else sampled_ids
+        )
         details = self._named
         if self.request is not None:
             text = setting.chat.with_tools(self.request["tools"]).text_of(ids)
-            details |= self._details(len(drawn), setting)
+            details |= self._details(len(sampled_ids), setting)
         elif self.start.tools is not None:
             text = self.chat_of(setting).text_of(ids)
         else:
@@ -420,26 +422,26 @@ class Trajectory:
         """The name of the player as an argument, if there are several."""
         return {"player": self.start.player} if self.start.player else {}
 
-    def _details(self, num_drawn: int, setting: Setting) -> dict[str, Any]:
+    def _details(self, num_sampled: int, setting: Setting) -> dict[str, Any]:
         """Return details of an agent's answer in addition to the text."""
         sample = self.sample
         details = {
             "finish_reason": sample.finish_reason,
-            "num_read": len(sample.visible_ids) - num_drawn,
-            "num_drawn": num_drawn,
+            "num_read": len(sample.visible_ids) - num_sampled,
+            "num_sampled": num_sampled,
         }
         request = self.request or {}
         served = details["served"] = request.get("sampling", {})
         if request.get("ids") is None and not served.get("logprobs"):
             return details
-        ids = sample.tokens[-num_drawn:].tolist()
+        ids = sample.tokens[-num_sampled:].tolist()
         texts = [setting.decode([token]) for token in ids]
-        log_probs = sample.log_probs[-num_drawn:].tolist()
+        log_probs = sample.log_probs[-num_sampled:].tolist()
         return details | {"ids": ids, "texts": texts, "log_probs": log_probs}
 
     def _last_place(self, turn: int) -> int:
         """Return the position of the last sampled token of a turn."""
-        of_turn = self.sample.is_drawn & (torch.tensor(self.turns) == turn)
+        of_turn = self.sample.is_sampled & (torch.tensor(self.turns) == turn)
         return int(of_turn.nonzero()[-1])
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.config_key import Section, key, unless
 from workers.config.conditions import HAS_CRITIC, HAS_TEACHER, has_no_reward
-from workers.config.environment import PLAYS, EnvironmentConfig, plays
+from workers.config.environment import HAS_ENVIRONMENT, EnvironmentConfig, has_environment
 from workers.config.model import (
     SAVE_CONTENTS,
     STRATEGIES,
@@ -58,7 +58,7 @@ class ScoringSections(Section):
 
     reward: ScoringConfig = key(factory=ScoringConfig)
     """Settings for all rewards."""
-    environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=PLAYS)
+    environment: EnvironmentConfig = key(factory=EnvironmentConfig, read_when=HAS_ENVIRONMENT)
     """The environment of a policy that acts in several turns."""
 
 

@@ -99,7 +99,7 @@ def kernel_blocker(device: torch.device, dtype: torch.dtype) -> str:
         return "FlashAttention takes 16-bit types; passes compute in float32 (model.compute_dtype)"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
-        return f"FlashAttention needs an Ampere card or a newer one, not a {name}"
+        return f"FlashAttention needs an Ampere GPU or a newer one, not a {name}"
     return ""
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from verl_like.errors import ConfigError, nearest
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
-from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
+from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -215,7 +215,7 @@ def save_adapter(
     module: Any,
     config: ModelConfig,
     tensors: Iterable[tuple[str, Tensor]],
-    writer: FileWriter = AT_ONCE,
+    writer: FileWriter = WRITE_NOW,
 ) -> None:
     """Write the trained weights in the form that `PeftModel.from_pretrained(base, folder)` loads.
 

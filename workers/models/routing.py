@@ -1,7 +1,7 @@
 """Record which experts a model's routers choose in one pass, and replay the choices in another.
 
     routers = Routers(module)
-    with routers.noting() as noted:                 # during a rollout
+    with routers.recording() as noted:                 # during a rollout
         module(input_ids=ids)
     chosen = noted.take()                           # [tokens, layers, choices]
 
@@ -86,7 +86,7 @@ class Routers:
         return torch.empty(0, *self.shape, dtype=dtype)
 
     @contextmanager
-    def noting(self) -> Iterator[RecordedChoices]:
+    def recording(self) -> Iterator[RecordedChoices]:
         """Context in which the choices of experts are recorded."""
         noted = RecordedChoices(len(self.experts), self.no_choices.dtype)
 
@@ -188,7 +188,7 @@ def replayed_routing(model: Any) -> str:
     ids = torch.arange(3, 35)[None]
 
     def logits_of(chosen: Tensor | None) -> tuple[Tensor, Tensor]:
-        with routers.noting() as noted, routers.replaying():
+        with routers.recording() as noted, routers.replaying():
             routers.replay(chosen)
             logits = model(ids, use_cache=False).logits
         return logits, noted.take()

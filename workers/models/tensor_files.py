@@ -49,7 +49,7 @@ class FileWriter:
         path.replace(name)
 
 
-AT_ONCE = FileWriter()
+WRITE_NOW = FileWriter()
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     path: Path,
     metadata: Mapping[str, str],
-    writer: FileWriter = AT_ONCE,
+    writer: FileWriter = WRITE_NOW,
 ) -> None:
     """Write a safetensors file with the tensors one after the other."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -82,7 +82,7 @@ def write_tensors(
 
 
 def write_model_file(
-    tensors: Mapping[str, Tensor], path: Path, writer: FileWriter = AT_ONCE
+    tensors: Mapping[str, Tensor], path: Path, writer: FileWriter = WRITE_NOW
 ) -> None:
     """Write weights for transformers and peft, ordered by descending item size, then by name."""
     ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))

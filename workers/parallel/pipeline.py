@@ -175,11 +175,11 @@ class Pipeline:
 
     def from_last(self, result: Any) -> Any:
         """Return the result of the rank with the last stage, on all ranks of the line."""
-        told = [result]
+        received = [result]
         dist.broadcast_object_list(
-            told, group=self.line, group_src=self.size - 1, device=self.device
+            received, group=self.line, group_src=self.size - 1, device=self.device
         )
-        return told[0]
+        return received[0]
 
     def _link(self, source: int, target: int) -> dist.ProcessGroup:
         """Return the group on which one stage sends to its neighbour."""
@@ -237,8 +237,8 @@ def gather_stage_tensors(
     first rank of the line that `is_first` receives them.
     """
     for rank in range(line.size()):
-        told: list[Any] = [layouts if rank == line.rank() else None]
-        dist.broadcast_object_list(told, group=line, group_src=rank, device=device)
+        received: list[Any] = [layouts if rank == line.rank() else None]
+        dist.broadcast_object_list(received, group=line, group_src=rank, device=device)
         if rank == line.rank():
             for name, tensor in tensors:
                 if on_all_ranks:
@@ -248,7 +248,7 @@ def gather_stage_tensors(
                     continue
                 yield name, tensor
         elif on_all_ranks or (is_first and line.rank() == 0):
-            for name, shape, dtype in told[0]:
+            for name, shape, dtype in received[0]:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
                 if on_all_ranks:
                     dist.broadcast(_bytes(tensor), group=line, group_src=rank)

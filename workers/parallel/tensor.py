@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from verl_like.errors import ConfigError
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.placements import local_part
-from workers.parallel.vocabulary import Words
+from workers.parallel.vocabulary import VocabShard
 
 COPY = "_copy_for_cut_layers"
 """Attribute of hidden states: their copy, shared by layers that are split by columns."""
@@ -227,8 +227,8 @@ class VocabularyRows(Whole):
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return positions among the rank's words."""
-        words = Words.of(layer.num_embeddings, self.group)
-        ids, self.is_other = words.places(inputs[0])
+        vocab = VocabShard.of(layer.num_embeddings, self.group)
+        ids, self.is_other = vocab.local_indices(inputs[0])
         return (ids, *inputs[1:])
 
     def leave(self, output: Any) -> Any:
@@ -302,7 +302,7 @@ class ModuleSplit:
     group: dist.ProcessGroup
     partial: list[tuple[nn.Module, str]]
     """Layers and names of parameters whose gradients are parts of their sums."""
-    words: Words | None
+    vocab: VocabShard | None
     """The words of this rank's head; None if the rank computes logits of all words."""
 
     def keep_here(self, module: nn.Module) -> None:
@@ -342,12 +342,12 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
 
     embeddings = _body(module).get_input_embeddings()
     if getattr(embeddings, "padding_idx", None) is not None:  # its row gets no gradient
-        words, token = Words.of(embeddings.num_embeddings, group), embeddings.padding_idx
-        embeddings.padding_idx = token - words.first if words.has(token) else None
+        vocab, token = VocabShard.of(embeddings.num_embeddings, group), embeddings.padding_idx
+        embeddings.padding_idx = token - vocab.first if vocab.has(token) else None
     head = module.get_output_embeddings()
     weight = getattr(head, "base_layer", head).weight
     is_cut = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-    return ModuleSplit(group, partial, Words.of(len(weight), group) if is_cut else None)
+    return ModuleSplit(group, partial, VocabShard.of(len(weight), group) if is_cut else None)
 
 
 def _body(module: Any) -> Any:

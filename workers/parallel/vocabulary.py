@@ -17,7 +17,7 @@ from verl_like.tensor_ops.logprobs import gradient_of_logits, row_chunks, scaled
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabShard:
     """The tokens of this rank, divided like rows of a DTensor: the last ranks may have fewer."""
 
     first: int
@@ -27,13 +27,13 @@ class Words:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, vocabulary: int, group: dist.ProcessGroup) -> Words:
+    def of(cls, vocabulary: int, group: dist.ProcessGroup) -> VocabShard:
         """Return this rank's tokens of a vocabulary of that size."""
         most = -(-vocabulary // group.size())
         first = min(group.rank() * most, vocabulary)
         return cls(first, min(most, vocabulary - first), most, group)
 
-    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def local_indices(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return positions among the rank's tokens, and a mask of the tokens of other ranks."""
         places = ids - self.first
         is_other = (places < 0) | (places >= self.count)
@@ -56,13 +56,13 @@ class _Stats(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        words: Words,
+        vocab: VocabShard,
         temperature: float,
         want_entropy: bool,
         want_squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        places, is_other = words.places(labels)
+        places, is_other = vocab.local_indices(labels)
         own_max = logits.new_empty(len(logits), dtype=wide)
         label, total, entropy, squares = sums = logits.new_zeros(4, len(logits), dtype=wide)
         for rows in row_chunks(logits):
@@ -77,19 +77,19 @@ class _Stats(torch.autograd.Function):
                 squares[rows] = weights.square_().sum(dim=-1)
 
         most = own_max.clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=words.group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=vocab.group)
         shift = own_max - most
         factor = shift.exp()
         entropy.sub_(shift * total).mul_(factor)
         total.mul_(factor)
         squares.mul_(factor.square())
         label.sub_(most).masked_fill_(is_other, 0.0)
-        dist.all_reduce(sums, group=words.group)
+        dist.all_reduce(sums, group=vocab.group)
 
         log_total = total.log()
         log_prob, entropy = label - log_total, entropy / total + log_total
         ctx.save_for_backward(logits, labels, most + log_total, entropy)
-        ctx.words, ctx.temperature = words, temperature
+        ctx.vocab, ctx.temperature = vocab, temperature
         ctx.set_materialize_grads(False)
         squares = squares / total.square()
         ctx.mark_non_differentiable(squares)
@@ -102,7 +102,7 @@ class _Stats(torch.autograd.Function):
         if grad_logprob is None and grad_entropy is None:
             return (None,) * 6
         logits, labels, log_norm, entropy = ctx.saved_tensors
-        places, is_other = ctx.words.places(labels)
+        places, is_other = ctx.vocab.local_indices(labels)
         grad_label = None if grad_logprob is None else grad_logprob.masked_fill(is_other, 0.0)
         grads = grad_logprob, grad_label, grad_entropy
         grad = gradient_of_logits(
@@ -111,10 +111,10 @@ class _Stats(torch.autograd.Function):
         return (grad, *(None,) * 5)
 
 
-def stats_of_words(
+def token_stats(
     logits: Tensor,
     labels: Tensor,
-    words: Words,
+    vocab: VocabShard,
     temperature: float = 1.0,
     entropy: bool = False,
     sum_pi_squared: bool = False,
@@ -123,7 +123,7 @@ def stats_of_words(
 
     The backward pass overwrites the logits; sums of squared probabilities have no gradient.
     """
-    stats = _Stats.apply(logits, labels, words, temperature, entropy, sum_pi_squared)
+    stats = _Stats.apply(logits, labels, vocab, temperature, entropy, sum_pi_squared)
     wanted = {"log_probs": True, "entropys": entropy, "sum_pi_squared": sum_pi_squared}
     return {
         name: column

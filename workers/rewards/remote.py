@@ -26,7 +26,7 @@ from workers.rewards.call import Sample
 from workers.rewards.outcome import LATE, Outcome
 from workers.rewards.remote_protocols import PROTOCOLS, as_json
 
-AT_ONCE = 8
+MAX_CONCURRENT = 8
 """Number of concurrent requests."""
 FIRST_WAIT_S = 0.25
 """Wait before the first retry; it doubles each time, up to `LONGEST_WAIT_S`."""
@@ -49,7 +49,7 @@ class RemoteScorer:
         self._protocol = PROTOCOLS[config.protocol]
         self._token = _token(config.token_env)
         self._random = random.Random(0)  # only for the waits between retries
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="remote reward")
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="remote reward")
         self._given_up = threading.Event()
 
     def start(self) -> None:

@@ -36,7 +36,7 @@ from workers.agents.faults import Faults
 from workers.agents.players import Players, trajectory_columns
 from workers.agents.trajectory import Trajectory
 from workers.columns import NAMED, batch_columns, require
-from workers.config import plays, replays_routing
+from workers.config import has_environment, replays_routing
 from workers.models.folder import generation_eos
 from workers.models.load import load_model
 from workers.models.precision import name_of, precision_of, rollout_dtype
@@ -100,7 +100,7 @@ class RolloutWorker(WeightReceiver, Worker):
         """Sample number in the engine -> the number that `submit` received with its row."""
 
     def _players(self, config: WorkersConfig) -> Players | None:
-        if not plays(config):
+        if not has_environment(config):
             return None
         faults = Faults.of(getattr(config, "injected_faults", None))
         tokenizer = tokenizer_of(self.policy.model.path)

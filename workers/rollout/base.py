@@ -199,7 +199,7 @@ class RolloutEngine(ABC):
         try:
             finished = self._advance(TakeBudget(max_tokens, seconds, until_one))
             for sample in finished.values():
-                broken = (~sample.log_probs.isfinite() & sample.is_drawn).nonzero()
+                broken = (~sample.log_probs.isfinite() & sample.is_sampled).nonzero()
                 if len(broken):
                     raise RolloutError(
                         f"rollout: the model's logits are not finite for {sample.name} at response "

@@ -1,9 +1,9 @@
 """Convert rows of prompts to samples for an engine, and samples to rows of a batch.
 
 Each row has a hash of what the engine read and sampled (`sample_hash`), which the trainer checks
-before the update (`check_draws`). The hash covers the prompt, the response, the weight version of
-each token (which also marks observed tokens), and where segments start. So no tokenizer, stage or
-hook can change a sample unnoticed.
+before the update (`check_sample_hashes`). The hash covers the prompt, the response, the weight
+version of each token (which also marks observed tokens), and where segments start. So no tokenizer,
+stage or hook can change a sample unnoticed.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ def batch_of(
         begins = [0, *(len(sample.prompt) + begin for begin in sample.segments)]
         ends = [*begins[1:], len(sample.prompt) + len(sample.tokens)]
         positions += [torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)]
-        drawn = sample.versions[sample.is_drawn]
-        oldest.append(int(drawn.min()) if len(drawn) else version)
+        sampled = sample.versions[sample.is_sampled]
+        oldest.append(int(sampled.min()) if len(sampled) else version)
     columns: dict[str, Column] = {
         "prompts": Ragged.from_rows(prompts, widths[0], at_end=True, fill=pad),
         "responses": responses,
         "input_ids": ids,
         "attention_mask": ids.with_values(torch.ones_like(values)),
         "position_ids": ids.with_values(torch.cat(positions)),
-        "response_mask": responses.with_values(torch.cat([s.is_drawn for s in samples]).long()),
+        "response_mask": responses.with_values(torch.cat([s.is_sampled for s in samples]).long()),
         "rollout_log_probs": responses.with_values(torch.cat([s.log_probs for s in samples])),
         "token_versions": responses.with_values(torch.cat([s.versions for s in samples])),
         "policy_version": torch.tensor(oldest),
@@ -111,8 +111,8 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
     Tokens that the engine has not read, such as the last one, have zeros.
     """
     chosen = no_choices if sample.routed_experts is None else sample.routed_experts
-    drawn = sample.is_drawn.nonzero().flatten()
-    needed = len(sample.prompt) + int(drawn[-1]) if len(drawn) else 0
+    sampled = sample.is_sampled.nonzero().flatten()
+    needed = len(sample.prompt) + int(sampled[-1]) if len(sampled) else 0
     if len(chosen) < needed:
         raise RolloutError(
             f"rollout: {sample.name} has the experts of {len(chosen)} tokens, but its "
@@ -133,7 +133,7 @@ def sample_hash(sample: Sample) -> int:
     return _hash(prompt, sample.tokens.numpy(), versions, sample.segments)
 
 
-def check_draws(batch: DataProto) -> dict[str, float]:
+def check_sample_hashes(batch: DataProto) -> dict[str, float]:
     """Reject rows that changed since sampling, or whose loss has observed tokens; return metrics.
 
     A batch from another engine has no hashes, and is not checked.

@@ -17,7 +17,7 @@ import torch
 
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import CallSignature, check_call, check_methods
-from workers.config import plays
+from workers.config import has_environment
 from workers.config.policy import replays_routing
 from workers.config.rollout import AUTO, ENGINES, FP8
 from workers.models.folder import model_folder
@@ -158,7 +158,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         keep_kv_cache=rollout.keep_kv_cache,
     )
     decode = None
-    if rollout.sampling_kwargs.get("stop_strings") or plays(config):
+    if rollout.sampling_kwargs.get("stop_strings") or has_environment(config):
         tokenizer = tokenizer_of(policy.model.path)
         decode = partial(tokenizer.decode, skip_special_tokens=False)
 

@@ -26,7 +26,7 @@ from workers.models.support.stand_in import VOCABULARY
 from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
 from workers.rollout.module_engine import ModuleEngine
 from workers.rollout.sample import UNFINISHED, Sample, num_of_older_weights
-from workers.rollout.sampling import choose_tokens, uniforms
+from workers.rollout.sampling import sample_tokens, uniforms
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class _Decoding:
         ids = [*self.sample.prompt, *self.tokens[: self.position]]
         row = torch.tensor([ids], device=self.engine.module.device)
         cache = {} if self.cache is None else {"past_key_values": self.cache}
-        with nullcontext() if self.routers is None else self.routers.noting() as noted:
+        with nullcontext() if self.routers is None else self.routers.recording() as noted:
             output = self.engine.module.generate(
                 row,
                 attention_mask=torch.ones_like(row),
@@ -179,7 +179,7 @@ class _Decoding:
         if self.position == len(self.tokens):
             place, keys = np.array([len(self.tokens)]), np.array([self.sample.key], dtype=np.uint64)
             noise = torch.from_numpy(uniforms(keys, place)).to(scores.device)
-            token, log_prob = choose_tokens(scores, noise, self.sampling, torch.from_numpy(place))
+            token, log_prob = sample_tokens(scores, noise, self.sampling, torch.from_numpy(place))
             self.tokens.append(int(token))
             self.log_probs.append(log_prob[0].tolist())
             self.versions.append(self.engine.version or 0)

@@ -104,7 +104,7 @@ class Sample:
         )
 
     @property
-    def is_drawn(self) -> Tensor:
+    def is_sampled(self) -> Tensor:
         """[tokens]: True where the policy sampled the token; this is the loss mask."""
         return self.versions >= 0
 

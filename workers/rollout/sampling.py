@@ -2,7 +2,7 @@
 
 The noise is counter-based: a 64-bit key per sample (`noise_key`) and one uniform number per (key,
 token position) (`uniforms`), so placement, ranks, neighbours and restarts cannot change it. A token
-is the inverse of the cumulative distribution, in float64, at that number (`choose_tokens`).
+is the inverse of the cumulative distribution, in float64, at that number (`sample_tokens`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ vLLM's own sampler needs more, and vLLM has profiled that for its largest batch.
 """
 
 
-def choose_tokens(
+def sample_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return tokens [rows] and log-probs [rows, kinds], from logits and a uniform number per row.
@@ -94,15 +94,15 @@ def _choose(
     """Choose the tokens of rows that are computed together."""
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
-    drawn = constrained(log_probs, sampling, positions)
+    distribution = constrained(log_probs, sampling, positions)
 
     filtered: Tensor | None = None
     if not sampling.do_sample:
-        tokens = logits.argmax(dim=-1) if drawn is log_probs else drawn.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1) if distribution is log_probs else distribution.argmax(dim=-1)
     elif _is_plain(sampling):
-        tokens = _inverse_of_blocks(drawn.exp(), noise)
+        tokens = _inverse_of_blocks(distribution.exp(), noise)
     else:
-        filtered = filtered_probs(drawn, sampling)
+        filtered = filtered_probs(distribution, sampling)
         tokens = _inverse(filtered, noise)
 
     chosen = tokens.unsqueeze(1)
@@ -113,7 +113,9 @@ def _choose(
     if filtered is not None:
         truncated = (filtered.gather(1, chosen) / filtered.sum(dim=-1, keepdim=True)).log().float()
     else:
-        truncated = drawn.gather(1, chosen) if sampling.do_sample else torch.zeros_like(policy)
+        truncated = (
+            distribution.gather(1, chosen) if sampling.do_sample else torch.zeros_like(policy)
+        )
     return tokens, torch.cat([policy, truncated], dim=1)
 
 

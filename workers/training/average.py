@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.models.state import local_rows, local_shard, named_state, persistent_buffers
-from workers.models.tensor_files import AT_ONCE
+from workers.models.tensor_files import WRITE_NOW
 from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies
@@ -139,7 +139,7 @@ class MovingAverageEngine(TrainEngine):
     def save(self, folder: Path, copies: FileCopies | None = None) -> None:
         """Write the weights into `folder`, or copy them to be written later; collective."""
         ranks = Ranks(self.groups.world, f"the reference's weights were not written into {folder}")
-        tensors, writer = self.without_copies(self._saved()), copies or AT_ONCE
+        tensors, writer = self.without_copies(self._saved()), copies or WRITE_NOW
         count = self.dims.per_stage
         ranks.run_on_all(lambda: write_shards(tensors, folder, ranks.mine, count, writer))
 

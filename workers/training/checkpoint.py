@@ -31,7 +31,7 @@ from verl_like.files import file_fault, fingerprint, replace_folder
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
-from workers.models.tensor_files import AT_ONCE
+from workers.models.tensor_files import WRITE_NOW
 from workers.parallel.collectives import Ranks
 from workers.training.file_copies import BackgroundSaves
 from workers.training.hf_export import export_huggingface
@@ -88,7 +88,7 @@ class Checkpointed(BackgroundSaves):
             shutil.rmtree(part, ignore_errors=True)
             (part / "random").mkdir(parents=True)
 
-        engine, writer = self.engine, self.copies or AT_ONCE
+        engine, writer = self.engine, self.copies or WRITE_NOW
         tensors = weights(engine) | averages(self.average) if "model" in contents else {}
         tensors |= optimizer_state(engine) if "optimizer" in contents else {}
         tensors = engine.without_copies(tensors)
@@ -229,7 +229,7 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
     elsewhere = dict(engine.whole_module.named_parameters()).keys() - parameters.keys()
     groups = engine.optimizer.param_groups
     # Fused optimizers keep their scalars on the device of the weights, others on the CPU.
-    beside_weights = any(group.get("fused") or group.get("capturable") for group in groups)
+    on_weight_device = any(group.get("fused") or group.get("capturable") for group in groups)
 
     state: dict[str, Tensor] = {}
     for name, stored in saved.items():
@@ -247,7 +247,7 @@ def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[st
         if stored.size:
             state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            device = parameter.device if beside_weights else "cpu"
+            device = parameter.device if on_weight_device else "cpu"
             state[name] = torch.zeros((), dtype=dtype, device=device)
     return state
 

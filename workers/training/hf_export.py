@@ -23,7 +23,7 @@ from workers.models.checkpoint_format import checkpoint_format
 from workers.models.folder import model_folder
 from workers.models.precision import dtype_of
 from workers.models.state import persistent_buffers
-from workers.models.tensor_files import AT_ONCE, FileWriter, write_model_file
+from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -40,7 +40,7 @@ def export_huggingface(
     folder: Path,
     writes: bool,
     shard_bytes: int = SHARD_BYTES,
-    writer: FileWriter = AT_ONCE,
+    writer: FileWriter = WRITE_NOW,
 ) -> None:
     """Gather the weights tensor by tensor on all ranks; the rank that `writes` stores them."""
     tensors = engine.named_full_tensors()
@@ -67,7 +67,7 @@ def write_model_folder(
     folder: Path,
     settings: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
-    writer: FileWriter = AT_ONCE,
+    writer: FileWriter = WRITE_NOW,
 ) -> None:
     """Write the `tensors`, whole and under their Hugging Face names, and the other files of the
     model.

@@ -33,7 +33,7 @@ from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.state import local_shard
 from workers.models.support.proof import Support
 from workers.models.support.stand_in import VOCABULARY
-from workers.parallel.vocabulary import Words, stats_of_words
+from workers.parallel.vocabulary import VocabShard, token_stats
 from workers.training.microbatch import Columns
 from workers.training.packing import Feed, model_inputs, padded_feed, picked, read
 
@@ -65,16 +65,16 @@ def token_columns(
     wanted: TokenOutputs,
     *,
     may_chunk: bool = True,
-    words: Words | None = None,
+    vocab: VocabShard | None = None,
     fused: bool = False,
 ) -> Columns:
     """Return `log_probs` of the labels, and the other wanted columns, at the positions of `feed`.
 
-    `words` is this rank's part of the vocabulary if ranks share it. `fused` columns are computed by
+    `vocab` is this rank's part of the vocabulary if ranks share it. `fused` columns are computed by
     compiled functions.
     """
-    compute = functools.partial(columns_of_logits, wanted=wanted, words=words, fused=fused)
-    num_words = None if words is None else words.most
+    compute = functools.partial(columns_of_logits, wanted=wanted, vocab=vocab, fused=fused)
+    num_words = None if vocab is None else vocab.most
     num_rows = positions_per_chunk(
         module.config, len(labels), may_chunk, num_words, labels.device.type
     )
@@ -87,13 +87,13 @@ def columns_of_logits(
     logits: Tensor,
     labels: Tensor,
     wanted: TokenOutputs,
-    words: Words | None = None,
+    vocab: VocabShard | None = None,
     fused: bool = False,
 ) -> Columns:
     """Return the wanted columns of logits; the backward pass writes over `logits`."""
     columns: Columns = {}
-    if words is not None:
-        return stats_of_words(logits, labels, words, *wanted)
+    if vocab is not None:
+        return token_stats(logits, labels, vocab, *wanted)
     options: Any = {
         "temperature": wanted.temperature,
         "inplace_backward": True,

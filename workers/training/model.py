@@ -121,7 +121,7 @@ class Model:
         self.parts: list[ModelPart] = []
         self.layers: Any = None
         """Runs passes through the layers of this rank (`workers.training.passes`)."""
-        self.words: Any = None
+        self.vocab: Any = None
         """The tokens of this rank's head, if it is split over ranks."""
         self.is_compiled = False
 

@@ -69,7 +69,7 @@ class Reading:
                 to_device(feed.of_rank(columns["responses"].values[inside]), device),
                 wanted,
                 may_chunk=model.model_config.use_fused_kernels,
-                words=model.words,
+                vocab=model.vocab,
                 fused=model.is_compiled,
             )
         else:

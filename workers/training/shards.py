@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.errors import DamagedCheckpointError
 from workers.models.state import local_shard
-from workers.models.tensor_files import AT_ONCE, FileWriter, write_tensors
+from workers.models.tensor_files import WRITE_NOW, FileWriter, write_tensors
 from workers.parallel.placements import ShardSlice, is_first_replica, shard_slices
 
 METADATA = {"format": "pt", "DCP_VERSION": "1.0"}
@@ -38,7 +38,7 @@ def write_shards(
     folder: Path,
     rank: int,
     num_ranks: int,
-    writer: FileWriter = AT_ONCE,
+    writer: FileWriter = WRITE_NOW,
 ) -> None:
     """Write this rank's file.
 

@@ -15,7 +15,7 @@ from trainer.async_training.config import AsyncConfig, AsyncSettings
 from trainer.async_training.generator import Generator
 from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.topology import generator_pool, generator_role
-from trainer.roadside.sample_log import tokens_by_sample
+from trainer.observers.sample_log import tokens_by_sample
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError

@@ -22,8 +22,8 @@ from trainer.async_training.samplers import (
     chosen,
     select_exactly,
 )
+from trainer.observers.sample_log import IN_FLIGHT, QUEUED
 from trainer.report.accounts import describe_log
-from trainer.roadside.sample_log import IN_FLIGHT, QUEUED
 from verl_like.errors import SampleLogError
 
 

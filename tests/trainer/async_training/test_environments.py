@@ -124,6 +124,6 @@ def test_a_lost_generators_trajectories_are_played_again_bit_for_bit(
     assert numbers(folder) == numbers(plain)
     trained, _ = tokens_of(lines(plain))
     ledger = ledger_of(folder)
-    tokens = {"drawn": trained, "trained": trained, "queued": 0, "left_out": {}}
+    tokens = {"sampled": trained, "trained": trained, "queued": 0, "left_out": {}}
     assert ledger["tokens"] == tokens
     assert ledger["generators"]["0"]["dropped"] == {LOST: 8}

@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.async_training.buffer import SAMPLES
 from trainer.async_training.recipe import ASYNC
-from trainer.roadside.sample_log import MADE_AGAIN
+from trainer.observers.sample_log import REGENERATED
 from verl_like.errors import CallbackError
 
 
@@ -70,5 +70,5 @@ def test_a_resumed_run_repeats_no_sample_and_loses_none(
     ledger = ledger_of(tmp_path)
     assert ledger["trainers"] == {"0": 3 * 16}
     lost = [row["dropped"] for row in ledger["generators"].values()]
-    assert sum(row.get(MADE_AGAIN, 0) for row in lost) == dropped
+    assert sum(row.get(REGENERATED, 0) for row in lost) == dropped
     assert sum(row["made"] for row in ledger["generators"].values()) == 3 * 16 + dropped

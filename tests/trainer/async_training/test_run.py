@@ -93,7 +93,7 @@ def test_dynamic_sampling_leaves_out_groups_as_in_the_synchronous_run_and_the_le
     folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
 
-    num_drawn = sum(line["dynamic_sampling/num_groups_drawn"] for line in lines(folder))
+    num_drawn = sum(line["dynamic_sampling/num_groups_sampled"] for line in lines(folder))
     assert num_drawn > 2 * 8
     dropped = [row["dropped"] for row in ledger_of(folder)["generators"].values()]
     assert {reason for reasons in dropped for reason in reasons} == {LEFT_OUT}

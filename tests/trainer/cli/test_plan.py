@@ -11,7 +11,7 @@ from trainer.cli import plan
 from trainer.planner.job import cluster_keys, sizes_of
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement
-from trainer.planner.words import SHOWN, sifted
+from trainer.planner.text import SHOWN, split_valid
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -55,7 +55,7 @@ def test_what_is_shown_is_what_a_run_with_its_keys_would_take(settings: list[str
     """A run accepts every placement, and counts the same bytes."""
     job, found = planned(settings)
     assert len({placement.partition for placement in found}) == len(found) <= 15
-    best, _ = sifted(job, found)
+    best, _ = split_valid(job, found)
     assert len(best) == SHOWN
     for placement in best:
         cluster = cluster_keys(job.device, 16, 8)

@@ -14,7 +14,7 @@ from trainer.planner.async_training import AsyncPlacement
 from trainer.planner.job import Job
 from trainer.planner.search import PlannedPlacement
 from trainer.planner.simulate import simulate
-from trainer.planner.words import sifted
+from trainer.planner.text import split_valid
 from verl_like.errors import ConfigError
 from workers.memory import GIB, pool_bytes
 
@@ -50,7 +50,7 @@ def job_of(recipe: str, *arguments: str) -> Job:
 def planned(recipe: str, *arguments: str) -> tuple[Job, list[PlannedPlacement]]:
     """Return the job and the placements that are shown."""
     job = job_of(recipe, *arguments)
-    best, _ = sifted(job, job.best(8))
+    best, _ = split_valid(job, job.best(8))
     return job, best
 
 

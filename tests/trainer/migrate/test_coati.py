@@ -76,7 +76,7 @@ def test_every_flag_has_a_word() -> None:
     lost = []
     for name in Table("coati", "all").rows:
         done = translated("coati", f"python train_prompts.py --{name} 2")
-        told = [*done.renamed, *done.always, *done.absent, *done.refused, *done.joined]
+        told = [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
         lost += [] if any(name in line for line in told) else [name]
     assert set(lost) <= {"max_input_len", "max_seq_len", "max_timesteps", "update_timesteps"}
 

@@ -63,8 +63,8 @@ def test_rules_apply_in_their_order_where_they_hold(table: Table) -> None:
         [
             {"let": {"all_rows": "rows * 10"}},
             {"when": "all_rows > 50", "error": "too many"},
-            {"told": "{kind} of {all_rows}", "set": {"data.train_batch_size": "{all_rows}"}},
-            {"told": "size", "theirs": "{rows}", "set": {"data.train_batch_size": "5"}},
+            {"described": "{kind} of {all_rows}", "set": {"data.train_batch_size": "{all_rows}"}},
+            {"described": "size", "theirs": "{rows}", "set": {"data.train_batch_size": "5"}},
             {"of": "kind", "theirs": "none", "set": {"data.prompt_key": "{kind}"}},
             {"drop": ["other.*"], "dropped": "there is no other"},
             {"when": "kind == 'a'", "always": "{kind} is so"},

@@ -130,7 +130,7 @@ def test_what_their_run_does_not_read_is_left_out(flags: str, unread: list[str])
 def test_every_flag_has_a_word(flag: str) -> None:
     name = flag.split()[0]
     done = translated("openrlhf", f"--{flag}")
-    lines = [*done.renamed, *done.always, *done.absent, *done.refused]
+    lines = [*done.renamed, *done.always, *done.absent, *done.rejected]
     words = {word.rstrip(":,") for line in lines for word in line.split()}
     assert f"--{name}" in words or f"--{flag}" in done.joined
     with pytest.raises(ConfigError, match="has no flag"):

@@ -86,5 +86,5 @@ def test_every_flag_has_a_word(program: str) -> None:
         flag = (row.new or name).replace("*", "lr")
         value = values.get(name, "1")
         done = translated("openrlhf", f"deepspeed --module {program} --{flag} {value}")
-        told = [*done.renamed, *done.always, *done.absent, *done.refused, *done.joined]
+        told = [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
         assert any(flag in line for line in told) or name in ("input_key", "output_key"), flag

@@ -141,7 +141,7 @@ def reasons() -> Iterator[str]:
                 str(row[kind])
                 for row in rows.values()
                 if isinstance(row, Mapping)
-                for kind in ("absent", "refused", "otherwise")
+                for kind in ("absent", "rejected", "otherwise")
                 if kind in row
             )
     yield from (str(row["else"]) for row in tables().changes_nothing_at.values())

@@ -43,5 +43,5 @@ def test_no_flag_has_two_rows_and_no_row_says_two_things(
     del names["rules"]
     assert [name for name, times in names.items() if times > 1] == []
     for name, row in Table(system, *sections).rows.items():
-        says = [row.always, row.absent, row.refused, row.taken_with, bool(row.settings)]
+        says = [row.always, row.absent, row.rejected, row.taken_with, bool(row.settings)]
         assert sum(map(bool, says)) == 1, name

@@ -131,7 +131,7 @@ def test_every_field_has_a_word(program: str) -> None:
         if of_program != program:
             continue
         done = translated("trl", f"trl {program} --{name} {value}")
-        told = [*done.renamed, *done.always, *done.absent, *done.refused, *done.joined]
+        told = [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
         if not any(name in said for said in told) and not name.startswith("dataset_"):
             lost.append(name)
     assert set(lost) <= {"per_device_train_batch_size", "gradient_accumulation_steps"}

@@ -10,8 +10,8 @@ import pytest
 
 from trainer.async_training.step import AsyncTrainer
 from trainer.best_of_n.step import BestOfNTrainer
+from trainer.observers.alarms import ALARM_RULES, Alarms
 from trainer.ppo.stages import PPOTrainer
-from trainer.roadside.alarms import ALARM_RULES, Alarms
 
 
 def test_ppo_and_its_async_form_have_these_rules_and_best_of_n_none() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.sample import collect_groups, over_draws
+from trainer.ppo.sample import collect_groups, merge_attempts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -37,7 +37,7 @@ def test_groups_that_differ_are_kept_in_the_order_of_their_drawing_and_the_surpl
         "reward/num_failed": 2.0,
         "reward/mean": 0.5,
         "dynamic_sampling/num_gen_batches": 2.0,
-        "dynamic_sampling/num_groups_drawn": 6.0,
+        "dynamic_sampling/num_groups_sampled": 6.0,
         "dynamic_sampling/num_groups_of_equal_scores": 0.0,
     }
 
@@ -101,7 +101,7 @@ def test_a_number_that_some_draws_lack_is_nan_there() -> None:
 def test_metrics_of_several_draws_keep_their_meaning() -> None:
     first = {"reward/num_failed": 1.0, "length/max": 5.0, "length/min": 2.0, "reward/mean": 1.0}
     second = {"reward/num_failed": 2.0, "length/max": 9.0, "length/min": 4.0, "reward/mean": 0.0}
-    assert over_draws([first, second]) == {
+    assert merge_attempts([first, second]) == {
         "reward/num_failed": 3.0,
         "length/max": 9.0,
         "length/min": 2.0,

@@ -104,9 +104,9 @@ def test_every_key_of_verls_examples_has_a_fate() -> None:
 
 def test_most_keys_of_verls_examples_are_accepted() -> None:
     of_fsdp = [example for example in EXAMPLES if ".megatron." not in example]
-    fates = [translate_key(*example.split("=", 1)) for example in of_fsdp]
-    accepted = [fate for fate in fates if fate is not None and not fate.refused]
-    assert len(accepted) / len(fates) >= 0.85
+    outcomes = [translate_key(*example.split("=", 1)) for example in of_fsdp]
+    accepted = [outcome for outcome in outcomes if outcome is not None and not outcome.rejected]
+    assert len(accepted) / len(outcomes) >= 0.85
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_rewards_have_verls_names_of_every_version(settings: str) -> None:
 
 def test_a_key_of_ours_is_never_called_foreign() -> None:
     for key in KEYS:
-        fate = translate_key(key, "1")
-        assert fate is not None
-        assert fate.key == key
+        outcome = translate_key(key, "1")
+        assert outcome is not None
+        assert outcome.key == key
 
 
 def test_names_of_older_versions_lead_to_keys_of_ours() -> None:

@@ -22,6 +22,7 @@ from tests.integration.runs import lines, overrides
 from trainer import load_config, run
 from trainer.cli import main
 from trainer.config.recipe import Recipe
+from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.stages import PPOTrainer
 from trainer.preference.recipe import DPO
 from trainer.record import Metrics
@@ -38,7 +39,6 @@ from trainer.replay.replay import (
 )
 from trainer.replay.saved_run import SavedRun
 from trainer.reward_model.recipe import REWARD_MODEL
-from trainer.roadside.saved_batches import STAGES, batch_file
 from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 from verl_like.batch.protocol import DataProto

@@ -24,10 +24,10 @@ from trainer.cli.eval import main as evaluate
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.prompts import load_tokenizer
+from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.recipe import PPO
 from trainer.replay.replay import replay
 from trainer.replay.trajectory import _Row, first_difference, replay_trajectory
-from trainer.roadside.saved_batches import STAGES, batch_file
 from trainer.rollouts.turns import chats_of
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -194,7 +194,7 @@ ROW = _Row(
     prompt=[1, 2],
     tokens=[3, 4, 5, 6],
     turns=[0, 0, 0, 1],
-    is_drawn=torch.tensor([True, False, False, True]),
+    is_sampled=torch.tensor([True, False, False, True]),
     log_probs=torch.tensor([-1.0, torch.nan, torch.nan, -2.0]),
     answers=[{"text": "go"}, {"messages": [], "reward": 0.0}, {"end": True, "reward": 1.0}],
     ended="terminated",

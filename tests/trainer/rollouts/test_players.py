@@ -16,10 +16,10 @@ from tests.trainer.rollouts.test_environments import GAMES, play, rows, settings
 from trainer.async_training.recipe import ASYNC
 from trainer.config.compose import load_config
 from trainer.launch import run
+from trainer.observers.saved_batches import batch_file
 from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.sample import collect_groups
 from trainer.replay.trajectory import replay_trajectory
-from trainer.roadside.saved_batches import batch_file
 from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -143,7 +143,7 @@ def test_groups_of_players_are_filtered_by_prompts() -> None:
     config = FilterGroupsConfig(enable=True, max_num_gen_batches=1, metric="seq_reward")
     batch, metrics = collect_groups(lambda _: (samples, {}), 1, config)
     assert list(batch.non_tensor_batch["uid"]) == uids[:4]
-    assert metrics["dynamic_sampling/num_groups_drawn"] == 3
+    assert metrics["dynamic_sampling/num_groups_sampled"] == 3
     batch, _ = collect_groups(lambda _: (samples, {}), 2, config)
     assert list(batch.non_tensor_batch["uid"]) == uids[:8]
 

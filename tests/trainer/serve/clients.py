@@ -13,10 +13,10 @@ import httpx
 import numpy as np
 
 from trainer.config.compose import load_config
-from trainer.serve.desk import Desk, started
 from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.server import open_door
 from trainer.serve.wire import CLASSES, PROTOBUF
+from trainer.serve.work_queue import WorkQueue, started
 
 JsonObject = dict[str, Any]
 TEXT = [7, 9, 11, 13, 8, 6, 21]
@@ -40,7 +40,7 @@ def config_of(model: Path, folder: Path, *settings: str, rank: int = 4) -> Any:
 
 
 @contextmanager
-def served(config: Any, token: str = "", **aliases: str) -> Iterator[tuple[Desk, str]]:
+def served(config: Any, token: str = "", **aliases: str) -> Iterator[tuple[WorkQueue, str]]:
     """Within, a server answers at the URL; its work is done in a thread."""
     with started(config, aliases) as desk, open_door(desk, "127.0.0.1", 0, token) as url:
         worker = threading.Thread(target=desk.run, name="desk")

@@ -8,23 +8,25 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.serve.clients import Client, Model, config_of, served
-from trainer.serve.desk import Desk
+from trainer.serve.work_queue import WorkQueue
 
 
 @pytest.fixture(scope="module")
-def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Desk, str]]:
+def server(
+    tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[WorkQueue, str]]:
     config = config_of(tiny_dir / "model", tmp_path_factory.mktemp("saved"))
     with served(config) as running:
         yield running
 
 
 @pytest.fixture
-def client(server: tuple[Desk, str]) -> Iterator[Client]:
+def client(server: tuple[WorkQueue, str]) -> Iterator[Client]:
     with Client(server[1]) as opened:
         yield opened
         opened.post(f"sessions/{opened.session}/finish")
 
 
 @pytest.fixture
-def model(client: Client, server: tuple[Desk, str]) -> Model:
+def model(client: Client, server: tuple[WorkQueue, str]) -> Model:
     return client.model(server[0].base_model)

@@ -26,11 +26,11 @@ from tests.trainer.serve.clients import (
     served,
 )
 from trainer.serve import app
-from trainer.serve.app import Door, body_of
-from trainer.serve.desk import Desk
+from trainer.serve.app import Api, body_of
 from trainer.serve.wire import CLASSES, PROTOBUF
+from trainer.serve.work_queue import WorkQueue
 
-Server = tuple[Desk, str]
+Server = tuple[WorkQueue, str]
 CONNECTIONS = 500
 HEAD = "POST /api/v1/{} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
 UNFINISHED = f"{HEAD.format('forward_backward', 1000)}half".encode()
@@ -181,7 +181,7 @@ def test_no_field_of_any_request_breaks_the_server(server: Server) -> None:
             "model_id": train_model.name,
             "sampling_session_id": client.sampler(base_model=server[0].base_model),
         }
-        for method, path, handler in Door(server[0], "").table():
+        for method, path, handler in Api(server[0], "").table():
             names = body_of(handler).model_fields
             for name in names:
                 for value in WEIRD:
@@ -214,7 +214,7 @@ def test_a_checkpoint_cannot_leave_its_folder(
 def test_no_route_answers_without_the_key(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_of(tiny_dir / "model", tmp_path)
     with served(config, token="tml-secret") as (desk, url), httpx.Client(base_url=url) as http:
-        for route in Door(desk, "").app().routes:
+        for route in Api(desk, "").app().routes:
             assert isinstance(route, Route)
             path = route.path.replace("{path:path}", "x").replace(":path", "")
             for method in (route.methods or set()) - {"HEAD"}:

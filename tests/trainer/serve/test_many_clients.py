@@ -24,9 +24,9 @@ from tests.trainer.serve.clients import (
     sequences,
     served,
 )
-from trainer.serve import promises, sampling
-from trainer.serve.desk import Desk
-from trainer.serve.promises import Promise
+from trainer.serve import pending, sampling
+from trainer.serve.pending import PendingResult
+from trainer.serve.work_queue import WorkQueue
 from workers.rollout.client import RolloutClient, Submission
 
 RANK, CLIENTS = 32, 16
@@ -75,20 +75,20 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
 
 
 def test_requests_leave_nothing_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promises, "MOST_READ", 4)
-    monkeypatch.setattr(promises, "MOST_SEEN", 4)
+    monkeypatch.setattr(pending, "MOST_READ", 4)
+    monkeypatch.setattr(pending, "MOST_SEEN", 4)
 
     def forward(count: int) -> tuple[int, int]:
         for _ in range(count):
             model.client.result(model.backward([datum()], forward_only=True))
         tensors = bytes_of_tensors()
-        return tensors, sum(isinstance(value, Promise) for value in gc.get_objects())
+        return tensors, sum(isinstance(value, PendingResult) for value in gc.get_objects())
 
     assert forward(10) == forward(30)
 
 
 def test_requests_of_several_clients_share_a_batch(
-    client: Client, server: tuple[Desk, str], monkeypatch: pytest.MonkeyPatch
+    client: Client, server: tuple[WorkQueue, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk, url = server
     batches: list[int] = []

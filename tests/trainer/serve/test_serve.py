@@ -25,9 +25,9 @@ from tests.trainer.serve.clients import (
 )
 from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
-from trainer.serve import verbs
-from trainer.serve.desk import Desk
-from trainer.serve.promises import RequestError, Turns
+from trainer.serve import training_ops
+from trainer.serve.pending import RequestError, Turns
+from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import ConfigError
 
 
@@ -102,7 +102,7 @@ def test_an_algorithm_names_its_loss_and_settings(model: Model) -> None:
 
 
 def test_requests_run_by_number_in_whatever_order_they_come(
-    client: Client, server: tuple[Desk, str]
+    client: Client, server: tuple[WorkQueue, str]
 ) -> None:
     base = server[0].base_model
     in_order, shuffled = (client.model(base, seq, seed=3) for seq in (0, 1))
@@ -192,7 +192,7 @@ def test_sampled_and_prompt_log_probs_are_the_trainers(model: Model) -> None:
 
 
 def test_states_come_back_with_their_optimizer_and_are_run_folders(
-    model: Model, server: tuple[Desk, str], tmp_path: Path
+    model: Model, server: tuple[WorkQueue, str], tmp_path: Path
 ) -> None:
     client, desk = model.client, server[0]
     client.result(model.backward([datum()]))
@@ -250,7 +250,7 @@ def test_snapshots_beyond_memory_are_the_same_from_disk(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = model.client
-    monkeypatch.setattr(verbs, "ADAPTERS_IN_MEMORY", 1)
+    monkeypatch.setattr(training_ops, "ADAPTERS_IN_MEMORY", 1)
     params = {"sampling_params": {"max_tokens": 8, "seed": 2}}
     drawn = []
     for number in range(3):
@@ -281,7 +281,7 @@ BAD_SAMPLES = [
 
 @pytest.mark.parametrize(("fields", "text"), BAD_SAMPLES)
 def test_a_bad_sample_request_is_rejected_at_once(
-    client: Client, server: tuple[Desk, str], fields: dict[str, Any], text: str
+    client: Client, server: tuple[WorkQueue, str], fields: dict[str, Any], text: str
 ) -> None:
     sampler = client.sampler(base_model=server[0].base_model)
     with pytest.raises(FailedError, match=text):
@@ -315,7 +315,9 @@ def test_unknown_settings_of_losses_are_named(model: Model) -> None:
         model.client.result(model.backward([of_policy()], "dro", beta="x"))
 
 
-def test_bad_requests_harm_nobody(client: Client, model: Model, server: tuple[Desk, str]) -> None:
+def test_bad_requests_harm_nobody(
+    client: Client, model: Model, server: tuple[WorkQueue, str]
+) -> None:
     base, http = server[0].base_model, client.http
     with pytest.raises(FailedError, match="400: this server has no model 'gpt'"):
         client.model("gpt", 7)
@@ -393,7 +395,7 @@ def test_all_weights_are_one_clients(tiny_dir: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_client_gets_does_not_depend_on_others(
-    client: Client, server: tuple[Desk, str]
+    client: Client, server: tuple[WorkQueue, str]
 ) -> None:
     base, params = server[0].base_model, {"sampling_params": {"max_tokens": 8}}
 

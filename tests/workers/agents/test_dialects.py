@@ -33,7 +33,7 @@ from workers.agents.host import EnvironmentHost
 
 CALL = 'so <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 SCHEMA = ADD["function"]["parameters"]
-SAID = {"num_read": 7, "num_drawn": 5}
+SAID = {"num_read": 7, "num_sampled": 5}
 
 
 @pytest.fixture

@@ -154,23 +154,25 @@ def test_a_request_that_rewrites_the_history_opens_a_segment(
     for one in play("rewrites", num=4):
         assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
         (begin,) = one.sample.segments
-        segment, is_drawn = one.sample.tokens[begin:], drawn_of(one)[begin:]
+        segment, is_sampled = one.sample.tokens[begin:], drawn_of(one)[begin:]
         assert drawn_of(one)[begin - 1]
-        observed = tokenizer.decode(segment[~is_drawn])
+        observed = tokenizer.decode(segment[~is_sampled])
         assert observed == "<bos><user>other<assistant><user>more<assistant>"
         with torch.no_grad():
             logits = model(segment[None]).logits[0, :-1].log_softmax(-1)
         expected = logits.gather(1, segment[1:, None])[:, 0]
         found = one.sample.log_probs[begin + 1 :]
-        torch.testing.assert_close(found[is_drawn[1:]], expected[is_drawn[1:]], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            found[is_sampled[1:]], expected[is_sampled[1:]], atol=1e-5, rtol=0
+        )
 
 
 def test_a_history_by_the_template_is_read_as_it_is_written_now(play: Play, tokenizer: Any) -> None:
     for one in play("counts", num=4, history_tokens="retokenized"):
         assert (one.ended, one.problem, one.num_turns) == ("terminated", "", 3)
-        tokens, is_drawn, messages = one.sample.tokens, drawn_of(one), list(ASK)
+        tokens, is_sampled, messages = one.sample.tokens, drawn_of(one), list(ASK)
         for turn in range(3):
-            its = is_drawn & (torch.tensor(one.turns) == turn)
+            its = is_sampled & (torch.tensor(one.turns) == turn)
             first = int(its.nonzero()[0])
             begins = [begin for begin in one.sample.segments if begin < first]
             before = [*one.sample.prompt, *tokens[:first].tolist()]
@@ -386,7 +388,7 @@ def test_a_stream_has_calls_the_reason_and_the_usage(
         return list(create_of(session)(model="any", messages=ASK, tools=[ADD], **options))
 
     text = '{"name": "add", "arguments": {}}'
-    _, found = answered(text, stream, finish_reason="length", num_read=7, num_drawn=5)
+    _, found = answered(text, stream, finish_reason="length", num_read=7, num_sampled=5)
     first, last, usage = found
     assert first.choices[0].delta.role == "assistant"
     assert first.choices[0].delta.tool_calls[0].function.name == "add"
@@ -608,7 +610,7 @@ def test_a_request_that_the_client_sends_once_more_gets_the_answer_of_the_first_
         asked = pool.submit(client.chat.completions.create, model="policy", messages=ASK)
         assert session.next()["request"]["chat"] == [{"role": "user", "content": "go"}]
         time.sleep(0.6)  # by then it has been sent once more
-        session.answer({"text": "hi", "finish_reason": "stop", "num_read": 1, "num_drawn": 1})
+        session.answer({"text": "hi", "finish_reason": "stop", "num_read": 1, "num_sampled": 1})
         found = asked.result()
     assert (found.choices[0].message.content, found.id) == ("hi", f"{session.name}-0")
     session.end(1.0)

@@ -29,7 +29,7 @@ from workers.config import EnvironmentConfig
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.batches import batch_of as make_batch
-from workers.rollout.batches import check_draws
+from workers.rollout.batches import check_sample_hashes
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import noise_key
 from workers.training.engine import INPUTS
@@ -201,10 +201,10 @@ def test_a_trajectory_of_segments_is_one_sample_of_its_group(play: Play) -> None
 
 def test_positions_that_are_changed_are_found(play: Play) -> None:
     batch = batch_of(play(num=2))
-    assert check_draws(batch)["training/num_hash_matched_samples"] == 2
+    assert check_sample_hashes(batch)["training/num_hash_matched_samples"] == 2
     as_one = batch.padded("attention_mask").cumsum(-1) - 1
     with pytest.raises(BatchError, match="2 of 2 samples differ from what the rollout sampled"):
-        check_draws(batch.set_columns({"position_ids": as_one}))
+        check_sample_hashes(batch.set_columns({"position_ids": as_one}))
 
 
 def test_a_reward_model_reads_the_last_segment_alone(play: Play) -> None:

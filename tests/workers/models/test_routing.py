@@ -41,7 +41,7 @@ def gradients_of(
 
 
 def choices(model: Any) -> Tensor:
-    with torch.no_grad(), Routers(model).noting() as passes:
+    with torch.no_grad(), Routers(model).recording() as passes:
         model(IDS[:, :13], use_cache=False)
         model(IDS[:, 13:], use_cache=False)
         return passes.take()
@@ -58,7 +58,7 @@ def test_own_choices_are_no_other_bit_of_logits_and_gradients(
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     routers = Routers(model)
-    with torch.no_grad(), routers.noting() as passes:
+    with torch.no_grad(), routers.recording() as passes:
         expected = model(IDS, use_cache=False).logits
         own = passes.take()
     assert own.dtype == torch.uint8
@@ -76,7 +76,7 @@ def test_choices_of_another_router_are_chosen_and_weighted_by_this_one(family: s
     routers = Routers(model)
     own, others = choices(model), choices(model_of(family, seed=1))
     assert (own != others).any()
-    with torch.no_grad(), routers.noting() as passes, routers.replaying():
+    with torch.no_grad(), routers.recording() as passes, routers.replaying():
         routers.replay(others)
         changed = model(IDS, use_cache=False).logits
         assert torch.equal(passes.take(), others)
@@ -95,7 +95,7 @@ def test_experts_are_chosen_within_groups_and_replayed_over_all() -> None:
     model = model_of("deepseek-v3", **sizes)
     routers = Routers(model)
     everywhere = torch.tensor([0, 7]).expand(IDS.shape[1], *routers.shape)
-    with torch.no_grad(), routers.noting() as passes, routers.replaying():
+    with torch.no_grad(), routers.recording() as passes, routers.replaying():
         routers.replay(everywhere)
         model(IDS, use_cache=False)
         assert torch.equal(passes.take(), everywhere)
@@ -104,7 +104,7 @@ def test_experts_are_chosen_within_groups_and_replayed_over_all() -> None:
 def test_nothing_is_left_at_the_module_when_it_is_over() -> None:
     model = model_of("mixtral")
     routers = Routers(model)
-    with routers.noting(), routers.replaying():
+    with routers.recording(), routers.replaying():
         pass
     assert all("forward" not in vars(router) for router in routers.routers)
     assert not any(part._forward_pre_hooks for part in model.modules())

@@ -20,7 +20,7 @@ from workers.models.causal_lm import ScalarHeadModel
 from workers.models.lora import add_adapter
 from workers.parallel import tensor
 from workers.parallel.fsdp import add_up_gradients, begin_pass, shard
-from workers.parallel.vocabulary import Words, stats_of_words
+from workers.parallel.vocabulary import VocabShard, token_stats
 
 LARGEST_ERROR = 1e-6
 """Weights are float64, and norms compute in float32; what is left out is off by some per cent."""
@@ -51,14 +51,14 @@ def model_of(case: str, changes: dict[str, Any]) -> Any:
     return model
 
 
-def numbers(model: Any, words: Words | None, ids: Tensor) -> list[Tensor]:
+def numbers(model: Any, words: VocabShard | None, ids: Tensor) -> list[Tensor]:
     """Return a loss's inputs per token: values, or log-probs, entropies and sums of squares."""
     if isinstance(model, ScalarHeadModel):
         return [model(input_ids=ids, use_cache=False)[..., 0].flatten()]
     logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
     labels = ids.roll(-1, dims=1).flatten()
     if words is not None:
-        return list(stats_of_words(logits, labels, words, 0.7, True, True).values())
+        return list(token_stats(logits, labels, words, 0.7, True, True).values())
     log_probs = (logits / 0.7).log_softmax(-1)
     probs = log_probs.exp()
     of_labels = log_probs.gather(-1, labels[:, None])[:, 0]
@@ -71,7 +71,7 @@ def passes(model: Any, cut: Any, ids: Tensor, size: int, before: Any = lambda _:
     chunks = ids.split(size)
     for number, rows in enumerate(chunks, 1):
         before(number == len(chunks))
-        columns = numbers(model, None if cut is None else cut.words, rows)
+        columns = numbers(model, None if cut is None else cut.vocab, rows)
         weights = (rows + torch.arange(WIDTH)).flatten().double().sin()
         sum((column * weights ** (k + 1)).sum() for k, column in enumerate(columns[:2])).backward()
         found.append(torch.stack([column.detach() for column in columns]))

@@ -13,7 +13,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError
 from workers.columns import write_columns
-from workers.rollout.batches import check_draws, sample_hash
+from workers.rollout.batches import check_sample_hashes, sample_hash
 from workers.rollout.sample import Sample
 
 P, R = 4, 6
@@ -62,7 +62,7 @@ def test_rows_that_were_drawn_pass_in_any_order(
     make: Callable[[], DataProto], order: list[int]
 ) -> None:
     batch = make().select_idxs(order)
-    assert check_draws(batch) == {"training/num_hash_matched_samples": 2.0}
+    assert check_sample_hashes(batch) == {"training/num_hash_matched_samples": 2.0}
 
 
 @pytest.mark.parametrize("make", [ragged_batch, padded_batch])
@@ -89,7 +89,7 @@ def test_whatever_is_changed_is_refused_by_name(
     held = column.like(changed) if isinstance(column, Ragged) else changed
     batch.set_columns({name: held})
     with pytest.raises(BatchError, match=r"1 of 2 samples differ from what the .*uid/index: a/0\)"):
-        check_draws(batch)
+        check_sample_hashes(batch)
 
 
 def test_what_is_left_out_of_the_loss_is_no_change() -> None:
@@ -97,7 +97,9 @@ def test_what_is_left_out_of_the_loss_is_no_change() -> None:
     mask = batch.padded("response_mask").clone()
     mask[0] = 0
     assert (
-        check_draws(write_columns(batch, response_mask=mask))["training/num_hash_matched_samples"]
+        check_sample_hashes(write_columns(batch, response_mask=mask))[
+            "training/num_hash_matched_samples"
+        ]
         == 2
     )
 
@@ -105,7 +107,7 @@ def test_what_is_left_out_of_the_loss_is_no_change() -> None:
 def test_samples_of_another_generator_are_not_asked() -> None:
     batch = ragged_batch()
     batch.pop(["sample_hash"])
-    assert check_draws(batch) == {}
+    assert check_sample_hashes(batch) == {}
 
 
 def test_a_row_is_not_another_one_with_the_same_tokens() -> None:

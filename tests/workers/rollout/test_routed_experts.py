@@ -47,7 +47,7 @@ def engine_of(name: str, model: Any, **limits: Any) -> RolloutEngine:
 @torch.no_grad()
 def choices(model: Any, ids: list[int]) -> Tensor:
     """Return the model's choices in one pass over these tokens, in any order."""
-    with Routers(model).noting() as noted:
+    with Routers(model).recording() as noted:
         model(torch.tensor([ids]), use_cache=False)
         return noted.take().sort(dim=-1).values
 

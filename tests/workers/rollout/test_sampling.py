@@ -14,9 +14,9 @@ from verl_like.errors import ConfigError
 from workers.rollout import sampling as sampling_module
 from workers.rollout.base import SamplingParams
 from workers.rollout.sampling import (
-    choose_tokens,
     filtered_probs,
     noise_key,
+    sample_tokens,
     uniforms,
     uniforms_of,
 )
@@ -97,9 +97,9 @@ def test_rows_in_parts_have_the_tokens_of_rows_together(
 ) -> None:
     logits, noise = torch.randn(7, 50), torch.rand(7, dtype=torch.float64)
     arguments = logits, noise, sampling(**settings), torch.arange(7)
-    together = choose_tokens(*arguments)
+    together = sample_tokens(*arguments)
     monkeypatch.setattr(sampling_module, "LOGITS_AT_ONCE", 2 * 50)
-    for in_parts, whole in zip(choose_tokens(*arguments), together, strict=True):
+    for in_parts, whole in zip(sample_tokens(*arguments), together, strict=True):
         assert torch.equal(in_parts, whole)
 
 
@@ -130,7 +130,7 @@ def chi_square_limit(freedom: int) -> float:
 )
 def test_tokens_follow_the_truncated_distribution(settings: dict[str, Any]) -> None:
     logits = torch.tensor([0.3, -1.0, 1.5, 0.0, 0.9, -0.4, 2.0, -2.0])
-    tokens, _ = choose_tokens(logits.repeat(DRAWS, 1), noise(DRAWS), sampling(**settings))
+    tokens, _ = sample_tokens(logits.repeat(DRAWS, 1), noise(DRAWS), sampling(**settings))
     counts = torch.bincount(tokens, minlength=VOCAB).tolist()
     expected = expected_probs(logits, **settings)
     assert {token for token in range(VOCAB) if counts[token]} == set(expected)
@@ -147,7 +147,7 @@ def test_truncation_keeps_ties_and_at_least_one_token() -> None:
 
 def test_log_probs_have_the_temperature_but_no_truncation() -> None:
     logits = torch.randn(50, VOCAB)
-    tokens, log_probs = choose_tokens(
+    tokens, log_probs = sample_tokens(
         logits, noise(50), sampling(temperature=0.6, top_k=2, top_p=0.9)
     )
     assert torch.equal(log_probs, torch.log_softmax(logits / 0.6, -1).gather(1, tokens[:, None]))
@@ -161,24 +161,24 @@ def test_truncated_log_probs_are_those_of_the_distribution_drawn_from(
 ) -> None:
     logits = torch.randn(50, VOCAB)
     bias = {"logit_bias": ((3, 1.5),), "truncated_log_probs": True}
-    tokens, log_probs = choose_tokens(logits, noise(50), sampling(**settings, **bias))
+    tokens, log_probs = sample_tokens(logits, noise(50), sampling(**settings, **bias))
     for row, token in enumerate(tokens.tolist()):
         biased = logits[row] + torch.tensor([0.0, 0.0, 0.0, 1.5, 0.0, 0.0, 0.0, 0.0])
         assert log_probs[row, 1].exp() == pytest.approx(
             expected_probs(biased, **settings)[token], rel=1e-5
         )
     plain = sampling(**settings, logit_bias=bias["logit_bias"])
-    assert torch.equal(choose_tokens(logits, noise(50), plain)[1], log_probs[:, :1])
+    assert torch.equal(sample_tokens(logits, noise(50), plain)[1], log_probs[:, :1])
 
 
 def test_greedy_decoding_draws_from_one_token() -> None:
     greedy = sampling(do_sample=False, top_k=4, truncated_log_probs=True)
-    assert not choose_tokens(torch.randn(5, VOCAB), noise(5), greedy)[1][:, 1].any()
+    assert not sample_tokens(torch.randn(5, VOCAB), noise(5), greedy)[1][:, 1].any()
 
 
 def test_greedy_takes_the_likeliest_and_counts_as_temperature_one() -> None:
     logits = torch.randn(50, VOCAB)
-    tokens, log_probs = choose_tokens(logits, noise(50), sampling(do_sample=False, temperature=0.1))
+    tokens, log_probs = sample_tokens(logits, noise(50), sampling(do_sample=False, temperature=0.1))
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.equal(log_probs[:, 0], torch.log_softmax(logits, -1).max(-1).values)
 
@@ -186,16 +186,16 @@ def test_greedy_takes_the_likeliest_and_counts_as_temperature_one() -> None:
 def test_a_row_draws_the_same_alone_and_among_others() -> None:
     logits, numbers = torch.randn(33, 1000), noise(33)
     settings = sampling(top_k=50, top_p=0.9)
-    tokens, log_probs = choose_tokens(logits, numbers, settings)
+    tokens, log_probs = sample_tokens(logits, numbers, settings)
     for row in (0, 7, 32):
-        token, log_prob = choose_tokens(logits[row : row + 1], numbers[row : row + 1], settings)
+        token, log_prob = sample_tokens(logits[row : row + 1], numbers[row : row + 1], settings)
         assert token[0] == tokens[row]
         assert log_prob[0] == log_probs[row]
 
 
 def test_the_ends_of_the_noise_draw_tokens_that_have_probability() -> None:
     logits = torch.tensor([[-200.0, 0.0, 0.0, -200.0]]).repeat(2, 1)
-    tokens, _ = choose_tokens(
+    tokens, _ = sample_tokens(
         logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), sampling(top_k=2)
     )
     assert tokens.tolist() == [1, 2]

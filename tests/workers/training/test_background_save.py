@@ -14,7 +14,7 @@ from tests.workers.distributed import run
 from tests.workers.samples import make_batch, own_chunk, started, tiny_config
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
-from workers.models.tensor_files import AT_ONCE
+from workers.models.tensor_files import WRITE_NOW
 from workers.roles.actor import ActorWorker
 from workers.training import file_copies
 from workers.training.file_copies import FileCopies
@@ -83,7 +83,7 @@ def test_memory_is_used_again_and_nothing_of_a_longer_file_stays(tmp_path: Path)
     copies, addresses = FileCopies(least_bytes=0), []
     for length in (40, 30, 40):
         tensors = [torch.arange(length), torch.tensor(1.5), torch.ones(3, 2).bfloat16().T]
-        AT_ONCE.add(tmp_path / "at once", b"head", tensors)
+        WRITE_NOW.add(tmp_path / "at once", b"head", tensors)
         expected = (tmp_path / "at once").read_bytes()
         assert copied(tmp_path, tensors, copies) == expected
         (copy,) = copies._files.values()

@@ -1,4 +1,4 @@
-"""A head with words over two ranks, in chunks of positions, next to a whole one."""
+"""A head whose vocabulary is split over two ranks, in chunks of positions, next to a whole one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def errors(is_tied: bool) -> dict[str, float]:
     config = tiny_model_config("qwen2")
     config.tie_word_embeddings, config.vocab_size = is_tied, VOCAB - 3
     whole, own = build_tiny(config).double(), build_tiny(config).double()
-    words = tensor.apply(own, mesh).words
+    vocab = tensor.apply(own, mesh).vocab
     lm_head.CHUNK_BYTES = 4 * 64 * 3
 
     positions = Ragged.from_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
@@ -37,9 +37,9 @@ def errors(is_tied: bool) -> dict[str, float]:
     labels = tokens.view(2, -1).roll(-1, dims=1)[feed.reads]
 
     found: list[dict[str, Any]] = []
-    for model, part, may_chunk in ((whole, None, False), (own, words, True)):
+    for model, part, may_chunk in ((whole, None, False), (own, vocab, True)):
         wanted = TokenOutputs(0.7, entropy=True, sum_pi_squared=True)
-        said = token_columns(model, feed, labels, wanted, may_chunk=may_chunk, words=part)
+        said = token_columns(model, feed, labels, wanted, may_chunk=may_chunk, vocab=part)
         (said["log_probs"] * labels.sin() + said["entropys"].cos()).sum().backward()
         numbers = {name: column.detach() for name, column in said.items()}
         for name, weight in model.named_parameters():

@@ -41,7 +41,7 @@ from workers.rollout.native.kv_cache import (
 from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.native.slot_table import SlotTable
 from workers.rollout.sample import KeptStates, Sample, States, num_read_at_once
-from workers.rollout.sampling import choose_tokens, uniforms
+from workers.rollout.sampling import sample_tokens, uniforms
 
 ROWS_STEP = 16
 """Passes over more rows than this compute multiples of it.
@@ -162,15 +162,15 @@ class Scheduler:
         """
         self._take_newer_weights()
         self._fit_cache()
-        self.table.num_drawn[:] = 0
-        with nullcontext() if self.routers is None else self.routers.noting() as self.noted:
+        self.table.num_sampled[:] = 0
+        with nullcontext() if self.routers is None else self.routers.recording() as self.noted:
             while not self.is_empty:
                 self._let_in_kept()
                 group = self._next_group()
                 if group:
                     self._prefill(group)
                 elif budget.max_tokens is not None and (
-                    int(self.table.num_drawn[: self.num_active].max()) >= budget.max_tokens
+                    int(self.table.num_sampled[: self.num_active].max()) >= budget.max_tokens
                 ):
                     return
                 else:
@@ -322,7 +322,7 @@ class Scheduler:
         table = self.table
         steps = table.lengths[slots]
         noise = torch.from_numpy(uniforms(table.keys[slots], steps)).to(self.device)
-        drawn = choose_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
+        drawn = sample_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
         tokens, log_probs = (column.cpu().numpy() for column in drawn)
 
         # A sample that is fed earlier tokens keeps them, with their log-probs and versions.
@@ -335,7 +335,7 @@ class Scheduler:
         table.log_probs[slots, steps] = log_probs
         table.versions[slots[new], steps[new]] = int(self.engine.version or 0)
         table.lengths[slots] = steps + 1
-        table.num_drawn[slots] += new
+        table.num_sampled[slots] += new
 
         stopped = self.is_stop[tokens] & new
         samples = table.samples[slots].tolist()

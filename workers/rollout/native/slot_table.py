@@ -29,7 +29,7 @@ class SlotTable:
     """Tokens of the response that the sample had when it was submitted."""
     longest: NDArray[np.int64]
     """Tokens of the response at which the sample ends."""
-    num_drawn: NDArray[np.int64]
+    num_sampled: NDArray[np.int64]
     """Tokens that were sampled in the current `run` of the scheduler."""
     tokens: NDArray[np.int64]
     log_probs: NDArray[np.float32]
@@ -49,7 +49,7 @@ class SlotTable:
             lengths=np.zeros(num_slots, dtype=np.int64),
             forced=np.zeros(num_slots, dtype=np.int64),
             longest=np.zeros(num_slots, dtype=np.int64),
-            num_drawn=np.zeros(num_slots, dtype=np.int64),
+            num_sampled=np.zeros(num_slots, dtype=np.int64),
             tokens=np.zeros(shape, dtype=np.int64),
             log_probs=np.zeros((*shape, sampling.num_log_probs), dtype=np.float32),
             versions=np.zeros(shape, dtype=np.int32),
@@ -77,7 +77,7 @@ class SlotTable:
         count = len(sample.tokens)
         self.numbers[slot], self.samples[slot], self.keys[slot] = number, sample, sample.key
         self.prompt_lengths[slot], self.lengths[slot] = len(sample.prompt), length
-        self.forced[slot], self.num_drawn[slot] = count, 0
+        self.forced[slot], self.num_sampled[slot] = count, 0
         self.longest[slot] = sample.longest(sampling.max_tokens)
         self.tokens[slot, :count] = sample.tokens
         self.log_probs[slot, :count] = sample.stacked_log_probs(sampling.num_log_probs)

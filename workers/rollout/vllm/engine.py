@@ -168,7 +168,7 @@ class VllmEngine(RolloutEngine):
         start = {number: len(request.tokens) for number, request in self._requests.items()}
         finished: list[int] = []
         while len(finished) < len(start):
-            num_drawn = 0
+            num_sampled = 0
             for number, tokens in self.vllm.step(budget):
                 request = self._requests.get(number)
                 if request is None or request.finish_reason != UNFINISHED:
@@ -182,8 +182,8 @@ class VllmEngine(RolloutEngine):
                         request.finish_reason = reason
                         finished.append(number)
                         break
-                num_drawn = max(num_drawn, len(request.tokens) - start[number])
-            if budget.is_over or num_drawn >= (budget.max_tokens or math.inf):
+                num_sampled = max(num_sampled, len(request.tokens) - start[number])
+            if budget.is_over or num_sampled >= (budget.max_tokens or math.inf):
                 break
             if budget.until_one and finished:
                 break
@@ -207,12 +207,15 @@ class VllmEngine(RolloutEngine):
         if numbers:
             requests = [self._requests.pop(number) for number in numbers]
             rows = [request.row for request in requests]
-            log_probs, versions = map(torch.as_tensor, self.vllm.call("drawn_for", rows)[0])
+            log_probs, versions = map(torch.as_tensor, self.vllm.call("sampled_for", rows)[0])
             chosen: Sequence[Tensor | None] = [None] * len(rows)
             if self._no_choices is not None and isinstance(self.vllm, InProcessVllm):
                 chosen = self.vllm.choices(rows)
-            drawn = zip(numbers, requests, log_probs, versions, chosen, strict=True)
-            samples = {number: _sample_of(request, *columns) for number, request, *columns in drawn}
+            columns_of_samples = zip(numbers, requests, log_probs, versions, chosen, strict=True)
+            samples = {
+                number: _sample_of(request, *columns)
+                for number, request, *columns in columns_of_samples
+            }
         if not self._requests:
             self._num_rows = 0
             self.vllm.end()

@@ -70,7 +70,7 @@ class Lockstep:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Context of a call of the first rank; the others are told when it has ended."""
+        """Context of a call of the first rank; the others are received when it has ended."""
         try:
             yield
         finally:
@@ -79,8 +79,8 @@ class Lockstep:
     def follow(self, vllm: Any) -> None:
         """Call what the first rank calls until its role's call ends; then raise the first error."""
         failure: Exception | None = None
-        while (told := self._broadcast(None)) is not None:
-            method, args = told
+        while (received := self._broadcast(None)) is not None:
+            method, args = received
             try:
                 getattr(vllm, method)(*args)
             except Exception as error:  # noqa: BLE001 - raised at the end of the call

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from verl_like.errors import ConfigError
 from workers.parallel.offload import to_device
 from workers.rollout.base import SamplingParams
-from workers.rollout.sampling import choose_tokens, uniforms_of
+from workers.rollout.sampling import sample_tokens, uniforms_of
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.setup import ADAPTER, model_identity
 from workers.weights.channel import receiving
@@ -49,9 +49,9 @@ class NoiseSampler(nn.Module):
         self.version = 0
         """Version of the sampling weights."""
         self.log_probs, self.versions = torch.zeros(0, 0, 0), torch.zeros(0, 0)
-        self._arriving: list[_Drawn] = []
+        self._arriving: list[_StepLogProbs] = []
         """Sampled on the device but not yet in the tables, step by step."""
-        self._drawing = _Drawing.of([], {}, torch.device("cpu"))
+        self._batch_noise = _BatchNoise.of([], {}, torch.device("cpu"))
         self.choices: ExpertChoices | None = None
         self.choice_dtype = torch.uint8
 
@@ -82,23 +82,23 @@ class NoiseSampler(nn.Module):
 
         batch, count = self.runner.input_batch, len(logits)
         names = batch.req_ids[:count]
-        if names != self._drawing.names:
-            self._drawing = _Drawing.of(names, self.runner.requests, logits.device)
-        drawing = self._drawing
-        drawn = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
-        steps = drawing.made_before + drawn
+        if names != self._batch_noise.names:
+            self._batch_noise = _BatchNoise.of(names, self.runner.requests, logits.device)
+        batch_noise = self._batch_noise
+        num_sampled = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+        steps = batch_noise.made_before + num_sampled
         positions = to_device(torch.from_numpy(steps), logits.device)
-        noise = uniforms_of(drawing.keys, positions)
-        tokens, log_probs = choose_tokens(logits, noise, self.sampling, positions)
+        noise = uniforms_of(batch_noise.keys, positions)
+        tokens, log_probs = sample_tokens(logits, noise, self.sampling, positions)
 
         last = self.sampling.max_tokens
         self._arriving.append(
-            _Drawn(drawing.rows, steps.clip(0, last), self.version, *arriving(log_probs))
+            _StepLogProbs(batch_noise.rows, steps.clip(0, last), self.version, *arriving(log_probs))
         )
         if len(self._arriving) == 2 * STEPS_BEHIND:
             self.settle(STEPS_BEHIND)
         if self.choices is not None:
-            self.choices.end_pass(drawing.rows.tolist(), self.choice_dtype)
+            self.choices.end_pass(batch_noise.rows.tolist(), self.choice_dtype)
         return SamplerOutput(
             sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
         )
@@ -115,7 +115,7 @@ class NoiseSampler(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class _BatchNoise:
     """Facts about the requests of a pass, which usually are those of the previous pass."""
 
     names: list[str]
@@ -126,7 +126,7 @@ class _Drawing:
     """Noise keys on the device, as int64 with the same bits."""
 
     @classmethod
-    def of(cls, names: list[str], requests: Any, device: torch.device) -> _Drawing:
+    def of(cls, names: list[str], requests: Any, device: torch.device) -> _BatchNoise:
         extra_args = [requests[name].sampling_params.extra_args for name in names]
         rows = np.array([arguments["row"] for arguments in extra_args], dtype=np.int64)
         before = np.array([arguments["made"] for arguments in extra_args], dtype=np.int64)
@@ -137,7 +137,7 @@ class _Drawing:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _StepLogProbs:
     """One step's log-probs, their position in the tables, and the version that sampled them."""
 
     rows: NDArray[np.int64]
@@ -220,7 +220,7 @@ class WorkerExtension:
         """Prepare for requests: the tables have `num_rows` rows from now on."""
         self.model_runner.sampler.begin(SamplingParams(**sampling), num_rows)
 
-    def drawn_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+    def sampled_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Return log-probs [rows, max tokens, kinds] and versions [rows, max tokens]."""
         sampler = self.model_runner.sampler
         sampler.settle()

@@ -140,7 +140,7 @@ def _why_not(device: torch.device, compute: torch.dtype) -> str:
         return f"its products are in bfloat16, and passes compute in {compute} (compute_dtype)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CARD:
         name = torch.cuda.get_device_name(device)
-        return f"float8 needs a card of compute capability 8.9 (Ada, Hopper), not a {name}"
+        return f"float8 needs a GPU of compute capability 8.9 (Ada, Hopper), not a {name}"
     generator = torch.Generator().manual_seed(0)
     sizes = (48, 64), (32, 64)
     states, weight = (

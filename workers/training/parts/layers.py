@@ -75,7 +75,7 @@ class MatrixSplit(ModelPart):
 
         tensor.check(model.module, model.dims.tp, "parallel.tp")
         self.cut = tensor.apply(model.module, model.groups.mesh["tp"])
-        model.words = self.cut.words
+        model.vocab = self.cut.vocab
 
     def sum_gradients(self) -> None:
         """Sum the gradients of weights that saw only some of the heads; once per step."""

@@ -43,7 +43,7 @@ def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
     routers, found = Routers(model), []
     for output in outputs:
         row = torch.tensor([[*output.prompt, *output.tokens.tolist()][:-1]])
-        with torch.no_grad(), routers.noting() as noted:
+        with torch.no_grad(), routers.recording() as noted:
             model(row, use_cache=False)
             theirs = noted.take()
         assert output.routed_experts is not None

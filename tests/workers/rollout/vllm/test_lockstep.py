@@ -33,7 +33,7 @@ class Scripted(FakeLLM):
         self.fails_at = -1
 
     def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-        if method == "drawn_for":
+        if method == "sampled_for":
             count = len(args[0])
             return [(torch.zeros(count, 15, 1), torch.zeros(count, 15).int())]
         return super().collective_rpc(method, args)
@@ -134,7 +134,7 @@ def test_the_others_do_what_the_first_does_and_it_alone_answers(
     (first, log), (second, followed) = both(one_is_slow)
     assert first == [[0, 1], [], [], 2, [0, 1], [], 0]
     assert second == [None, None, None, 2, None, None, 0]
-    assert [entry for entry in log if entry != "drawn_for"] == followed
+    assert [entry for entry in log if entry != "sampled_for"] == followed
     assert followed.count("step") == 2
     assert "add 1 [12, 13]" in followed
 

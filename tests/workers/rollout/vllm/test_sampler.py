@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.rollout.base import SamplingParams
-from workers.rollout.sampling import choose_tokens, uniforms
+from workers.rollout.sampling import sample_tokens, uniforms
 from workers.rollout.vllm import worker
 from workers.rollout.vllm.worker import STEPS_BEHIND, NoiseSampler
 
@@ -106,7 +106,7 @@ def test_the_tables_hold_every_draw_of_every_version_when_they_are_asked() -> No
         logits = torch.randn(3, VOCABULARY, generator=generator)
         sampler.version = number // 10
         noise = torch.from_numpy(uniforms(keys, made + number))
-        tokens, log_probs = choose_tokens(logits, noise, sampler.sampling)
+        tokens, log_probs = sample_tokens(logits, noise, sampler.sampling)
         assert step(sampler, logits).tolist() == tokens.tolist()
         for n, facts in enumerate(runner.facts):
             wanted[facts["row"], made[n] + number] = log_probs[n]

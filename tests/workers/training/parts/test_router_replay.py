@@ -56,7 +56,7 @@ def own_choices(actor: ActorWorker) -> list[Tensor]:
     batch, module = make_batch(NUM_ROWS).batch, actor.engine.module
     rows = []
     for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        with torch.no_grad(), routers_of(actor).noting() as noted:
+        with torch.no_grad(), routers_of(actor).recording() as noted:
             module(input_ids=tokens[mask][None], use_cache=False)
             rows.append(noted.take())
     return rows
@@ -114,7 +114,7 @@ def test_experts_get_the_tokens_that_the_column_sends_to_them(
     batch = with_column(make_batch(NUM_ROWS), rows)
     own = with_column(make_batch(NUM_ROWS), own_choices(actor))
     actor.config.ppo_micro_batch_size_per_gpu = 1
-    with routers_of(actor).noting() as noted:
+    with routers_of(actor).recording() as noted:
         replayed = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
         given = noted.take()
     # the last token is not read; rows come in an order of their own

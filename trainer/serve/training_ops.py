@@ -21,7 +21,7 @@ from trainer.config.flat import flat_config
 from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SavedPath, ServedCheckpoints
-from trainer.serve.promises import Turns
+from trainer.serve.pending import Turns
 from trainer.serve.rows import Datum, RequestLoss, TrainingRows, pass_columns
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
@@ -83,7 +83,7 @@ class TrainedRole:
     """The name of this column in a client's result."""
 
 
-class Verbs:
+class TrainingOps:
     """Runs requests on the worker groups."""
 
     def __init__(self, config: Any, groups: Any, checkpoints: ServedCheckpoints) -> None:
@@ -255,7 +255,7 @@ class Verbs:
         """Return the path of a snapshot that is on disk."""
         return SavedPath(model, SPILLED, snapshot.rpartition(":")[2])
 
-    def bring_back(self, state: str, path: SavedPath) -> None:
+    def restore_state(self, state: str, path: SavedPath) -> None:
         """Load a state for sampling from its checkpoint if it is not in memory."""
         with self._lock:
             if state in self.states:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.roadside.alarms import Alarms
-from trainer.roadside.fault_injection import FaultInjection
+from trainer.observers.alarms import Alarms
+from trainer.observers.fault_injection import FaultInjection
 
 
 def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
@@ -23,8 +23,8 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     if not trainer_cls.learns_from_samples:
         return [*observers, FaultInjection(config)]
 
-    from trainer.roadside.sample_log import SampleWatch
-    from trainer.roadside.saved_batches import DrawCheck, SavedBatches, WrittenSamples
+    from trainer.observers.sample_log import SampleWatch
+    from trainer.observers.saved_batches import DrawCheck, SavedBatches, WrittenSamples
 
     samples = SampleWatch()
     has_generators = getattr(config, "generates_while_training", False)  # it prints its own log

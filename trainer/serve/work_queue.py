@@ -25,10 +25,10 @@ from trainer.launch import reproducible_arithmetic
 from trainer.run_folder.folder import FolderLock
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import ServedCheckpoints
-from trainer.serve.promises import Promise
+from trainer.serve.pending import PendingResult
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
-from trainer.serve.verbs import Verbs
+from trainer.serve.training_ops import TrainingOps
 from workers.models.folder import model_folder, read_hf_config
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ SLICE_S = 0.05
 """Samples run in slices of this length, and training requests run between two slices."""
 
 
-class Desk:
+class WorkQueue:
     """JsonObject about the base model for the door, and the queues of work."""
 
     def __init__(self, config: Any, groups: Any, aliases: Mapping[str, str]) -> None:
@@ -59,7 +59,7 @@ class Desk:
         )
         self.eos = tuple(stop_tokens(tokenizer, path))
         self.checkpoints = ServedCheckpoints(Path(config.trainer.default_local_dir))
-        self.verbs = Verbs(config, groups, self.checkpoints)
+        self.verbs = TrainingOps(config, groups, self.checkpoints)
         self.sampling = SamplingLoop(self.verbs, tokenizer.pad_token_id)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sampled = threading.Event()
@@ -67,7 +67,7 @@ class Desk:
         shares = self.verbs.rollout.shares_processes_with(self.verbs.actor)
         self.overlaps = not shares
 
-    def work(self, promise: Promise, run: Callable[[], bytes | JsonObject]) -> None:
+    def work(self, promise: PendingResult, run: Callable[[], bytes | JsonObject]) -> None:
         """Queue a call for the main thread; the promise gets its result."""
 
         def job() -> None:
@@ -126,7 +126,7 @@ class Desk:
 
 
 @contextmanager
-def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[Desk]:
+def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[WorkQueue]:
     """Context with the desk of a configuration, whose groups have loaded their models."""
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
@@ -141,4 +141,4 @@ def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[D
         for role in groups:
             if role != "actor":
                 groups[role].init_model()
-        yield Desk(config, groups, aliases or {})
+        yield WorkQueue(config, groups, aliases or {})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.batch.protocol import DataProto
-from workers.rollout.batches import check_draws
+from workers.rollout.batches import check_sample_hashes
 
 BATCHES_FOLDER = "batches"
 STAGES = ("score", "estimate", "update")
@@ -62,7 +62,7 @@ class DrawCheck:
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
         """Check the input of the update."""
         if stage == "update" and batch is not None:
-            self._metrics = check_draws(batch)
+            self._metrics = check_sample_hashes(batch)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Report how many samples were verified."""

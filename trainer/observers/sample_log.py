@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.report.accounts import DRAWN, LEFT_OUT, TRAINED
+from trainer.report.accounts import LEFT_OUT, SAMPLED, TRAINED
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError
 from workers.columns import count_ones
@@ -31,7 +31,7 @@ IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 """The state of an open sample: in generation, in a buffer, in the trainer's current step."""
 EMPTY = "no token"
 USER_CODE = "by code of the run's own"
-MADE_AGAIN = "repeated after a resume"
+REGENERATED = "repeated after a resume"
 STEP_AGAIN, STEP_NOT_FINISHED = "step repeated", "step unfinished"
 HOUSE = {"trainer", "abc", "typing", "builtins"}
 """Packages of this project's classes."""
@@ -64,7 +64,7 @@ class SampleLog:
         self.accounts: dict[int, Account] = defaultdict(Account)
         self.counts: dict[str, Counter[int]] = defaultdict(Counter)
         """Fact about trained samples, such as the rank -> value -> samples."""
-        self.drawn_tokens = self.trained_tokens = 0
+        self.sampled_tokens = self.trained_tokens = 0
         self.left_out: Counter[str] = Counter()
         """Reason -> tokens that were sampled and are not trained on."""
         self._open: dict[SampleKey, _Open] = {}
@@ -85,7 +85,7 @@ class SampleLog:
         for sample, num in tokens.items():
             self._open[sample].tokens = num
             self._open[sample].state = QUEUED
-        self.drawn_tokens += sum(tokens.values()) + sum(given_up.values())
+        self.sampled_tokens += sum(tokens.values()) + sum(given_up.values())
         self.leave_out(given_up)
 
     def move(self, samples: Iterable[SampleKey], state: str) -> None:
@@ -190,13 +190,13 @@ class SampleLog:
                 raise SampleLogError(f"generator {generator}: its samples do not add up: {row}")
         tokens = self.token_counts()
         parts = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
-        if tokens["drawn"] != parts:
+        if tokens["sampled"] != parts:
             raise SampleLogError(f"the tokens of the run do not add up: {tokens}")
 
     def token_counts(self) -> dict[str, Any]:
         """Return the tokens that were sampled, and their state."""
         return {
-            "drawn": self.drawn_tokens,
+            "sampled": self.sampled_tokens,
             "trained": self.trained_tokens,
             "queued": sum(entry.tokens for entry in self._open.values()),
             "left_out": dict(self.left_out),
@@ -246,20 +246,20 @@ class SampleLog:
             self.counts[name] = Counter({int(value): n for value, n in state[name].items()})
         tokens = state["tokens"]
         self.trained_tokens, self.left_out = tokens["trained"], Counter(tokens["left_out"])
-        self.leave_out({MADE_AGAIN: tokens["queued"]})
+        self.leave_out({REGENERATED: tokens["queued"]})
         older = tokens["trained"] + tokens["queued"] + sum(tokens["left_out"].values())
-        self.drawn_tokens = tokens.get("drawn", older)
+        self.sampled_tokens = tokens.get("sampled", tokens.get("drawn", older))
         for number, row in state["generators"].items():
             dropped = Counter(row["dropped"])
-            dropped[MADE_AGAIN] += row["queued"] + row["in_flight"]
+            dropped[REGENERATED] += row["queued"] + row["in_flight"]
             self.accounts[int(number)] = Account(row["made"], row["trained"], +dropped)
 
     def restore(self, account: int, tokens: Mapping[SampleKey, int]) -> None:
         """Mark these samples of the loaded log as still queued, with their tokens."""
         owner = self.accounts[account]
-        owner.dropped[MADE_AGAIN] -= len(tokens)
+        owner.dropped[REGENERATED] -= len(tokens)
         owner.dropped += Counter()
-        self.leave_out({MADE_AGAIN: -sum(tokens.values())})
+        self.leave_out({REGENERATED: -sum(tokens.values())})
         self._open |= {sample: _Open(account, QUEUED, num) for sample, num in tokens.items()}
 
     def _tokens(self, sample: SampleKey) -> int:
@@ -281,7 +281,7 @@ class SampleWatch:
         self.log = SampleLog()
         self._generators_log: SampleLog | None = None
         """The log of an asynchronous run, in which the generators enter new samples."""
-        self._drawn = self._trained = 0
+        self._sampled = self._trained = 0
         """Tokens that came from the rollout in this step, and tokens of its update."""
         self._left_out: Counter[str] = Counter()
         self._has_updated = False
@@ -304,7 +304,7 @@ class SampleWatch:
             self.log.receive(tokens, given_up)
             self.log.move(tokens, TAKEN)
         self._samples |= dict.fromkeys(tokens)
-        self._drawn += sum(tokens.values()) + sum(given_up.values())
+        self._sampled += sum(tokens.values()) + sum(given_up.values())
         self._left_out.update(given_up)
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
@@ -320,7 +320,7 @@ class SampleWatch:
                 self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
             elif tokens != known or len(tokens) != num_rows:
                 raise SampleLogError(
-                    f"tokens of step {trainer.global_step} do not add up: {self._drawn} of "
+                    f"tokens of step {trainer.global_step} do not add up: {self._sampled} of "
                     f"{len(known)} samples were drawn, {sum(tokens.values())} of {num_rows} came "
                     f"to the update, and only {dict(self._left_out)} were left out."
                 )
@@ -359,13 +359,13 @@ class SampleWatch:
         if self._samples:  # a user's update has not called the hook
             with self.log.lock:
                 self._leave(USER_CODE, {})
-        if self._drawn and self._has_updated:
-            if self._drawn != self._trained + self._left_out.total():
+        if self._sampled and self._has_updated:
+            if self._sampled != self._trained + self._left_out.total():
                 raise SampleLogError(
-                    f"tokens of step {trainer.global_step} do not add up: {self._drawn} were "
+                    f"tokens of step {trainer.global_step} do not add up: {self._sampled} were "
                     f"drawn, {self._trained} trained on, {dict(self._left_out)} left out."
                 )
-            metrics |= {DRAWN: float(self._drawn), TRAINED: float(self._trained)}
+            metrics |= {SAMPLED: float(self._sampled), TRAINED: float(self._trained)}
             metrics |= {LEFT_OUT + reason: float(n) for reason, n in self._left_out.items() if n}
         self._clear()
 
@@ -374,7 +374,7 @@ class SampleWatch:
         self._samples = dict.fromkeys(self.log.known(self._samples))
 
     def _clear(self) -> None:
-        self._drawn = self._trained = 0
+        self._sampled = self._trained = 0
         self._has_updated, self._left_out, self._samples = False, Counter(), {}
 
 

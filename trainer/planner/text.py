@@ -26,7 +26,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     placements = job.best(job.num_gpus)
     if not placements:
         raise fits_nowhere(job)
-    best, rejected = sifted(job, placements)
+    best, rejected = split_valid(job, placements)
     if not best:
         raise ConfigError(f"All placements are rejected. The fastest one: {rejected[0]}")
     first, is_single = best[0], len(job.roles) == 1
@@ -54,7 +54,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def sifted(
+def split_valid(
     job: Job, placements: Sequence[PlannedPlacement]
 ) -> tuple[list[PlannedPlacement], list[str]]:
     """Return the fastest valid placements, and why a run rejects faster ones."""

@@ -1,4 +1,4 @@
 """Observers of a run, one per file: they watch the run through hooks, and change nothing in it.
 
-`trainer.roadside.active` lists the observers of a run.
+`trainer.observers.active` lists the observers of a run.
 """

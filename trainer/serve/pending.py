@@ -44,7 +44,7 @@ def category_of(error: BaseException) -> str:
     return "user" if is_users else "server"
 
 
-class Promise:
+class PendingResult:
     """The result of a request that has not run yet: a body, and its media type."""
 
     def __init__(self, request_id: str) -> None:
@@ -75,22 +75,22 @@ class Promise:
         return self._future.result() if done else None
 
 
-class Promises:
+class PendingResults:
     """Promises of all sessions by id. Of those that were read, only the newest are kept."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Promise] = {}
-        self._read: OrderedDict[str, Promise] = OrderedDict()
+        self._open: dict[str, PendingResult] = {}
+        self._read: OrderedDict[str, PendingResult] = OrderedDict()
         self._last = 0
 
-    def new(self, session: str) -> Promise:
+    def new(self, session: str) -> PendingResult:
         """Add a promise to a session."""
         self._last += 1
-        promise = Promise(f"{session}:request:{self._last}")
+        promise = PendingResult(f"{session}:request:{self._last}")
         self._open[promise.request_id] = promise
         return promise
 
-    def find(self, request_id: str) -> Promise:
+    def find(self, request_id: str) -> PendingResult:
         """Return a promise; raise status 410 if it is gone."""
         promise = self._open.get(request_id) or self._read.get(request_id)
         if promise is None:
@@ -99,7 +99,7 @@ class Promises:
             )
         return promise
 
-    def was_read(self, promise: Promise) -> None:
+    def was_read(self, promise: PendingResult) -> None:
         """Mark a promise as read: it may be forgotten later."""
         if self._open.pop(promise.request_id, None) is not None:
             self._read[promise.request_id] = promise
@@ -140,7 +140,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.next = 1
-        self._waiting: dict[int, tuple[Promise | None, Callable[[], None]]] = {}
+        self._waiting: dict[int, tuple[PendingResult | None, Callable[[], None]]] = {}
         self._waits_since = time.monotonic()
 
     def check(self, seq_id: int) -> None:
@@ -150,7 +150,7 @@ class Turns:
                 f"seq_id {seq_id} was already used; this model's next one is {self.next}."
             )
 
-    def submit(self, seq_id: int, promise: Promise | None, start: Callable[[], None]) -> None:
+    def submit(self, seq_id: int, promise: PendingResult | None, start: Callable[[], None]) -> None:
         """Queue a request until its turn."""
         self._waiting[seq_id] = promise, start
         while self.next in self._waiting:

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from tests.workers.samples import make_batch
-from trainer.ppo.config import PPOConfig
-from trainer.ppo.update import filters
-from trainer.report.accounts import describe_log
-from trainer.roadside.sample_log import (
+from trainer.observers.sample_log import (
     QUEUED,
     STEP_AGAIN,
     USER_CODE,
@@ -21,6 +18,9 @@ from trainer.roadside.sample_log import (
     SampleWatch,
     tokens_by_sample,
 )
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.update import filters
+from trainer.report.accounts import describe_log
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError
 from workers.agents.trajectory import GIVEN_UP
@@ -53,7 +53,7 @@ def test_every_sample_and_token_is_somewhere() -> None:
     row = {"made": 6, "trained": 2, "queued": 2, "dropped": {}, "in_flight": 2}
     assert state["generators"]["0"] == row
     assert state["generators"]["1"]["dropped"] == {"lost with its generator": 2}
-    tokens = {"drawn": 35, "trained": 10, "queued": 20, "left_out": {GIVEN_UP: 5}}
+    tokens = {"sampled": 35, "trained": 10, "queued": 20, "left_out": {GIVEN_UP: 5}}
     assert state["tokens"] == tokens
     assert state["staleness"] == {"1": 1, "2": 1}
     text = describe_log(state)
@@ -93,7 +93,7 @@ def test_an_account_that_does_not_add_up_is_named() -> None:
 def test_tokens_that_do_not_add_up_are_named() -> None:
     log = filled()
     log.trained_tokens -= 1
-    with pytest.raises(SampleLogError, match="tokens of the run do not add up: {'drawn': 35"):
+    with pytest.raises(SampleLogError, match="tokens of the run do not add up: {'sampled': 35"):
         log.check()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from trainer.roadside.alarms import Alarms, AlarmTexts, skipped_updates
+from trainer.observers.alarms import Alarms, AlarmTexts, skipped_updates
 from trainer.sft.step import SFTTrainer
 
 

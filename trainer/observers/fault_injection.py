@@ -23,8 +23,8 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
+from trainer.observers.sample_log import STEP_NOT_FINISHED, SampleWatch
 from trainer.report.accounts import FAULTS_FILE, LEDGER, OUTCOMES
-from trainer.roadside.sample_log import STEP_NOT_FINISHED, SampleWatch
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError, WorkerDiedError
 from verl_like.files import json_line, json_objects
@@ -79,17 +79,17 @@ class FaultInjection:
             return
         self._started.append(step)
         self._num_started += 1
-        if draw := self._draw("delay", self._settings.delay_call, step):
+        if rng := self._rng("delay", self._settings.delay_call, step):
             # while rank 0 of a role sleeps, its next calls and those that need them are late
-            role, seconds = draw.choice(sorted(groups)), self._settings.delay_s
+            role, seconds = rng.choice(sorted(groups)), self._settings.delay_s
             with suppress(WorkerDiedError):  # a lost worker needs no delay
                 groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
             self.note("delay_call", step, role=role, rank=0, seconds=seconds)
-        if self._draw("drop_bucket", getattr(self._settings, "drop_weight_bucket", 0.0), step):
+        if self._rng("drop_bucket", getattr(self._settings, "drop_weight_bucket", 0.0), step):
             groups["actor"].drop_next_bucket()
             self.note("drop_weight_bucket", step, role="actor")
-        if draw := self._draw("kill_worker", self._settings.kill_worker, step):
-            self._kill(groups, step, draw)
+        if rng := self._rng("kill_worker", self._settings.kill_worker, step):
+            self._kill(groups, step, rng)
 
     def at_end(self) -> None:
         """Write the account of the steps and samples; raise if a step is lost or doubled."""
@@ -116,17 +116,17 @@ class FaultInjection:
                 extra = {"samples": totals}
         self._write({"kind": LEDGER, "started": self._num_started, **outcomes, **extra})
 
-    def _draw(self, kind: str, chance: float, step: int) -> Random | None:
+    def _rng(self, kind: str, chance: float, step: int) -> Random | None:
         """Return the random numbers of a fault in this step, or None if there is no new fault."""
-        draw = Random(f"{self._settings.seed}/{kind}/{step}")
-        if draw.random() >= chance or (kind, step) in self._struck:
+        rng = Random(f"{self._settings.seed}/{kind}/{step}")
+        if rng.random() >= chance or (kind, step) in self._struck:
             return None
         self._struck.add((kind, step))
-        return draw
+        return rng
 
-    def _kill(self, groups: WorkerGroups, step: int, draw: Random) -> None:
+    def _kill(self, groups: WorkerGroups, step: int, rng: Random) -> None:
         """Kill a worker process, not the driver's, of a randomly chosen pool."""
-        role, rank = draw.choice(draw.choice(_pools_to_kill_in(groups)))
+        role, rank = rng.choice(rng.choice(_pools_to_kill_in(groups)))
         transport = groups[role].transport
         self.note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
         transport.kill(rank)
