@@ -86,9 +86,9 @@ def rows(vocabulary: int) -> list[tuple[list[int], dict[str, Any]]]:
     return datums
 
 
-def measure_step(desk: WorkQueue, client: Client, rounds: int) -> dict[str, float]:
+def measure_step(work_queue: WorkQueue, client: Client, rounds: int) -> dict[str, float]:
     """Seconds of a step over HTTP and in process."""
-    model, datums = client.model(desk.base_model, rank=32), rows(desk.limits.vocabulary)
+    model, datums = client.model(work_queue.base_model, rank=32), rows(work_queue.limits.vocabulary)
     arrays = [
         Datum(tokens, {name: np.asarray(values) for name, values in inputs.items()})
         for tokens, inputs in datums
@@ -103,18 +103,18 @@ def measure_step(desk: WorkQueue, client: Client, rounds: int) -> dict[str, floa
         client.result(stepped)
 
     def in_process() -> None:
-        desk.verbs.forward_backward(served_model, arrays, loss)
-        desk.verbs.optim_step(served_model, STEP)
+        work_queue.ops.forward_backward(served_model, arrays, loss)
+        work_queue.ops.optim_step(served_model, STEP)
 
     http_s, verbs_s = median_s(over_http, in_process, rounds=rounds)
     return {"http_s": http_s, "verbs_s": verbs_s, "times": http_s / verbs_s}
 
 
-def measure_samples(desk: WorkQueue, url: str, rounds: int) -> dict[str, float]:
+def measure_samples(work_queue: WorkQueue, url: str, rounds: int) -> dict[str, float]:
     """Seconds of many requests and of one, by the SDK in a process of its own."""
-    served_s = sdk_seconds(url, desk.base_model, rounds)
+    served_s = sdk_seconds(url, work_queue.base_model, rounds)
     with stub() as stub_url:
-        client_s = sdk_seconds(stub_url, desk.base_model, rounds)["many"]
+        client_s = sdk_seconds(stub_url, work_queue.base_model, rounds)["many"]
     many_s, one_s = served_s["many"], served_s["one"]
     return {
         "many_tokens_s": ROWS * DRAWN / many_s,
@@ -191,33 +191,36 @@ def stub() -> Iterator[str]:
     thread.join()
 
 
-def measure_tenants(desk: WorkQueue, url: str) -> dict[str, float]:
+def measure_tenants(work_queue: WorkQueue, url: str) -> dict[str, float]:
     """Memory of idle clients."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(url)) for _ in range(17)]
-        clients[0].model(desk.base_model, rank=32)
+        clients[0].model(work_queue.base_model, rank=32)
         before = memory_mb()
         for client in clients[1:]:
-            client.model(desk.base_model, rank=32)
+            client.model(work_queue.base_model, rank=32)
         added = memory_mb() - before
         saved = clients[0].get("training_runs")["cursor"]
         assert saved["total_count"] == 0, "idle clients have saved nothing"
-        return {"added_mb": added, "adapters_mb": 16 * adapter_mb(desk, 32)}
+        return {"added_mb": added, "adapters_mb": 16 * adapter_mb(work_queue, 32)}
 
 
-def adapter_mb(desk: WorkQueue, rank: int) -> float:
+def adapter_mb(work_queue: WorkQueue, rank: int) -> float:
     """Megabytes of one adapter on every linear layer but the head, in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(desk.base_model)
+    model = AutoModelForCausalLM.from_pretrained(work_queue.base_model)
     head = model.get_output_embeddings()
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     return sum(rank * sum(layer.weight.shape) * 4 for layer in layers) / 2**20
 
 
-def measure_requests(desk: WorkQueue, client: Client) -> dict[str, float]:
+def measure_requests(work_queue: WorkQueue, client: Client) -> dict[str, float]:
     """Memory over many requests."""
-    model, datum = client.model(desk.base_model, 1, rank=4), rows(desk.limits.vocabulary)[:1]
+    model, datum = (
+        client.model(work_queue.base_model, 1, rank=4),
+        rows(work_queue.limits.vocabulary)[:1],
+    )
     memory = {}
     for count in range(1, 501):
         client.result(model.backward(datum, "importance_sampling"))
@@ -244,15 +247,15 @@ def main() -> None:
         model = Path(options.model or make_tiny.make(Path(scratch) / "tiny") / "model")
         limits = ("data.max_prompt_length=64", "data.max_response_length=64")
         config = config_of(model, Path(scratch) / "saved", *limits, rank=32)
-        with served(config) as (desk, url), Client(url) as client:
+        with served(config) as (work_queue, url), Client(url) as client:
             if "step" in wanted:
-                results["step"] = measure_step(desk, client, options.rounds)
+                results["step"] = measure_step(work_queue, client, options.rounds)
             if "samples" in wanted:
-                results["samples"] = measure_samples(desk, url, options.rounds)
+                results["samples"] = measure_samples(work_queue, url, options.rounds)
             if "tenants" in wanted:
-                results["tenants"] = measure_tenants(desk, url)
+                results["tenants"] = measure_tenants(work_queue, url)
             if "requests" in wanted:
-                results["requests"] = measure_requests(desk, client)
+                results["requests"] = measure_requests(work_queue, client)
     print(json.dumps(results, indent=1))
 
 

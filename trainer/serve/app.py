@@ -64,10 +64,14 @@ Handler = Callable[..., JsonObject | None]
 class Api:
     """The routes, and the sessions behind them."""
 
-    def __init__(self, desk: WorkQueue, token: str) -> None:
-        self.desk, self.verbs, self.checkpoints = desk, desk.verbs, desk.checkpoints
+    def __init__(self, work_queue: WorkQueue, token: str) -> None:
+        self.work_queue, self.ops, self.checkpoints = (
+            work_queue,
+            work_queue.ops,
+            work_queue.checkpoints,
+        )
         self._token = token
-        self.sessions, self.promises = Sessions(), PendingResults()
+        self.sessions, self.pending_results = Sessions(), PendingResults()
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and handler of the routes whose body is JSON."""
@@ -192,13 +196,13 @@ class Api:
     # ------------------------------------------------------------------ clients and sessions
 
     def capabilities(self) -> JsonObject:
-        names = {self.desk.base_model: "actor", **{role: role for role in self.verbs.scorers}}
+        names = {self.work_queue.base_model: "actor", **{role: role for role in self.ops.scorers}}
         return {
             "supported_models": [
                 {
                     "model_name": name,
-                    "max_context_length": self.desk.limits.context,
-                    "trainable": role in self.verbs.trained,
+                    "max_context_length": self.work_queue.limits.context,
+                    "trainable": role in self.ops.trained,
                     "sampleable": role == "actor",
                 }
                 for name, role in names.items()
@@ -210,7 +214,7 @@ class Api:
     ) -> JsonObject:
         session = ClientSession(uuid.uuid4().hex[:16], user_metadata or {}, display_name)
         self.sessions.open[session.session_id] = session
-        return {"session_id": session.session_id, "info_message": self.desk.notice}
+        return {"session_id": session.session_id, "info_message": self.work_queue.notice}
 
     def heartbeat(self, session_id: str) -> None:
         if session_id not in self.sessions.open:
@@ -223,9 +227,9 @@ class Api:
 
     def _end(self, session: ClientSession) -> None:
         del self.sessions.open[session.session_id]
-        self.promises.end_session(session.session_id)
+        self.pending_results.end_session(session.session_id)
         states = {*session.models, *(sampler.state for sampler in session.samplers.values())}
-        self.desk.drop(states - self.sessions.sampled_states() - {BASE})
+        self.work_queue.drop(states - self.sessions.sampled_states() - {BASE})
 
     def get_session(self, session_id: str) -> JsonObject:
         session = self.sessions.find(session_id)
@@ -256,22 +260,22 @@ class Api:
         frozen = tuple(part for part, is_trained in trains.items() if not is_trained)
         name = f"{session_id}:train:{model_seq_id}"
         model = ServedModel(name, role, lora.rank, lora.seed, frozen, user_metadata)
-        return self._open(session_id, model, lambda: self.verbs.create(model))
+        return self._open(session_id, model, lambda: self.ops.create(model))
 
     def _role_of(self, name: str | None) -> str:
         """Return the role that clients mean by the name of a base model."""
-        if name in self.desk.names:
+        if name in self.work_queue.names:
             return "actor"
-        if name is None or name not in self.verbs.scorers:
-            names = ", ".join([self.desk.base_model, *self.verbs.scorers])
+        if name is None or name not in self.ops.scorers:
+            names = ", ".join([self.work_queue.base_model, *self.ops.scorers])
             raise RequestError(f"this server has no model {name!r}; it has {names}.")
         return name
 
     def _check_rank(self, rank: int, role: str) -> None:
-        if role not in self.verbs.trained:
-            names = " and ".join(self.verbs.trained)
+        if role not in self.ops.trained:
+            names = " and ".join(self.ops.trained)
             raise RequestError(f"this server trains {names}; the {role} only scores rows.")
-        trained = self.verbs.trained[role]
+        trained = self.ops.trained[role]
         if (rank == 0) != (trained.rank == 0):
             kind = "adapters" if trained.rank else "all weights"
             raise RequestError(
@@ -292,13 +296,13 @@ class Api:
                 "and another client has a model open; try again when its session has ended."
             )
         session.models[model.name] = model
-        promise = self.promises.new(session_id)
-        self.desk.work(promise, work)
-        return {"request_id": promise.request_id}
+        pending = self.pending_results.new(session_id)
+        self.work_queue.work(pending, work)
+        return {"request_id": pending.request_id}
 
     def get_info(self, model_id: str) -> JsonObject:
         model = self.sessions.model(model_id)
-        name = self.verbs.trained[model.role].path
+        name = self.ops.trained[model.role].path
         return {
             "type": "get_info",
             "model_id": model.name,
@@ -315,15 +319,15 @@ class Api:
         body = await _body(request)
         message = parse("ForwardBackwardRequest", body)
         model = self.sessions.model(message.model_id)
-        run = self.verbs.forward if message.forward_only else self.verbs.forward_backward
+        run = self.ops.forward if message.forward_only else self.ops.forward_backward
 
         def work() -> bytes:
             try:
-                loss = loss_of(message, model.role, self.desk.aliases)
-                datums = read_datums(message, loss, self.desk.limits)
+                loss = loss_of(message, model.role, self.work_queue.aliases)
+                datums = read_datums(message, loss, self.work_queue.limits)
             except VerlLikeError as error:
                 if not message.forward_only:
-                    self.verbs.fail_step(model, error)
+                    self.ops.fail_step(model, error)
                 raise
             return run(model, datums, loss)
 
@@ -335,11 +339,11 @@ class Api:
     def _in_turn(
         self, model: ServedModel, seq_id: int, work: Callable[[], bytes | JsonObject]
     ) -> JsonObject:
-        """Queue a request of a model until its turn; the answer names its promise."""
+        """Queue a request of a model until its turn; the answer names its pending result."""
         model.turns.check(seq_id)
-        promise = self.promises.new(model.name.partition(":")[0])
-        model.turns.submit(seq_id, promise, lambda: self.desk.work(promise, work))
-        return {"request_id": promise.request_id}
+        pending = self.pending_results.new(model.name.partition(":")[0])
+        model.turns.submit(seq_id, pending, lambda: self.work_queue.work(pending, work))
+        return {"request_id": pending.request_id}
 
     def optim_step(
         self,
@@ -357,7 +361,7 @@ class Api:
             grad_clip=adam.grad_clip_norm or float("inf"),
             ends_update=False,
         )
-        return self._in_turn(model, seq_id, lambda: self.verbs.optim_step(model, settings))
+        return self._in_turn(model, seq_id, lambda: self.ops.optim_step(model, settings))
 
     # -------------------------------------------------------------------------- checkpoints
 
@@ -371,8 +375,8 @@ class Api:
         model = self.sessions.model(body.model_id)
         session = self.sessions.find(body.model_id.partition(":")[0])
         name = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
-        path = self.verbs.spilled(model.name, name)
-        answer = self._in_turn(model, body.seq_id, lambda: self.verbs.snapshot(model, name))
+        path = self.ops.spilled(model.name, name)
+        answer = self._in_turn(model, body.seq_id, lambda: self.ops.snapshot(model, name))
         session.samplers[name] = ServedSampler(name, name, model.role, path)
         return answer
 
@@ -384,7 +388,7 @@ class Api:
         def work() -> JsonObject:
             if not may_replace and self.checkpoints.find(path):
                 raise RequestError(f"there is a checkpoint {path}; overwrite=true replaces it.")
-            return self.verbs.save(model, path, body.user_metadata, body.ttl_seconds)
+            return self.ops.save(model, path, body.user_metadata, body.ttl_seconds)
 
         return self._in_turn(model, body.seq_id, work)
 
@@ -406,7 +410,7 @@ class Api:
             model = self.sessions.model(model_id)
             if seq_id != 1:
                 raise RequestError("load_weights must be a model's first request.")
-            return self._in_turn(model, 1, lambda: self.verbs.load(model, saved, optimizer))
+            return self._in_turn(model, 1, lambda: self.ops.load(model, saved, optimizer))
         name, role, frozen = (
             f"{session_id}:train:{model_seq_id}",
             metadata["role"],
@@ -416,7 +420,7 @@ class Api:
             self._role_of(base_model)
         self._check_rank(metadata["rank"], role)
         model = ServedModel(name, role, metadata["rank"], None, tuple(frozen), user_metadata)
-        return self._open(session_id, model, lambda: self.verbs.load(model, saved, optimizer))
+        return self._open(session_id, model, lambda: self.ops.load(model, saved, optimizer))
 
     def weights_info(self, tinker_path: str) -> JsonObject:
         metadata = self.checkpoints.metadata(SavedPath.parse(tinker_path))
@@ -478,18 +482,18 @@ class Api:
 
     def get_sampler(self, sampler_id: str) -> JsonObject:
         sampler = self.sessions.sampler(sampler_id)
-        is_trained = sampler.role in self.verbs.trained
-        base = self.verbs.trained[sampler.role].path if is_trained else sampler.role
+        is_trained = sampler.role in self.ops.trained
+        base = self.ops.trained[sampler.role].path if is_trained else sampler.role
         shown = sampler.shown_path
         return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": shown}
 
     def sample(self, body: b.SampleBody) -> JsonObject:
         sampler = self.sessions.sampler(body.sampling_session_id)
-        sampling = SampleRequest.of(body, sampler, self.desk.limits, self.desk.eos)
-        sampling.promise = self.promises.new(sampler.sampler_id.partition(":")[0])
-        self.desk.sample(sampling)
+        sampling = SampleRequest.of(body, sampler, self.work_queue.limits, self.work_queue.eos)
+        sampling.pending = self.pending_results.new(sampler.sampler_id.partition(":")[0])
+        self.work_queue.sample(sampling)
         names = [f"{sampler.sampler_id}:{body.seq_id}:{n}" for n in range(body.num_samples)]
-        return {"request_id": sampling.promise.request_id, "sample_sequence_ids": names}
+        return {"request_id": sampling.pending.request_id, "sample_sequence_ids": names}
 
     async def not_supported(self, request: Request) -> Response:
         """Reject all other routes; a numbered request is counted as done."""
@@ -499,12 +503,14 @@ class Api:
 
     async def retrieve(self, request: Request) -> Response:
         """Wait for a result; after `HOLD_S` the client has to poll again."""
-        promise = self.promises.find(str(_json_object(await _body(request)).get("request_id")))
-        outcome = await promise.wait(HOLD_S)
+        pending = self.pending_results.find(
+            str(_json_object(await _body(request)).get("request_id"))
+        )
+        outcome = await pending.wait(HOLD_S)
         if outcome is None:
-            again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
+            again = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return JSONResponse(again)
-        self.promises.was_read(promise)
+        self.pending_results.was_read(pending)
         body, media_type = outcome
         return Response(body, media_type=media_type)
 

@@ -1,8 +1,8 @@
-"""Requests that are answered at once and run later: promises, and the turns of a model's requests.
+"""Results of requests that are answered immediately and run later, and the turns of requests.
 
-    promise = promises.new("forward_backward")      # its id is the answer of the POST
-    turns.submit(seq_id, promise, start)            # `start()` runs when it is this request's turn
-    await promise.wait(seconds)                     # retrieve_future
+    pending = pending_results.new("forward_backward")  # its id is the answer of the POST
+    turns.submit(seq_id, pending, start)  # `start()` runs when it is this request's turn
+    await pending.wait(seconds)  # retrieve_future
 
 All of this runs in the event loop's thread. `resolve` and `fail` may be called from any thread.
 """
@@ -84,30 +84,30 @@ class PendingResults:
         self._last = 0
 
     def new(self, session: str) -> PendingResult:
-        """Add a promise to a session."""
+        """Add a pending result to a session."""
         self._last += 1
-        promise = PendingResult(f"{session}:request:{self._last}")
-        self._open[promise.request_id] = promise
-        return promise
+        pending = PendingResult(f"{session}:request:{self._last}")
+        self._open[pending.request_id] = pending
+        return pending
 
     def find(self, request_id: str) -> PendingResult:
-        """Return a promise; raise status 410 if it is gone."""
-        promise = self._open.get(request_id) or self._read.get(request_id)
-        if promise is None:
+        """Return a pending result; raise status 410 if it is gone."""
+        pending = self._open.get(request_id) or self._read.get(request_id)
+        if pending is None:
             raise RequestError(
                 f"the request {request_id!r} is not known, or its result was already read.", 410
             )
-        return promise
+        return pending
 
-    def was_read(self, promise: PendingResult) -> None:
-        """Mark a promise as read: it may be forgotten later."""
-        if self._open.pop(promise.request_id, None) is not None:
-            self._read[promise.request_id] = promise
+    def was_read(self, pending: PendingResult) -> None:
+        """Mark a result as read: it may be forgotten later."""
+        if self._open.pop(pending.request_id, None) is not None:
+            self._read[pending.request_id] = pending
         while len(self._read) > MOST_READ:
             self._read.popitem(last=False)
 
     def end_session(self, session: str) -> None:
-        """Fail the open promises of a session, and forget its results."""
+        """Fail the pending results of a session, and forget its results."""
         for request_id in [name for name in self._open if name.startswith(f"{session}:")]:
             error = RequestError(f"the session {session} has ended.")
             self._open.pop(request_id).fail(error)
@@ -150,9 +150,9 @@ class Turns:
                 f"seq_id {seq_id} was already used; this model's next one is {self.next}."
             )
 
-    def submit(self, seq_id: int, promise: PendingResult | None, start: Callable[[], None]) -> None:
+    def submit(self, seq_id: int, pending: PendingResult | None, start: Callable[[], None]) -> None:
         """Queue a request until its turn."""
-        self._waiting[seq_id] = promise, start
+        self._waiting[seq_id] = pending, start
         while self.next in self._waiting:
             _, start = self._waiting.pop(self.next)
             self.next += 1
@@ -173,7 +173,7 @@ class Turns:
             f"seq_id {missing} did not arrive within {seconds:g} s, and later requests of this "
             f"model wait for it. They are dropped; the next is {self.next}."
         )
-        for promise, _ in self._waiting.values():
-            if promise is not None:
-                promise.fail(error)
+        for pending, _ in self._waiting.values():
+            if pending is not None:
+                pending.fail(error)
         self._waiting.clear()

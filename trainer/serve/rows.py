@@ -180,7 +180,7 @@ def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows of some datums as a batch of the verbs."""
+    """The rows of some datums as a batch of `TrainingOps`."""
 
     batch: DataProto
     datums: Sequence[Datum]

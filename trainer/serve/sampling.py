@@ -67,7 +67,7 @@ class SampleRequest:
     stops: tuple[int | str, ...]
     targets: Array | None
     """[prompt - 1, K]: ids whose log-probs are wanted, -1 for none."""
-    promise: PendingResult = field(init=False)
+    pending: PendingResult = field(init=False)
     prompt_log_probs: Array | None = None
     target_log_probs: Array | None = None
     sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class SampleRequest:
         """Send the client its samples, in order."""
         samples = [self.sequences[place] for place in range(self.body.num_samples)]
         body = sample_output(samples, self.prompt_log_probs, self.target_log_probs)
-        self.promise.resolve(body)
+        self.pending.resolve(body)
 
 
 class Batch(Submission):
@@ -180,11 +180,11 @@ class Batch(Submission):
 class SamplingLoop:
     """The queue of sample requests, and the batch on the rollout."""
 
-    def __init__(self, verbs: TrainingOps, pad: int) -> None:
-        data = verbs.config.data
-        self._verbs, self._pad = verbs, pad
+    def __init__(self, ops: TrainingOps, pad: int) -> None:
+        data = ops.config.data
+        self._ops, self._pad = ops, pad
         self._widths = data.max_prompt_length, data.max_response_length
-        self._client = RolloutClient(verbs.rollout)
+        self._client = RolloutClient(ops.rollout)
         self._lock = threading.Lock()
         self._waiting: deque[SampleRequest] = deque()
         self._running: list[Batch] = []
@@ -252,7 +252,7 @@ class SamplingLoop:
         sampler = batch[0].sampler
         self._score_prompts(batch)
         if not self._running:
-            self._verbs.send_to_rollout(sampler.state)
+            self._ops.send_to_rollout(sampler.state)
         self._running.append(Batch(batch, self._widths, self._pad))
         self._client.submit(self._running[-1])
 
@@ -265,18 +265,18 @@ class SamplingLoop:
                 request.finish()
         except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
             for request in batch:
-                request.promise.fail(error)
+                request.pending.fail(error)
 
     def _score_prompts(self, batch: Sequence[SampleRequest]) -> None:
         """Compute the prompts' log-probs, values or scores, for the requests that want them."""
         (role, state), path = batch[0].scorer, batch[0].sampler.path
         if path is not None:
-            self._verbs.restore_state(state, path)
+            self._ops.restore_state(state, path)
         scoring = [request for request in batch if request.body.prompt_logprobs]
         for request in scoring:
             request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")
         scoring = [request for request in scoring if len(request.prompt) > 1]
-        scores = self._verbs.log_probs(state, [(r.prompt, r.prompt[1:]) for r in scoring], role)
+        scores = self._ops.log_probs(state, [(r.prompt, r.prompt[1:]) for r in scoring], role)
         for request, row in zip(scoring, scores, strict=True):
             count = min(request.body.prompt_logprobs_last_n or len(row), len(row))
             assert request.prompt_log_probs is not None, "made above"
@@ -284,15 +284,15 @@ class SamplingLoop:
         for request in batch:
             if request.targets is not None:
                 columns = [column.tolist() for column in np.maximum(request.targets, 0).T]
-                rows = self._verbs.log_probs(state, [(request.prompt, c) for c in columns], role)
+                rows = self._ops.log_probs(state, [(request.prompt, c) for c in columns], role)
                 missing = request.targets < 0
                 request.target_log_probs = np.where(missing, np.nan, np.stack(rows, axis=1))
 
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
         """Fail the batch: after an error the rollout has none of its requests."""
         for request in {*batch, *(r for started in self._running for r in started.open)}:
-            request.promise.fail(error)
+            request.pending.fail(error)
         if self._running:
             self._running = []
-            self._verbs.rollout.abort()
-        self._client = RolloutClient(self._verbs.rollout)
+            self._ops.rollout.abort()
+        self._client = RolloutClient(self._ops.rollout)

@@ -1,4 +1,4 @@
-"""Run a server: the door in its own thread, the work on the worker groups in the main thread."""
+"""Run a server: the API in its own thread, the work on the worker groups in the main thread."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ KEEP_ALIVE_S = 75
 
 
 @contextmanager
-def open_door(desk: WorkQueue, host: str, port: int, token: str) -> Iterator[str]:
-    """Context in which clients reach the desk at the URL that it returns."""
-    door = Api(desk, token)
+def open_api(work_queue: WorkQueue, host: str, port: int, token: str) -> Iterator[str]:
+    """Context in which clients reach the server at the URL that it returns."""
+    api = Api(work_queue, token)
     settings = uvicorn.Config(
-        door.app(),
+        api.app(),
         host,
         port,
         log_level="warning",
@@ -42,13 +42,13 @@ def open_door(desk: WorkQueue, host: str, port: int, token: str) -> Iterator[str
     server = uvicorn.Server(settings)
 
     async def serve() -> None:
-        janitor = asyncio.create_task(door.janitor())
+        janitor = asyncio.create_task(api.janitor())
         try:
             await server.serve([listener])
         finally:
             janitor.cancel()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="door", daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="api", daemon=True)
     thread.start()
     try:
         yield f"http://{host}:{listener.getsockname()[1]}"
@@ -61,12 +61,14 @@ def open_door(desk: WorkQueue, host: str, port: int, token: str) -> Iterator[str
 def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, str]) -> None:
     """Serve until SIGINT or SIGTERM."""
     sys.setswitchinterval(SWITCH_S)
-    with started(config, aliases) as desk, open_door(desk, host, port, token) as url:
+    with started(config, aliases) as work_queue, open_api(work_queue, host, port, token) as url:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: desk.stop())
-        kind = "all weights" if desk.trains_all else "adapters"
-        print(f"{desk.base_model} ({kind}) answers at {url}", flush=True)
-        if desk.notice:
-            print(f"notice: {desk.notice}", flush=True)
-        desk.run()
-        print(f"stopped; saved states are in {os.fspath(desk.checkpoints.folder)}", flush=True)
+            signal.signal(number, lambda *_: work_queue.stop())
+        kind = "all weights" if work_queue.trains_all else "adapters"
+        print(f"{work_queue.base_model} ({kind}) answers at {url}", flush=True)
+        if work_queue.notice:
+            print(f"notice: {work_queue.notice}", flush=True)
+        work_queue.run()
+        print(
+            f"stopped; saved states are in {os.fspath(work_queue.checkpoints.folder)}", flush=True
+        )

@@ -1,6 +1,6 @@
-"""The work of a server: the door queues it here, and the main thread runs it on the worker groups.
+"""The work of a server: the API queues it here, and the main thread runs it on the worker groups.
 
-    requests ──> door (event loop's thread) ──> desk ──> this thread: actor      (training)
+    requests ──> api (event loop's thread) ──> queue ──> this thread: actor      (training)
                                                     └──> rollout                 (samples)
 
 The main thread runs every request that needs the actor, one after the other. If rollout and actor
@@ -37,7 +37,7 @@ SLICE_S = 0.05
 
 
 class WorkQueue:
-    """JsonObject about the base model for the door, and the queues of work."""
+    """Data on the base model for the API, and the queues of work."""
 
     def __init__(self, config: Any, groups: Any, aliases: Mapping[str, str]) -> None:
         policy = config.actor_rollout_ref
@@ -59,23 +59,23 @@ class WorkQueue:
         )
         self.eos = tuple(stop_tokens(tokenizer, path))
         self.checkpoints = ServedCheckpoints(Path(config.trainer.default_local_dir))
-        self.verbs = TrainingOps(config, groups, self.checkpoints)
-        self.sampling = SamplingLoop(self.verbs, tokenizer.pad_token_id)
+        self.ops = TrainingOps(config, groups, self.checkpoints)
+        self.sampling = SamplingLoop(self.ops, tokenizer.pad_token_id)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sampled = threading.Event()
         self._is_over = False
-        shares = self.verbs.rollout.shares_processes_with(self.verbs.actor)
+        shares = self.ops.rollout.shares_processes_with(self.ops.actor)
         self.overlaps = not shares
 
-    def work(self, promise: PendingResult, run: Callable[[], bytes | JsonObject]) -> None:
-        """Queue a call for the main thread; the promise gets its result."""
+    def work(self, pending: PendingResult, run: Callable[[], bytes | JsonObject]) -> None:
+        """Queue a call for the main thread; `pending` gets its result."""
 
         def job() -> None:
             try:
-                promise.resolve(run())
+                pending.resolve(run())
             except Exception as error:  # noqa: BLE001 - it goes to the client that asked
                 logger.debug("a request failed", exc_info=True)
-                promise.fail(error)
+                pending.fail(error)
 
         self._work.put(job)
 
@@ -84,7 +84,7 @@ class WorkQueue:
 
         def job() -> None:
             for state in states:
-                self.verbs.drop(state)
+                self.ops.drop(state)
 
         self._work.put(job)
 
@@ -127,7 +127,7 @@ class WorkQueue:
 
 @contextmanager
 def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[WorkQueue]:
-    """Context with the desk of a configuration, whose groups have loaded their models."""
+    """Context with the `WorkQueue` of a configuration, whose groups have loaded their models."""
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         folder = Path(config.trainer.default_local_dir)

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.config.compose import load_config
 from trainer.serve.recipe import SERVE, prepare
-from trainer.serve.server import open_door
+from trainer.serve.server import open_api
 from trainer.serve.wire import CLASSES, PROTOBUF
 from trainer.serve.work_queue import WorkQueue, started
 
@@ -42,13 +42,16 @@ def config_of(model: Path, folder: Path, *settings: str, rank: int = 4) -> Any:
 @contextmanager
 def served(config: Any, token: str = "", **aliases: str) -> Iterator[tuple[WorkQueue, str]]:
     """Within, a server answers at the URL; its work is done in a thread."""
-    with started(config, aliases) as desk, open_door(desk, "127.0.0.1", 0, token) as url:
-        worker = threading.Thread(target=desk.run, name="desk")
+    with (
+        started(config, aliases) as work_queue,
+        open_api(work_queue, "127.0.0.1", 0, token) as url,
+    ):
+        worker = threading.Thread(target=work_queue.run, name="work queue")
         worker.start()
         try:
-            yield desk, url
+            yield work_queue, url
         finally:
-            desk.stop()
+            work_queue.stop()
             worker.join()
 
 

@@ -101,17 +101,20 @@ def test_a_client_that_dies_between_chunks_loses_its_session(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "CLEANUP_S", 0.05)
-    with served(config_of(tiny_dir / "model", tmp_path)) as (desk, url), Client(url) as healthy:
-        alone = train(healthy.model(desk.base_model, 1, seed=4))
+    with (
+        served(config_of(tiny_dir / "model", tmp_path)) as (work_queue, url),
+        Client(url) as healthy,
+    ):
+        alone = train(healthy.model(work_queue.base_model, 1, seed=4))
         with Client(url) as dying:
-            broken = dying.model(desk.base_model)
+            broken = dying.model(work_queue.base_model)
             chunks = [broken.backward_body(n, [datum()], "cross_entropy") for n in (1, 2, 3)]
             waiting = [broken.post_backward(chunk) for chunk in chunks[1:]]
             connection = connect(url)
             connection.sendall(UNFINISHED)
             connection.close()
         # nobody sends chunk 1
-        assert train(healthy.model(desk.base_model, 2, seed=4)) == alone
+        assert train(healthy.model(work_queue.base_model, 2, seed=4)) == alone
         monkeypatch.setattr(app, "GAP_S", 0.0)
         for promise in waiting:
             with pytest.raises(FailedError, match="user: seq_id 1 did not arrive within 0 s"):
@@ -125,8 +128,8 @@ def test_a_client_that_dies_between_chunks_loses_its_session(
         with pytest.raises(FailedError, match="410: the session has ended"):
             healthy.post("session_heartbeat", session_id=dying.session)
         with Client(url) as late:
-            late.model(desk.base_model)  # runs after the deletion of states
-            assert {*desk.verbs.states} == {f"{late.session}:train:0"}
+            late.model(work_queue.base_model)  # runs after the deletion of states
+            assert {*work_queue.ops.states} == {f"{late.session}:train:0"}
 
 
 def test_a_truncated_or_damaged_request_is_an_error_of_its_sender(
@@ -213,8 +216,11 @@ def test_a_checkpoint_cannot_leave_its_folder(
 
 def test_no_route_answers_without_the_key(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_of(tiny_dir / "model", tmp_path)
-    with served(config, token="tml-secret") as (desk, url), httpx.Client(base_url=url) as http:
-        for route in Api(desk, "").app().routes:
+    with (
+        served(config, token="tml-secret") as (work_queue, url),
+        httpx.Client(base_url=url) as http,
+    ):
+        for route in Api(work_queue, "").app().routes:
             assert isinstance(route, Route)
             path = route.path.replace("{path:path}", "x").replace(":path", "")
             for method in (route.methods or set()) - {"HEAD"}:

@@ -160,9 +160,9 @@ def ppo(driver: OverHTTP | InProcess) -> tuple[list[Drawn], list[Any]]:
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_ppo_loop_has_the_bits_of_the_verbs(tiny_dir: Path, tmp_path: Path, rank: int) -> None:
     keys = (*CRITIC, f"critic.model.lora_rank={rank}")
-    with served(config_of(tiny_dir / "model", tmp_path / "a", *keys)) as (desk, url):
+    with served(config_of(tiny_dir / "model", tmp_path / "a", *keys)) as (work_queue, url):
         with Client(url) as client:
-            samples, results = ppo(OverHTTP(client, desk.base_model, rank))
+            samples, results = ppo(OverHTTP(client, work_queue.base_model, rank))
     plain = (
         "role_workers.critic=workers.roles.critic.CriticWorker",
         f"critic.cliprange_value={CLIP}",

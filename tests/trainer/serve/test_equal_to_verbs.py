@@ -175,8 +175,8 @@ def test_a_grpo_loop_has_the_bits_of_the_verbs(
     config = config_of(model, tmp_path / "a", rank=rank)
     expected = in_process(config, rank)
     served_config = config_of(model, tmp_path / "b", f"placement={placement}", rank=rank)
-    with served(served_config) as (desk, url):
-        assert over_http(url, desk.base_model, rank) == expected
+    with served(served_config) as (work_queue, url):
+        assert over_http(url, work_queue.base_model, rank) == expected
     rewards = [np.mean([reward(t) for group in step[0] for t, _ in group]) for step in expected[0]]
     assert len(set(rewards)) == STEPS, "nothing was learned or sampled anew"
 
@@ -189,10 +189,10 @@ def test_a_server_on_ray_has_the_same_bits(
     expected = in_process(config_of(model, tmp_path / "a", rank=4), 4)
     on_ray = ("trainer.backend=ray", "placement=split", "trainer.n_gpus_per_node=2")
     config = config_of(model, tmp_path / "b", *on_ray, "cpus_per_process=0.5", rank=4)
-    with served(config) as (desk, url):
-        assert desk.overlaps
-        assert over_http(url, desk.base_model, 4) == expected
+    with served(config) as (work_queue, url):
+        assert work_queue.overlaps
+        assert over_http(url, work_queue.base_model, 4) == expected
         with Client(url) as client:
-            idle = client.model(desk.base_model)
+            idle = client.model(work_queue.base_model)
             with pytest.raises(FailedError, match="user: .*there are no gradients"):
                 client.result(idle.step())

@@ -53,10 +53,10 @@ def bytes_of_adapter(model: Path) -> int:
 def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -> None:
     adapter = bytes_of_adapter(tiny_dir / "model")
     config = config_of(tiny_dir / "model", tmp_path, rank=RANK)
-    with served(config) as (desk, url), Client(url) as first, ExitStack() as open_clients:
+    with served(config) as (work_queue, url), Client(url) as first, ExitStack() as open_clients:
 
         def train(client: Client, number: int) -> None:
-            model = client.model(desk.base_model, number, rank=RANK)
+            model = client.model(work_queue.base_model, number, rank=RANK)
             client.result(model.backward([datum()]))
             client.result(model.step(**ADAM))
 
@@ -64,7 +64,7 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
         before = bytes_of_tensors()
         clients = [open_clients.enter_context(Client(url)) for _ in range(CLIENTS)]
         for client in clients:
-            client.model(desk.base_model, rank=RANK)
+            client.model(work_queue.base_model, rank=RANK)
         assert bytes_of_tensors() - before == CLIENTS * adapter
         for client in clients:
             client.post(f"sessions/{client.session}/finish")
@@ -90,7 +90,7 @@ def test_requests_leave_nothing_behind(model: Model, monkeypatch: pytest.MonkeyP
 def test_requests_of_several_clients_share_a_batch(
     client: Client, server: tuple[WorkQueue, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk, url = server
+    work_queue, url = server
     batches: list[int] = []
 
     class Spy(RolloutClient):
@@ -99,7 +99,7 @@ def test_requests_of_several_clients_share_a_batch(
             super().submit(*submissions)
 
     def draw(session: Client) -> list[Any]:
-        sampler = session.sampler(base_model=desk.base_model)
+        sampler = session.sampler(base_model=work_queue.base_model)
         return [session.sample(sampler, number, TEXT, num_samples=2) for number in (1, 2)]
 
     def results(session: Client, answers: list[Any]) -> list[Any]:
@@ -107,10 +107,10 @@ def test_requests_of_several_clients_share_a_batch(
 
     alone = results(client, draw(client))
     monkeypatch.setattr(sampling, "RolloutClient", Spy)
-    monkeypatch.setattr(desk.sampling, "_client", Spy(desk.verbs.rollout))
+    monkeypatch.setattr(work_queue.sampling, "_client", Spy(work_queue.ops.rollout))
     with Client(url) as second, Client(url) as third:
         release = threading.Event()
-        desk.work(Mock(), lambda: {"released": release.wait()})
+        work_queue.work(Mock(), lambda: {"released": release.wait()})
         sent = [(session, draw(session)) for session in (second, third)]
         release.set()
         for session, of_session in sent:

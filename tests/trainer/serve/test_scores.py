@@ -35,7 +35,7 @@ def test_a_reference_and_a_reward_model_score_rows(
 ) -> None:
     keys = [*KEYS, f"reward.model.path={classifier}"]
     config = config_of(tiny_dir / "model", tmp_path, "placement=split", *keys)
-    with served(config) as (desk, url), Client(url) as client:
+    with served(config) as (work_queue, url), Client(url) as client:
 
         def score(sampler: str, rows: Sequence[list[int]]) -> list[list[float]]:
             promises = [
@@ -45,8 +45,8 @@ def test_a_reference_and_a_reward_model_score_rows(
             return [prompt_log_probs(client.result(promise)) for promise in promises]
 
         rows = [TEXT, TEXT[:4]]
-        base = score(client.sampler(base_model=desk.base_model), rows)
-        model = client.model(desk.base_model)
+        base = score(client.sampler(base_model=work_queue.base_model), rows)
+        model = client.model(work_queue.base_model)
         client.result(model.backward([datum()]))
         client.result(model.step(**ADAM))
         reference = client.sampler(base_model="ref")

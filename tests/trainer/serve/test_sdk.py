@@ -37,8 +37,8 @@ def run_sdk(file: str, *arguments: str) -> str:
 
 @pytest.fixture
 def url_and_model(tiny_dir: Path, tmp_path: Path) -> Any:
-    with served(config_of(tiny_dir / "model", tmp_path)) as (desk, url):
-        yield url, desk.base_model
+    with served(config_of(tiny_dir / "model", tmp_path)) as (work_queue, url):
+        yield url, work_queue.base_model
 
 
 class TestSDK:

@@ -194,7 +194,7 @@ def test_sampled_and_prompt_log_probs_are_the_trainers(model: Model) -> None:
 def test_states_come_back_with_their_optimizer_and_are_run_folders(
     model: Model, server: tuple[WorkQueue, str], tmp_path: Path
 ) -> None:
-    client, desk = model.client, server[0]
+    client, work_queue = model.client, server[0]
     client.result(model.backward([datum()]))
     client.result(model.step(**ADAM))
     path = model.save(path="one", user_metadata={"renderer_name": "plain"})["path"]
@@ -207,7 +207,7 @@ def test_states_come_back_with_their_optimizer_and_are_run_folders(
         metrics.append(outputs(client.result(each.backward([datum()]))))
     assert metrics[0] == metrics[1] != metrics[2]
 
-    saved = find_saved_model(desk.checkpoints.folder / model.name / "weights" / "one")
+    saved = find_saved_model(work_queue.checkpoints.folder / model.name / "weights" / "one")
     saved.export(tmp_path / "out")
     assert (tmp_path / "out" / "config.json").is_file()
 
@@ -228,8 +228,8 @@ def test_states_come_back_with_their_optimizer_and_are_run_folders(
 def test_a_sampler_of_a_saved_path_outlives_the_server(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_of(tiny_dir / "model", tmp_path)
     params = {"sampling_params": {"max_tokens": 8, "seed": 2}}
-    with served(config) as (desk, url), Client(url) as client:
-        model = client.model(desk.base_model)
+    with served(config) as (work_queue, url), Client(url) as client:
+        model = client.model(work_queue.base_model)
         client.result(model.backward([datum()]))
         client.result(model.step(**ADAM))
         path = model.save("save_weights_for_sampler", path="s")["path"]
@@ -380,10 +380,10 @@ def test_another_key_is_rejected_and_an_open_door_needs_one(tiny_dir: Path, tmp_
 
 def test_all_weights_are_one_clients(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_of(tiny_dir / "model", tmp_path, rank=0)
-    with served(config, stable_reinforce="ppo") as (desk, url), Client(url) as client:
-        model = client.model(desk.base_model, rank=0)
+    with served(config, stable_reinforce="ppo") as (work_queue, url), Client(url) as client:
+        model = client.model(work_queue.base_model, rank=0)
         with pytest.raises(FailedError, match="one client at a time"):
-            client.model(desk.base_model, 1, rank=0)
+            client.model(work_queue.base_model, 1, rank=0)
         _, metrics = outputs(client.result(model.backward([of_policy()], "stable_reinforce")))
         assert metrics["loss:sum"] != 0
         client.result(model.step(**ADAM))
@@ -391,7 +391,7 @@ def test_all_weights_are_one_clients(tiny_dir: Path, tmp_path: Path) -> None:
         assert client.result(client.sample(sampler["sampling_session_id"], 1, TEXT))
         client.post(f"sessions/{client.session}/finish")
         with Client(url) as other:
-            assert other.model(desk.base_model, rank=0)
+            assert other.model(work_queue.base_model, rank=0)
 
 
 def test_what_a_client_gets_does_not_depend_on_others(
