@@ -79,7 +79,7 @@ class AsyncTrainer(PPOTrainer):
         metrics["async/queue_depth"] = float(self.buffer.depth)
         return batch, sampled | self.origins.sampling_metrics() | metrics
 
-    def draw(self, attempt: int = 0) -> DataProto:
+    def sample_prompts(self, attempt: int = 0) -> DataProto:
         """Take samples from the queue, and wait for generators if it has too few."""
         samples_of = self.buffer.stream.num_samples
         demand = self.rounds.demand(self.global_step, self.total_steps, samples_of, attempt)

@@ -122,12 +122,12 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     def step(self) -> Metrics:
         """Sample the next prompts, score the samples, and select among them."""
         with self.clock("gen"):
-            batch = self.ahead if self.ahead is not None else self.draw(self.global_step)
+            batch = self.ahead if self.ahead is not None else self.sample_prompts(self.global_step)
         with self.clock("score"):
             scores = self.rollouts.launch_rewards(batch)
             try:
                 is_last = self.global_step == self.total_steps
-                self.ahead = None if is_last else self.draw(self.global_step + 1)
+                self.ahead = None if is_last else self.sample_prompts(self.global_step + 1)
             finally:  # an error of the rollout must not hide one of the rewards
                 batch, scored = join_results(batch, [scores.get()])
         with self.clock("select"):
@@ -136,7 +136,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         self.rollouts.write("rollouts", batch)
         return self.batch_metrics(batch) | scored | selected
 
-    def draw(self, step: int) -> DataProto:
+    def sample_prompts(self, step: int) -> DataProto:
         """Return the samples of a step, which are the same whenever they are generated."""
         size = self.config.data.train_batch_size
         chosen = self.prompts.rows[(step - 1) * size : step * size]

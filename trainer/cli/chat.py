@@ -76,12 +76,12 @@ class Chat:
     def answer(self, text: str, show_on: TextIO) -> str:
         """Return the model's reply to the conversation with this message."""
         self.messages.append({"role": "user", "content": text})
-        tokens = self.draw(self._inputs(text), show_on)
+        tokens = self.generate(self._inputs(text), show_on)
         reply: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": reply})
         return reply
 
-    def draw(self, inputs: Any, show_on: TextIO, **overrides: Any) -> list[int]:
+    def generate(self, inputs: Any, show_on: TextIO, **overrides: Any) -> list[int]:
         """Return the ids that the model generates; `overrides` are arguments of its `generate`."""
         import torch
 
@@ -236,7 +236,7 @@ class ChatTrajectory:
         else:
             print("policy: ", end="", flush=True)
             overrides = {"eos_token_id": self._stops, **self._most}
-            sampled_ids = self._chat.draw(self._inputs(), sys.stdout, **overrides)
+            sampled_ids = self._chat.generate(self._inputs(), sys.stdout, **overrides)
             self._ids += sampled_ids
             last = sampled_ids[-1] if sampled_ids[-1] in self._stops else None
             text = self._renderer.text_of(sampled_ids if last is None else sampled_ids[:-1])

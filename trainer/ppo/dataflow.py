@@ -46,7 +46,9 @@ ON_ONE_POOL = "Sequential, because they share a pool"
 INLINE = "Sequential, in the driver's process"
 """Pools in the driver's own thread (`RunConfig.is_inline`) run before all later calls."""
 
-STAGES = frozenset("step sample draw generate balance score estimate update sync call".split())
+STAGES = frozenset(
+    "step sample sample_prompts generate balance score estimate update sync call".split()
+)
 """The methods of a trainer that make the calls of each step."""
 
 

@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 
 def collect_groups(
-    draw: Callable[[int], tuple[DataProto, dict[str, float]]],
+    sample_prompts: Callable[[int], tuple[DataProto, dict[str, float]]],
     num_prompts: int,
     config: FilterGroupsConfig,
 ) -> tuple[DataProto, dict[str, float]]:
     """Return `num_prompts` groups whose samples differ, in the order of sampling, and metrics.
 
-    `draw(attempt)` returns scored samples of further prompts with their metrics. After
+    `sample_prompts(attempt)` returns scored samples of further prompts with their metrics. After
     `max_num_gen_batches` draws, groups of equal scores fill the remaining places, the earliest
     first. The batch keeps its size, and a metric counts these groups.
     """
@@ -50,7 +50,7 @@ def collect_groups(
     attempts: list[dict[str, float]] = []
     num_kept = num_sampled = 0
     while num_kept < num_prompts and len(attempts) < config.max_num_gen_batches:
-        samples, metrics = draw(len(attempts))
+        samples, metrics = sample_prompts(len(attempts))
         attempts.append(metrics)
 
         groups = groups_of(samples)

@@ -95,23 +95,23 @@ class PPOTrainer(Trainer):
     # ---------------------------------------------------------------------------- 1. sample
 
     def sample(self) -> tuple[DataProto, Metrics]:
-        """Return the samples of a step, of one draw or, with `filter_groups`, of several."""
+        """Return the samples of a step, sampled once or, with `filter_groups`, several times."""
         self.call_hook("on_sample_begin")
         filtered, metrics = self.config.algorithm.filter_groups, dict[str, float]()
         if filtered.enable:
             size = self.config.data.train_batch_size
             batch, metrics = collect_groups(
-                lambda attempt: self.rollouts.score(self.draw(attempt)), size, filtered
+                lambda attempt: self.rollouts.score(self.sample_prompts(attempt)), size, filtered
             )
             self.call_hook("on_filter", FILTERED, batch)
         else:
-            batch = self.draw()
+            batch = self.sample_prompts()
         batch, balanced = self.balance(batch)
         self.call_hook("on_sample_end", batch)
         return batch, metrics | balanced
 
-    def draw(self, attempt: int = 0) -> DataProto:
-        """Return samples of the next prompts; `attempt` counts the draws of one step."""
+    def sample_prompts(self, attempt: int = 0) -> DataProto:
+        """Return samples of the next prompts; `attempt` counts the calls within one step."""
         batch = self.generate(next(self.prompts), attempt)
         self.call_hook("on_samples", batch)
         return batch

@@ -131,7 +131,7 @@ def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = []
-    launch, draw = Rollouts.launch_rewards, BestOfNTrainer.draw
+    launch, draw = Rollouts.launch_rewards, BestOfNTrainer.sample_prompts
 
     def noting_launch(rollouts: Rollouts, batch: Any) -> Any:
         events.append(f"launch {rollouts.run.step}")
@@ -145,7 +145,7 @@ def test_the_next_samples_are_drawn_while_those_of_a_step_are_scored(
         return draw(trainer, step)
 
     monkeypatch.setattr(Rollouts, "launch_rewards", noting_launch)
-    monkeypatch.setattr(BestOfNTrainer, "draw", noting_draw)
+    monkeypatch.setattr(BestOfNTrainer, "sample_prompts", noting_draw)
     selected(tiny_dir, tmp_path, "data.train_batch_size=16")
     first = ["draw 1", "launch 1", "draw 2", "get"]
     assert events == [*first, "launch 2", "get"]
