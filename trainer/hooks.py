@@ -110,7 +110,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     for callback in callbacks:
         name = f"the callback {type(callback).__qualname__}"
         if isinstance(callback, type):
-            raise ConfigError(f"the callback {callback.__qualname__} is a class: give an object.")
+            raise ConfigError(f"the callback {callback.__qualname__} is a class. Pass an instance.")
         for method in dir(callback):
             if method.startswith("on_") and method not in hooks:
                 raise ConfigError(

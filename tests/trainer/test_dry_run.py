@@ -125,7 +125,7 @@ def test_nothing_is_written_wherever_the_run_would_write(
 MODEL = "actor_rollout_ref.model.path"
 BAD_OF_PPO = [
     ("data.train_files={tmp}/nowhere.parquet", "there is no file .*nowhere.parquet"),
-    ("data.prompt_key=question", "no column 'question'; there is .*prompt"),
+    ("data.prompt_key=question", "no column 'question'. Columns: .*prompt"),
     (f"{MODEL}={{tmp}}", "is not a Hugging Face model folder"),
     (f"{MODEL}={{tmp}}/no_tokenizer", "No tokenizer loads from actor_rollout_ref.model.path="),
     ("reward.function.path={tmp}/nowhere.py", "there is no such file"),

@@ -40,13 +40,13 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     for role, item in models.items():
         if role not in roles:
             raise ConfigError(
-                f"model names the role {role!r}, for which this recipe loads no model: "
+                f"model has an unknown role {role!r}. Roles with a model: "
                 f"{', '.join(roles)}.{nearest(str(role), roles)}"
             )
         if item is None:
             raise ConfigError(f"model has None for the role {role}: {_wanted(roles)}")
     if roles[0] not in models:
-        raise ConfigError(f"model has no {roles[0]}, only {', '.join(models) or 'no role at all'}.")
+        raise ConfigError(f"model has no {roles[0]}; it has {', '.join(models) or 'no roles'}.")
     return dict(models)
 
 
@@ -56,7 +56,7 @@ def _called(function: Any, roles: Sequence[str]) -> Any:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ConfigError(
-            f"model={name} is called without arguments, and {error}. {_wanted(roles)}"
+            f"model={name} must be callable without arguments: {error}. {_wanted(roles)}"
         ) from None
     except ValueError:  # a builtin without a signature
         pass
@@ -152,8 +152,8 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
     text = "".join(lines)
     if not may_differ and path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ConfigError(
-            f"{subject}: the run in {path.parents[1]}, which would go on from its checkpoint, has "
-            f"other rows ({path}). Give those again, or choose another folder."
+            f"{subject}: the run in {path.parents[1]} would resume from its checkpoint, but it was "
+            f"trained on different rows ({path}). Pass the same rows, or choose another folder."
         )
     write_whole(path, text)
     return str(path)

@@ -140,8 +140,9 @@ class PPO(PythonRun):
         size = config.data.train_batch_size
         if size % update_timesteps:
             raise ConfigError(
-                f"update_timesteps={update_timesteps} rollouts share data.train_batch_size={size} "
-                f"prompts; take a divisor of it, or {size - size % update_timesteps} prompts."
+                f"data.train_batch_size={size} is not a multiple of update_timesteps="
+                f"{update_timesteps}. Set update_timesteps to a divisor of {size}, or "
+                f"data.train_batch_size={size - size % update_timesteps}."
             )
         per_rollout = size // update_timesteps
         prompts = num_episodes * max_timesteps * per_rollout

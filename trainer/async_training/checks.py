@@ -58,8 +58,8 @@ def check_run(config: AsyncConfig) -> None:
     if compares_with_greedy(algorithm.adv_estimator):
         raise ConfigError(
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares samples with a greedy "
-            "response of the same weights, which generators do not make. Take rloo, which compares "
-            "samples with each other, or `verl-like ppo`."
+            "response of the same weights, which generators do not produce. Use rloo, which "
+            "compares samples with each other, or `verl-like ppo`."
         )
     chooses = {
         "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
@@ -89,8 +89,9 @@ def check_run(config: AsyncConfig) -> None:
             near = {max(number // ranks, 1) * ranks, -(-number // ranks) * ranks}
             ends = f" ends in a batch of {prompts} prompts, which" if key == "total_prompts" else ""
             raise ConfigError(
-                f"data.{key}={number}{ends or ' prompts'} do not divide among the {ranks} trainer "
-                "ranks, whose generators differ (async_training.sample_routes); nearest that do: "
+                f"data.{key}={number}{ends or ' prompts'} cannot be split evenly over the "
+                f"{ranks} trainer ranks, whose generators differ (async_training.sample_routes); "
+                "nearest values that can: "
                 f"{' and '.join(map(str, sorted(near)))}."
             )
 
@@ -100,21 +101,21 @@ def check_run(config: AsyncConfig) -> None:
         fit.sort(key=lambda size: abs(size - config.chunk_size))
         raise ConfigError(
             f"async_training.prompts_per_call={config.chunk_size} does not divide the {part} "
-            "prompts of a batch that one trainer rank gets; nearest that do: "
+            "prompts of a batch that one trainer rank gets; nearest values that do: "
             f"{' and '.join(map(str, fit[:2]))}."
         )
     if async_training.sampler != "in_order" and total is not None and total % batch:
         raise ConfigError(
-            f"data.total_prompts={total} ends with less than a batch of {batch}, which only "
-            "async_training.sampler=in_order keeps together. Set it to "
-            f"{max(total // batch, 1) * batch}."
+            f"data.total_prompts={total} is not a multiple of the batch of {batch} prompts. Only "
+            "async_training.sampler=in_order can train on an incomplete last batch. Set "
+            f"data.total_prompts={max(total // batch, 1) * batch}."
         )
     length, every = config.steps_per_version, config.trainer.save_freq
     if every > 0 and every % length:
         raise ConfigError(
-            f"trainer.save_freq={every} ends inside a round of {length} steps "
+            f"trainer.save_freq={every} saves in the middle of a round of {length} steps "
             "(async_training.update_steps x async_training.train_epochs), and a checkpoint does "
-            f"not store the batches of a round. Take a multiple of {length}."
+            f"not store the batches of a round. Set it to a multiple of {length}."
         )
     _check_generators(config)
 
@@ -132,9 +133,9 @@ def _check_generators(config: AsyncConfig) -> None:
         )
     if age is not None and age > async_training.max_staleness:
         raise ConfigError(
-            f"async_training.drop_older_than={age} is above "
+            f"async_training.drop_older_than={age} has no effect above "
             f"async_training.max_staleness={async_training.max_staleness}, which generators "
-            "already keep."
+            "already enforce. Lower async_training.drop_older_than, or leave it out."
         )
     if async_training.on_buffer_full == "evict_oldest" and limit is None:
         raise ConfigError(
@@ -190,8 +191,9 @@ def _check_generators(config: AsyncConfig) -> None:
     if CRITIC_COPY in roles and async_training.weight_update == "immediate":
         raise ConfigError(
             "async_training.weight_update=immediate with async_training.score_on=generator: a "
-            "generator's copy of the critic takes weights between two chunks. Set between_batches, "
-            "score_on=trainer, or an algorithm.adv_estimator without a critic, such as grpo."
+            "generator's copy of the critic receives weights only between two chunks. Set "
+            "async_training.weight_update=between_batches, async_training.score_on=trainer, or an "
+            "algorithm.adv_estimator without a critic, such as grpo."
         )
     if CRITIC_COPY in roles and not issubclass(worker_class(config, "critic"), WeightSender):
         raise ConfigError(

@@ -117,8 +117,8 @@ def check_async(config: AsyncConfig) -> None:
         cls = load_object(config.trainer.cls, "trainer.cls")
         if isinstance(cls, type) and not issubclass(cls, base):
             raise ConfigError(
-                f"trainer.cls={config.trainer.cls} is no subclass of {ASYNC_TRAINER}, without "
-                "which this run has no generators. `verl-like ppo` runs any trainer of PPO."
+                f"trainer.cls={config.trainer.cls} is not a subclass of {ASYNC_TRAINER}, so this "
+                "run would have no generators. `verl-like ppo` runs any trainer of PPO."
             )
 
 

@@ -164,8 +164,9 @@ def check(config: BestOfNConfig) -> None:
         )
     if rollout.n > 1 and not rollout.do_sample:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.do_sample=false: all {rollout.n} samples of a prompt are "
-            "its greedy answer. Set actor_rollout_ref.rollout.do_sample=true, or n=1."
+            f"actor_rollout_ref.rollout.do_sample=false: all {rollout.n} samples of a prompt "
+            "would be the same greedy response. Set actor_rollout_ref.rollout.do_sample=true, or "
+            "actor_rollout_ref.rollout.n=1."
         )
     if selection.file and Path(selection.file).suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"selection.file={selection.file}: it must end in .parquet or .jsonl.")

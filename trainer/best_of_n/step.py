@@ -51,7 +51,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         if blocks is not None:
             raise ConfigError(
                 f"selection.file={config.selection.file}: no file can be written in {folder}: "
-                f"{blocks} is no folder that this user may write in. Give another one."
+                f"you cannot write to {blocks}. Choose another folder."
             )
         return super().prepare(config, at_end)
 

@@ -140,7 +140,7 @@ def _described(value: Any) -> str:
 def check_name(name: str, names: Iterable[str], words: str) -> None:
     """Raise an error that begins with these words if the name is not among the names."""
     if name not in {*names}:
-        raise ConfigError(f"{words} {name!r}; there are {', '.join(names)}.{nearest(name, names)}")
+        raise ConfigError(f"{words} {name!r}. Known: {', '.join(names)}.{nearest(name, names)}")
 
 
 def look_up(

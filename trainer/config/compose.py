@@ -65,7 +65,7 @@ def _divide(number: int, parts: int) -> int:
 
 def _required(key: str, meaning: str) -> str:
     """Resolve `${required:distillation.teacher_model.model_path,the teacher's folder}`."""
-    raise ConfigError(f"{key} is not set, and the preset that was chosen needs it: {meaning}.")
+    raise ConfigError(f"Set {key}: the chosen preset needs it ({meaning}).")
 
 
 def _environment(name: str, *default: str | None) -> str | None:
@@ -165,14 +165,14 @@ def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
         )
     if presets and isinstance(value, str) and value not in presets:
         raise ConfigError(
-            f"{name}={value}: there is no such preset; there are {', '.join(presets)}."
+            f"{name}={value}: there is no such preset. Known: {', '.join(presets)}."
             f"{nearest(value, presets)}"
         )
     key = keys_by_name(recipe.schema).get(name)
     if setting.is_delete() and key is not None and key.is_section and not presets:
         raise ConfigError(
-            f"~{name}: every run has this section, whose keys have their defaults where you set "
-            "none. Leave it out."
+            f"~{name}: this section cannot be removed, because its keys have defaults. Leave "
+            f"~{name} out."
         )
 
 

@@ -114,8 +114,8 @@ def _gib_of(simulate: str, gpu: str) -> float:
     if _plain(gpu) not in by_name:
         raise ConfigError(
             f"trainer.simulate={simulate}: {gpu!r} is not a GPU whose memory is known."
-            f"{nearest(gpu, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}; of another give the "
-            "memory, as 8x80GiB."
+            f"{nearest(gpu, GIB_OF_GPUS)} Known: {', '.join(GIB_OF_GPUS)}. For another GPU, "
+            "give its memory: 8x80GiB."
         )
     return by_name[_plain(gpu)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from trainer.config.keys import (
 )
 from trainer.config.recipe import Recipe
 from verl_like.errors import nearest
+
+OTHER_TYPE = re.compile("Value .* could not be converted to|Value .* is not a valid bool")
+"""OmegaConf's message for a value that its type does not fit."""
 
 
 def wrong_file(err: HydraException, files: Sequence[str]) -> str:
@@ -45,8 +49,12 @@ def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) 
     if err.object_type is not None and item_schema == err.object_type:
         why = f"{err.full_key}: {why}"
         key = keys_by_name(item_schema).get(err.full_key or "")
-    hint = "" if key is None else f"; it {takes(key)}" if takes(key) else ""
-    return f"{setting}: {why.rstrip('.')}{hint}."
+    allowed = "" if key is None else takes(key)
+    if not allowed:
+        return f"{setting}: {why.rstrip('.')}."
+    if OTHER_TYPE.search(why):  # `takes` says more than OmegaConf's text
+        return f"{setting}: {OTHER_TYPE.split(why)[0]}it {allowed}."
+    return f"{setting}: {why.rstrip('.')}; it {allowed}."
 
 
 def _first_line(err: BaseException) -> str:

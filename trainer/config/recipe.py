@@ -105,7 +105,7 @@ class Recipe(Generic[C]):
     def with_files_of(self, folder: Path, main: str | None) -> Recipe[C]:
         """Return the recipe with a folder of the user's YAML and, optionally, a main file in it."""
         if not folder.is_dir():
-            raise ConfigError(f"--config-dir: the folder '{folder}' not found.")
+            raise ConfigError(f"--config-dir: there is no folder '{folder}'.")
         return replace(self, own_folder=folder, config_name=main or self.config_name)
 
 

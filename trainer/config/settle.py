@@ -308,7 +308,7 @@ def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[
     for role in roles:
         if role not in own_roles and role not in config.role_workers:
             raise ConfigError(
-                f"role_mapping.{role} is not a built-in role "
+                f"role_mapping.{role}: {role!r} is not a built-in role "
                 f"({', '.join(own_roles)}).{nearest(role, own_roles)} A role of your own needs "
                 f"+role_workers.{role}=<dotted path of its class>."
             )

@@ -99,7 +99,7 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
         if row.get(column) is None:
             way_out = f". {GIVE_REWARD}" if column in RULE_COLUMNS else ""
             there = filled_columns(row)
-            raise ValueError(f"nothing in column {column!r}; there is {there}{way_out}")
+            raise ValueError(f"column {column!r} is empty; non-empty columns: {there}{way_out}")
     prompt, rule = row[prompt_key], row["reward_model"]
     if isinstance(prompt, str | list) and not prompt:
         raise ValueError(f"{prompt_key!r} is empty")
@@ -260,7 +260,7 @@ def _check(path: Path | str, wanted: Sequence[str], there: Sequence[str]) -> Non
             rule = column in RULE_COLUMNS
             way_out = GIVE_REWARD if rule else "The prompts' column is set by data.prompt_key"
             raise ConfigError(
-                f"{path}: no column {column!r}; there is {', '.join(there)}."
+                f"{path}: no column {column!r}. Columns: {', '.join(there)}."
                 f"{nearest(column, there)} {way_out}."
             )
 
@@ -268,13 +268,13 @@ def _check(path: Path | str, wanted: Sequence[str], there: Sequence[str]) -> Non
 def filled_columns(row: Row) -> str:
     """Return the names of a row's columns that have a value, for a message."""
     filled = sorted(name for name, value in row.items() if value is not None)
-    return ", ".join(filled) or "nothing"
+    return ", ".join(filled) or "none"
 
 
 def listing(folder: Path) -> str:
     """Return the content of a folder for messages."""
     if not folder.is_dir():
-        return "nothing: the folder is not there"
+        return "nothing: there is no such folder"
     names = sorted(entry.name for entry in folder.iterdir())
     return few(names) or "nothing"
 

@@ -231,7 +231,7 @@ def encode_lm_row(row: Row, tokenizer: Any) -> LMRow:
             return encoded
 
     raise ValueError(
-        "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; there is "
+        "it has neither 'messages', nor 'prompt' and 'response', nor 'text'; columns: "
         f"{filled_columns(row)}"
     )
 

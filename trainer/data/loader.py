@@ -45,8 +45,8 @@ def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[in
         is_whole = positions.shape == (num_prompts,) and np.issubdtype(positions.dtype, np.integer)
         if not is_whole or positions.min() < 0 or positions.max() >= num_prompts:
             raise ConfigError(
-                f"{name} gave {positions.dtype} of shape {list(positions.shape)}; it must give "
-                f"{num_prompts} positions from 0 to {num_prompts - 1}."
+                f"{name} returned {positions.dtype} of shape {list(positions.shape)}; it must "
+                f"return {num_prompts} integers from 0 to {num_prompts - 1}."
             )
         return positions
 
@@ -60,8 +60,8 @@ def _default_order(shuffles: bool, seed: int, num_prompts: int, epoch: int) -> P
 
 
 OTHER_ROWS = (
-    "Give the data as it was, or train on this data in another trainer.default_local_dir, from the "
-    "weights that `verl-like export` takes out of the checkpoint."
+    "Restore the data, or start a new run in another trainer.default_local_dir from the weights "
+    "that `verl-like export` writes."
 )
 """Advice for the case that the rows differ from the rows of the run so far."""
 
@@ -76,10 +76,10 @@ def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     ]
     if not differs and saved["rows"] != now["rows"]:
         number = next(iter(sizes.values()))
-        differs.append(f"as many ({number}), but of other contents or in another order")
+        differs.append(f"the same number of rows ({number}), but different contents or order")
     if differs:
         raise CheckpointError(
-            f"The saved position belongs to other rows ({'; '.join(differs)}). {OTHER_ROWS}"
+            f"The checkpoint belongs to different data ({'; '.join(differs)}). {OTHER_ROWS}"
         )
 
 

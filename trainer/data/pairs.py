@@ -89,7 +89,7 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
         raise ValueError(
-            f"it has no {' and no '.join(map(repr, missing))}; there is {filled_columns(row)}"
+            f"it has no {' and no '.join(map(repr, missing))}; columns: {filled_columns(row)}"
         )
     if row["chosen"] == row["rejected"]:
         raise ValueError(f"'chosen' and 'rejected' are equal: {str(row['chosen'])!r:.80}")
@@ -98,7 +98,7 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
     if row.get("prompt") is None:
         chosen, rejected = _after_common_beginning(chosen, rejected)
     if not teaches([chosen, rejected]):
-        raise ValueError("'chosen' and 'rejected' are equal once they are tokens")
+        raise ValueError("'chosen' and 'rejected' are equal after tokenization")
     return PairRow(chosen, rejected, _margin(row))
 
 
@@ -203,10 +203,10 @@ def read_labelled(
     num_good = sum(label for _, label in labelled)
     if num_good in (0, len(labelled)):
         raise ConfigError(
-            f"{story}. Of those left {num_good} are good and {len(labelled) - num_good} bad: there "
-            "must be some of either."
+            f"{story}. Of the remaining rows, {num_good} are good and "
+            f"{len(labelled) - num_good} are bad; KTO needs both."
         )
-    logger.info("%s; %d of those left are good", story, num_good)
+    logger.info("%s; %d of the remaining rows are good", story, num_good)
 
     # Each row gets the response of another row in an order from the seed, in which the rows of a
     # prompt are neighbours. The other row is further away than the size of the largest such group,
@@ -241,8 +241,8 @@ def encode_labelled(row: Row, tokenizer: Any) -> list[tuple[LMRow, bool]]:
     columns = [name for name in RESPONSES if row.get(name) is not None]
     if not columns or row.get("prompt") is None or row.get("label") is None:
         raise ValueError(
-            "it has neither 'prompt', 'completion' and 'label', nor 'chosen' and 'rejected'; there "
-            f"is {filled_columns(row)}"
+            "it has neither 'prompt', 'completion' and 'label', nor 'chosen' and 'rejected'; "
+            f"columns: {filled_columns(row)}"
         )
     response = encode_reply(row["prompt"], row[columns[0]], tokenizer, row.get("finish_reason"))
     label = row["label"]

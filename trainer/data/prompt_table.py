@@ -292,7 +292,7 @@ def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
                 continue
             row, tokens = encoded
             if odd := [name for name, value in row.items() if not is_plain(value)]:
-                raise NotPlainError(f"JSON has no form for values of column {odd[0]!r}")
+                raise NotPlainError(f"column {odd[0]!r} has values that JSON cannot represent")
             names.update(row)
             yield {"row": json.dumps(row), "tokens": tokens, "source": _source_of(row)}
 

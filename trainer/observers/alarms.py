@@ -107,15 +107,17 @@ FAR_FROM_REFERENCE = (
 LARGEST: dict[str, tuple[float, str]] = {
     "actor/ppo_kl": (
         KL_JUMP,
-        f"one step moves the policy by more than {KL_JUMP:g}. Look at actor.optim.lr, "
-        "actor.ppo_epochs, and at training/rollout_probs_diff_mean.",
+        f"one step moves the policy by more than {KL_JUMP:g}. Look at "
+        "actor_rollout_ref.actor.optim.lr and actor_rollout_ref.actor.ppo_epochs, and "
+        "at training/rollout_probs_diff_mean.",
     ),
     "actor/kl_loss": (10.0, FAR_FROM_REFERENCE),  # by so many nats it writes another language
     "actor/reward_kl_penalty": (10.0, FAR_FROM_REFERENCE),
     "training/rollout_probs_diff_mean": (
         0.05,
-        "rollout and trainer give the same token different probabilities. Look at rollout.dtype "
-        "and rollout.quantization, how old the samples are (async_training.max_staleness), and "
+        "rollout and trainer assign different probabilities to the same token. Look at "
+        "actor_rollout_ref.rollout.dtype and actor_rollout_ref.rollout.quantization, "
+        "how old the samples are (async_training.max_staleness), and "
         "algorithm.rollout_correction.",
     ),
 }
@@ -136,16 +138,16 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts
     if at_first > 0 and now < ENTROPY_LEFT * at_first:
         yield (
             "entropy gone",
-            f"actor/entropy is {now:.3g} (at first {at_first:.3g}): the policy repeats one "
-            "response. Look at the samples in rollouts/, then at actor.optim.lr, "
-            "actor.entropy_coeff, and a KL to the reference.",
+            f"actor/entropy is {now:.3g} (initially {at_first:.3g}): the policy repeats one "
+            "response. Look at the samples in rollouts/, then at actor_rollout_ref.actor.optim.lr, "
+            "actor_rollout_ref.actor.entropy_coeff, and a KL to the reference.",
         )
     if at_first > 0 and now > ENTROPY_GROWN * at_first:
         yield (
             "entropy grown",
-            f"actor/entropy is {now:.3g} (at first {at_first:.3g}): the policy becomes random. "
-            "Look at the samples in rollouts/, at actor.optim.lr, and whether "
-            "actor.entropy_coeff is too large.",
+            f"actor/entropy is {now:.3g} (initially {at_first:.3g}): the policy becomes random. "
+            "Look at the samples in rollouts/, at actor_rollout_ref.actor.optim.lr, and whether "
+            "actor_rollout_ref.actor.entropy_coeff is too large.",
         )
 
 

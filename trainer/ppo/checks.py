@@ -45,6 +45,7 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+LORA_RANK = "actor_rollout_ref.model.lora_rank"
 
 
 def validate(config: PPOConfig) -> None:
@@ -111,9 +112,8 @@ def _reject_sizes(config: PPOConfig) -> None:
         if prompts is not None and left > size and left % size:
             raise ConfigError(
                 f"data.total_prompts={prompts} leaves {left} prompts for the last step "
-                f"(data.train_batch_size={batch_size}), which do not fill mini-batches of "
-                f"{key}={size}; {prompts - left % size} prompts would be, or a size that divides "
-                f"{left}."
+                f"(data.train_batch_size={batch_size}), not a multiple of {key}={size}. Set "
+                f"data.total_prompts={prompts - left % size}, or {key} to a divisor of {left}."
             )
 
     # a pass of tokens, on the ranks that share a row, has room for the longest row
@@ -136,8 +136,8 @@ def _reject_sizes(config: PPOConfig) -> None:
         if text > budget * models["actor"].sharding.sp:
             raise ConfigError(
                 f"ptx.max_length={text} tokens does not fit into a pass of "
-                f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens; lower the one, or raise "
-                "the other."
+                f"{ACTOR}.ppo_max_token_len_per_gpu={budget} tokens. Lower ptx.max_length, or "
+                f"raise {ACTOR}.ppo_max_token_len_per_gpu."
             )
 
 
@@ -162,7 +162,7 @@ def _reject_rewards(config: PPOConfig) -> None:
         if is_set and has_only_teacher(config):
             raise ConfigError(
                 f"{setting} acts on rewards, and distillation.use_task_rewards=false computes "
-                "the advantages only from the teacher. Drop the one, or set "
+                f"the advantages only from the teacher. Drop {setting}, or set "
                 "distillation.use_task_rewards=true."
             )
 
@@ -173,26 +173,26 @@ def _reject_rewards(config: PPOConfig) -> None:
     if rollout.n < 2 and compares_samples:
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and "
-            f"{ROLLOUT}.n={rollout.n} makes one: its advantage would be its raw score. Set "
-            f"{ROLLOUT}.n to 2 or more, or take reinforce_plus_plus."
+            f"{ROLLOUT}.n={rollout.n} generates one: its advantage would be its raw score. Set "
+            f"{ROLLOUT}.n to 2 or more, or algorithm.adv_estimator=reinforce_plus_plus."
         )
     if not rollout.do_sample and (compares_samples or compares_with_greedy(name)):
         raise ConfigError(
-            f"{ROLLOUT}.do_sample=false: the samples of a prompt are all its greedy answer, and "
-            f"algorithm.adv_estimator={name} compares them, so that every advantage is 0. Set "
-            f"{ROLLOUT}.do_sample=true."
+            f"{ROLLOUT}.do_sample=false: all samples of a prompt would be the same greedy "
+            f"response. algorithm.adv_estimator={name} compares them, so every "
+            f"advantage would be 0. Set {ROLLOUT}.do_sample=true."
         )
     if algorithm.filter_groups.enable and rollout.n < 2:
         raise ConfigError(
-            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample of a "
-            "prompt has no other to be equal with, so nothing is filtered. Set "
+            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: a group of one "
+            "sample cannot be filtered. Set "
             f"{ROLLOUT}.n to 2 or more, or algorithm.filter_groups.enable=false."
         )
     for number, reward in enumerate(config.reward.list):
         if reward.normalize and compares_with_greedy(name):
             raise ConfigError(
                 f"reward.list[{number}].normalize=true and algorithm.adv_estimator={name}: the "
-                "scores of samples and of greedy answers are compared, but would be normalized "
+                "scores of samples and of greedy responses are compared, but would be normalized "
                 "separately. Drop one."
             )
 
@@ -252,8 +252,8 @@ def _reject_losses(config: PPOConfig) -> None:
             key = "use_kl_in_reward=true" if algorithm.use_kl_in_reward else "adv_estimator"
             raise ConfigError(
                 f"algorithm.{key} reads the trainer's own log-probs before the update, and "
-                f"{SECTION}.bypass_mode=true computes none. Take {ACTOR}.use_kl_loss for a KL to "
-                "the reference, or bypass_mode=false."
+                f"{SECTION}.bypass_mode=true computes none. Set {SECTION}.bypass_mode=false, or "
+                f"{ACTOR}.use_kl_loss=true for a KL to the reference."
             )
         if correction.rollout_is_batch_normalize:
             raise ConfigError(
@@ -265,26 +265,27 @@ def _reject_losses(config: PPOConfig) -> None:
         clips = correction.loss_type != "reinforce"
         if not clips and loss != "vanilla" and not is_plain:
             raise ConfigError(
-                f"{SECTION}.loss_type=reinforce puts REINFORCE in place of {LOSS_MODE}={loss}. "
-                "Set loss_type=ppo_clip to keep that loss, or loss_mode=reinforce."
+                f"{SECTION}.loss_type=reinforce replaces {LOSS_MODE}={loss} with REINFORCE. "
+                f"Set {SECTION}.loss_type=ppo_clip to keep that loss, or {LOSS_MODE}=reinforce."
             )
         if clips and is_plain:
             raise ConfigError(
                 f"{LOSS_MODE}={loss} has no ratio that could correct for the rollout, as "
-                f"{SECTION}.loss_type=ppo_clip needs; set loss_type=reinforce."
+                f"{SECTION}.loss_type=ppo_clip needs. Set {SECTION}.loss_type=reinforce."
             )
         if clips and correction.rollout_is is not None:
             raise ConfigError(
                 f"{SECTION}.rollout_is={correction.rollout_is}: under bypass_mode with "
                 "loss_type=ppo_clip the ratio of the loss is to the rollout already, and a weight "
-                "would count it twice. Set rollout_is=null or loss_type=reinforce."
+                f"would count it twice. Set {SECTION}.rollout_is=null or "
+                f"{SECTION}.loss_type=reinforce."
             )
 
     # LUSPO weights GSPO by length, which a mean over tokens would cancel
     if loss == "luspo" and actor.loss_agg_mode == "seq-mean-token-mean":
         raise ConfigError(
-            f"{LOSS_MODE}=luspo with loss_agg_mode=seq-mean-token-mean is gspo: set "
-            "loss_agg_mode=seq-mean-token-sum, or loss_mode=gspo."
+            f"{LOSS_MODE}=luspo with {ACTOR}.loss_agg_mode=seq-mean-token-mean is gspo. Set "
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum, or {LOSS_MODE}=gspo."
         )
     arguments = {n: a.default for n, a in arguments_of(get_policy_loss(loss)).items()}
     arguments |= actor.policy_loss.args
@@ -297,8 +298,8 @@ def _reject_losses(config: PPOConfig) -> None:
     if actor.shuffle and traits_of(get_policy_loss(loss)).choose_tokens is not None:
         raise ConfigError(
             f"{ACTOR}.shuffle=true and {LOSS_MODE}={loss}: this loss compares the tokens of a "
-            "mini-batch, chosen once for all passes, and shuffling makes other mini-batches in "
-            "every pass. Drop one of them."
+            "mini-batch, chosen once for all passes, and shuffling forms different mini-batches "
+            "in each pass. Drop one of them."
         )
 
 
@@ -332,21 +333,21 @@ def _reject_weights(config: PPOConfig) -> None:
         )
     if every is not None and lora_rank > 0:
         raise ConfigError(
-            f"{REF}.update_every={every} with model.lora_rank={lora_rank}: the reference is the "
-            "base model under the adapters, which must not change. Leave update_every out, or "
-            "train every weight (lora_rank=0)."
+            f"{REF}.update_every={every} with {LORA_RANK}={lora_rank}: the reference is the base "
+            f"model under the adapters, which must not change. Leave {REF}.update_every out, or "
+            f"train every weight ({LORA_RANK}=0)."
         )
     if "ref" in pools and policy.ref.quantization:
         if every is not None:
             raise ConfigError(
-                f"{REF}.quantization=int8 with {REF}.update_every={every}: weights that move are "
-                "not held as int8, which would round their steps away. Drop one."
+                f"{REF}.quantization=int8 with {REF}.update_every={every}: an int8 reference "
+                "cannot be updated, because rounding would discard small changes. Drop one."
             )
         if is_actors_module(policy) and pools["ref"] == pools.get("actor"):
             raise ConfigError(
-                f"{REF}.quantization=int8 with model.lora_rank={lora_rank}: the reference is the "
+                f"{REF}.quantization=int8 with {LORA_RANK}={lora_rank}: the reference is the "
                 "actor's own module with its adapters off, and loads nothing that could be int8. "
-                "Leave the quantization out, or give role_mapping.ref another pool."
+                f"Leave {REF}.quantization out, or set role_mapping.ref to another pool."
             )
 
 

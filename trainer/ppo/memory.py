@@ -26,9 +26,10 @@ P = TypeVar("P", bound=PPOConfig)
 SHARE_OF_A_MACHINE = 0.5
 """Share of a machine's memory that all processes of a run on CPUs may use together."""
 WAYS_OUT = (
-    "Take smaller passes (ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu), "
-    "model.enable_gradient_checkpointing=true, fsdp_config.param_offload and optimizer_offload, a "
-    "lower rollout.gpu_memory_utilization or kv_cache_gb, or more devices."
+    "Use smaller passes (ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu), "
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true, param_offload and "
+    "optimizer_offload in the roles' fsdp_config, a lower "
+    "actor_rollout_ref.rollout.gpu_memory_utilization or kv_cache_gb, or more devices."
 )
 
 

@@ -117,8 +117,9 @@ def complete(
     if set_keys and BY_TOKENS not in keys:
         config = changed(config, {BY_TOKENS: False})
         notices.append(
-            f"notice: {set_keys[0]} counts samples, so all passes are cut by samples "
-            f"({BY_TOKENS}=false); without it they are cut by tokens, which is mostly faster"
+            f"notice: {set_keys[0]} counts samples, so passes are sized by samples "
+            f"({BY_TOKENS}=false). Without this key they are sized by tokens, which is usually "
+            "faster"
         )
 
     # Truncated importance weights per token make the objective decoupled: PPO's ratio compares with

@@ -69,7 +69,8 @@ def collect_groups(
     if missing:
         logger.warning(
             "dynamic sampling: %d of %d groups have equal scores after %d generated batches "
-            "(algorithm.filter_groups.max_num_gen_batches); they fill the batch and teach nothing",
+            "(algorithm.filter_groups.max_num_gen_batches); they fill the batch and contribute no "
+            "gradient",
             missing,
             num_prompts,
             len(attempts),

@@ -132,12 +132,10 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     notices += _warm_up_by_share(translated)
     if rejected:
         lines = "\n  ".join(rejected)
-        raise ConfigError(f"verl has these keys, and there is nothing like them here:\n  {lines}")
+        raise ConfigError(f"these keys of verl have no equivalent here:\n  {lines}")
     if notices:
         lines = "\n  ".join(sorted(notices))
-        logger.warning(
-            "notice: keys of verl that change nothing here, or have another name:\n  %s", lines
-        )
+        logger.warning("notice: keys of verl that are ignored or renamed here:\n  %s", lines)
     return translated
 
 
@@ -279,7 +277,7 @@ def _keys_of(file: Path) -> dict[str, str]:
         if base not in BASES:
             path = file.with_name(f"{base}.yaml")
             if not isinstance(base, str) or path == file or not path.is_file():
-                raise ConfigError(f"{file} is composed of {base}, which is not here.")
+                raise ConfigError(f"{file} includes {base}, which does not exist.")
             values |= _keys_of(path)
     tree.pop("hydra", None)
     return values | _flat(tree)

@@ -61,9 +61,10 @@ def settle_ends(
         shortened.append((number, replace(row, **sides)))
     is_cut = config.data.text_after_eos == "cut"
     if num_longer:
-        kept = "kept in the loss; data.text_after_eos=cut leaves it out"
-        outcome = "cut there" if is_cut else kept
-        logger.info("%s: blanks after the end token of %d rows are %s", key, num_longer, outcome)
+        outcome = "is cut" if is_cut else "stays in the loss; data.text_after_eos=cut removes it"
+        logger.info(
+            "%s: %d rows have whitespace after the end token, which %s", key, num_longer, outcome
+        )
     return shortened if is_cut else list(rows)
 
 

@@ -48,10 +48,10 @@ def end_as_samples_do(
 
     if num_open:
         logger.warning(
-            "%s: %d of %d sides do not end with a stop token of the model (%s), and PPO's samples "
-            "do: their scores would be read at a token that no score was trained for. Have the "
-            "chat template write it after the assistant's turns, or give prompt, chosen and "
-            "rejected as texts, which get it.",
+            "%s: %d of %d responses do not end with a stop token (%s), but PPO's samples do, so "
+            "their scores would be read at a token that was never trained. Change the chat "
+            "template so that it writes the stop token after the assistant's turns, or give "
+            "prompt, chosen and rejected as texts.",
             key,
             num_open,
             2 * len(rows),

@@ -51,5 +51,5 @@ def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
         length = f"data.max_length={data.max_length or f'null, at most {LONGEST_ROW}'}"
         raise ConfigError(
             f"{problem.format(length)} into a pass of data.max_token_len_per_gpu={room} tokens; "
-            "lower the one, or raise the other."
+            "lower data.max_length, or raise data.max_token_len_per_gpu."
         )

@@ -120,7 +120,7 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
         for name in needed:
             if name not in fields:
                 raise BatchError(
-                    f"{what}: the loss {loss.name} needs loss_fn_inputs[{name!r}]; there are "
+                    f"{what}: the loss {loss.name} needs loss_fn_inputs[{name!r}]; it has "
                     f"{', '.join(fields) or 'none'}.{nearest(name, fields)}"
                 )
         names = [*needed, *sorted(fields.keys() & optional - {*needed})]

@@ -45,11 +45,11 @@ def returns_nothing() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda rank: "policy", "without arguments, and missing.*'rank'.*actor, critic, reward"),
+        (lambda rank: "policy", "without arguments: missing.*'rank'.*actor, critic, reward"),
         (returns_nothing, "model=returns_nothing returned None. .*actor, critic, reward_model"),
         ({"actor": "policy", "critik": "values"}, "'critik'.*Did you mean 'critic'"),
         ({"actor": "policy", "critic": None}, "None for the role critic"),
-        ({"critic": "values"}, "model has no actor, only critic"),
+        ({"critic": "values"}, "model has no actor; it has critic"),
     ],
 )
 def test_what_is_no_model_is_refused_with_the_roles(model: Any, message: str) -> None:
@@ -59,7 +59,7 @@ def test_what_is_no_model_is_refused_with_the_roles(model: Any, message: str) ->
 
 
 def test_a_recipe_of_one_model_knows_no_roles(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="role 'actor', for which this recipe loads no model"):
+    with pytest.raises(ConfigError, match="unknown role 'actor'. Roles with a model: model"):
         SFT({"actor": "policy"}, ["a"], save_to=tmp_path)
 
 

@@ -188,17 +188,21 @@ def test_counts_that_cannot_be_are_refused(tiny_dir: Path, tmp_path: Path) -> No
         own.fit(num_episodes=1, update_timesteps=2)
     with pytest.raises(ConfigError, match="give one or the other"):
         own.fit(1, num_episodes=1)
-    with pytest.raises(ConfigError, match="update_timesteps=3 rollouts share .*=4 prompts"):
+    with pytest.raises(
+        ConfigError, match="train_batch_size=4 is not a multiple of update_timesteps=3"
+    ):
         own.fit(num_episodes=1, max_timesteps=3, update_timesteps=3)
     own = make_ppo(tiny_dir, tmp_path, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2})
-    with pytest.raises(ConfigError, match="leaves 3 prompts for the last step .*size=2; 6 prompts"):
+    with pytest.raises(
+        ConfigError, match="leaves 3 prompts for the last step .*size=2. Set data.total_prompts=6"
+    ):
         own.fit(num_episodes=1, max_timesteps=7, update_timesteps=4)
 
 
 def test_a_run_goes_on_with_its_own_rows_alone(made: tuple[PPO, RunResult], tiny_dir: Path) -> None:
     own, _ = made
     before = (own.folder / "inputs" / "train_files.jsonl").read_text()
-    with pytest.raises(ConfigError, match=r"has other rows .*choose another folder"):
+    with pytest.raises(ConfigError, match=r"trained on different rows .*choose another folder"):
         PPO(tiny_dir / "model", ["say a"] * 8, save_to=own.folder, **SMALL)
     assert (own.folder / "inputs" / "train_files.jsonl").read_text() == before
     assert make_ppo(tiny_dir, own.folder).steps_made() == 3

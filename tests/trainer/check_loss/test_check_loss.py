@@ -191,7 +191,7 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
         (dict(target="vanilla", kind="polcy"), "there is no kind 'polcy'.*'policy'"),
         (dict(target="vanilla", skip=["padding"]), "there is no relation 'padding'"),
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),
-        (dict(target="trl:gpro"), "trl has no loss 'gpro'; there are dapo, .*Did you mean 'grpo'"),
+        (dict(target="trl:gpro"), "trl has no loss 'gpro'. Known: dapo, .*Did you mean 'grpo'"),
     ]
     for given, sentence in cases:
         with pytest.raises(ConfigError, match=sentence):
@@ -230,7 +230,7 @@ def test_verls_losses_are_told_the_counts_and_averaged_over_ranks(
     with pytest.raises(ConfigError, match="verl:vanilla has no setting 'dro_bta'.*'dro_beta'"):
         check_loss("verl:vanilla", dro_bta=2.0)
     with pytest.raises(
-        ConfigError, match="verl has no loss or estimator 'wrong'; there are vanilla, sft, value, "
+        ConfigError, match="verl has no loss or estimator 'wrong'. Known: vanilla, sft, value, "
     ):
         check_loss("verl:wrong")
 

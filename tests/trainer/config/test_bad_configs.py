@@ -59,7 +59,7 @@ SETTINGS = [
     ),
     (
         "data.train_batch_size=many",
-        ["'many'", "could not be converted to Integer", "train_batch_size"],
+        ["train_batch_size=many: it takes a whole number"],
     ),
     ("data.train_batch_size=0", ["data.train_batch_size=0", "must be above 0"]),
     (
@@ -169,7 +169,7 @@ SETTINGS = [
     ),
     (
         "algorithm.adv_estimator=rloo",
-        ["rollout.n=1 makes one", "Set actor_rollout_ref.rollout.n to 2 or more"],
+        ["rollout.n=1 generates one", "Set actor_rollout_ref.rollout.n to 2 or more"],
     ),
     (
         "algorithm.adv_estimator=gdpo actor_rollout_ref.rollout.n=2",
@@ -187,7 +187,7 @@ SETTINGS = [
     ),
     (
         "algorithm.adv_estimator=optimal_token_baseline",
-        ["rollout.n=1 makes one", "Set actor_rollout_ref.rollout.n to 2 or more"],
+        ["rollout.n=1 generates one", "Set actor_rollout_ref.rollout.n to 2 or more"],
     ),
     ("algorithm.running_norm=[reward]", ["rewards or advantages", "Did you mean 'rewards'"]),
     ("algorithm.use_pf_ppo=true algorithm.pf_ppo.weight_pow=-1", ["weight_pow=-1.0", "0 or more"]),
@@ -201,7 +201,7 @@ SETTINGS = [
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
         "actor_rollout_ref.actor.ppo_epochs=2 actor_rollout_ref.actor.shuffle=true",
-        ["actor.shuffle=true", "loss_mode=kl_cov", "in every pass"],
+        ["actor.shuffle=true", "loss_mode=kl_cov", "in each pass"],
     ),
     (
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov "
@@ -300,7 +300,7 @@ def model_with_half_a_config(tiny: Path, folder: Path) -> str:
 FILES = [
     (reward_model_without_score, ["reward.list[0].path=", "has no score.weight"]),
     (model_with_half_a_config, ["config.json is damaged: Expecting value"]),
-    (row_without_prompt, ["p.jsonl, line 2", "nothing in column 'prompt'", "data.on_bad_row=skip"]),
+    (row_without_prompt, ["p.jsonl, line 2", "column 'prompt' is empty", "data.on_bad_row=skip"]),
     (unknown_source, ["data_source 'openai/gsm9k'", "openai/gsm8k", "reward=FILE.py:FUNCTION"]),
     (
         asserts_as_tests,

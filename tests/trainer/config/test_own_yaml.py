@@ -89,7 +89,7 @@ def test_a_mistyped_file_and_a_folder_that_is_not_there_are_told(
     error = said(monkeypatch, tmp_path, {"mine.yaml": GOOD}, "--config-name", "mien")
     assert error.startswith("error: Cannot find primary config 'mien'.")
     assert error.endswith("Did you mean 'mine'?")
-    assert "nowhere' not found" in said(monkeypatch, tmp_path / "nowhere", {})
+    assert "there is no folder '" in said(monkeypatch, tmp_path / "nowhere", {})
 
 
 def test_all_unknown_keys_of_all_files_are_told_at_once(

@@ -233,7 +233,7 @@ def test_a_bad_row_is_named_by_its_number(hub: type[Hub], tokenizer: Any) -> Non
     hub.files = {"train.jsonl": jsonl("a", "", "b")}
     with pytest.raises(ConfigError, match="hub://maker/texts, row 1: 'text' is empty"):
         read_lm_rows("data.train_files", "hub://maker/texts", tokenizer, 32)
-    with pytest.raises(ConfigError, match="maker/texts: no column 'prompt'; there is text"):
+    with pytest.raises(ConfigError, match="maker/texts: no column 'prompt'. Columns: text"):
         list(rows_of_files(["maker/texts"], KEY, ["prompt"]))
 
 

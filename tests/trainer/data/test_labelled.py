@@ -94,7 +94,7 @@ def test_messages_are_read_as_those_of_pairs(tokenizer: Any) -> None:
         ({"label": -1}, "'label' is -1, neither true nor false"),
         ({"label": "yes"}, "'label' is 'yes', neither true nor false"),
         ({"label": None}, "it has neither 'prompt', 'completion' and 'label', nor"),
-        ({"completion": None}, "there is label, prompt"),
+        ({"completion": None}, "columns: label, prompt"),
         ({"completion": " "}, "is empty"),
         ({"chosen": "a", "rejected": "a"}, "are equal"),
     ],
@@ -117,7 +117,7 @@ def test_labels_are_read_from_numbers_and_from_csv(tokenizer: Any, tmp_path: Pat
 
 
 def test_one_label_alone_teaches_nothing(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 responses; .* 2 are good and 0 bad"):
+    with pytest.raises(ConfigError, match=r"2 responses; .* 2 are good and 0 are bad"):
         read(tokenizer, tmp_path, GOOD, GOOD)
 
 

@@ -106,8 +106,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"question": "a", "answer": "b"}, "nor 'text'; there is answer, question"),
-        ({"prompt": "a"}, "'prompt' and 'response'.*there is prompt"),
+        ({"question": "a", "answer": "b"}, "nor 'text'; columns: answer, question"),
+        ({"prompt": "a"}, "'prompt' and 'response'.*columns: prompt"),
         ({"text": " "}, "'text' is empty"),
         ({"text": 3}, "'text' is a int, not a string"),
         ({"prompt": "a", "response": ""}, "'response' is empty"),

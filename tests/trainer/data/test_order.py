@@ -60,7 +60,7 @@ def test_a_shuffled_epoch_is_a_permutation_by_seed_and_epoch() -> None:
 
 @pytest.mark.parametrize("name", ["too_few", "too_far"])
 def test_what_is_no_order_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} gave int64.*4 positions from 0 to 3"):
+    with pytest.raises(ConfigError, match=f"{name} returned int64.*4 integers from 0 to 3"):
         order_of(name)(0)
 
 

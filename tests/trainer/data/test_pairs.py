@@ -67,7 +67,7 @@ def test_what_the_assistant_said_in_the_prompt_is_not_in_the_loss(tokenizer: Any
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"chosen": None}, "it has no 'chosen'; there is prompt, rejected"),
+        ({"chosen": None}, "it has no 'chosen'; columns: prompt, rejected"),
         ({"rejected": "aa"}, "'chosen' and 'rejected' are equal: 'aa'"),
         ({"rejected": " "}, "'rejected': 'response' is empty"),
         ({"prompt": ""}, "'chosen': 'prompt' is empty"),

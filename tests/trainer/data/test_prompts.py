@@ -166,7 +166,7 @@ def test_a_missing_file_is_refused_with_what_is_there(tiny_dir: Path) -> None:
 
 def test_a_missing_column_is_refused_with_those_there(tiny_dir: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"no column 'promt'; there is data_source.*Did you mean 'prompt'"
+        ConfigError, match=r"no column 'promt'. Columns: data_source.*Did you mean 'prompt'"
     ):
         rows_of(str(tiny_dir / "train.parquet"), prompt_key="promt")
 
@@ -186,7 +186,7 @@ GOOD = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}
         ),
         (
             json.dumps({**GOOD, "data_source": None}),
-            "line 2: nothing in column 'data_source'; there is prompt, reward_model",
+            "line 2: column 'data_source' is empty; non-empty columns: prompt, reward_model",
         ),
         (
             json.dumps({**GOOD, "reward_model": {"style": "rule"}}),
@@ -222,7 +222,7 @@ def test_a_table_of_prompts_alone_does_where_no_rule_scores(tmp_path: Path) -> N
     assert (row["act"], row["prompt"]) == ("Linux", 'say "a",\nor b')
     assert (row["data_source"], row["reward_model"]) == ("prompts", {"ground_truth": None})
 
-    with pytest.raises(ConfigError, match="no column 'data_source'; there is act, prompt"):
+    with pytest.raises(ConfigError, match="no column 'data_source'. Columns: act, prompt"):
         read_rows(config, "train_files")
     path.write_text("prompt\na,b\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="line 2: it has more cells than the 1 columns"):

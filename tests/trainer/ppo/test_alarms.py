@@ -67,7 +67,7 @@ def test_entropy_is_measured_by_the_first_one() -> None:
     assert alarms.check({"actor/entropy": 2.0}, 2) == []
     assert alarms.check({"actor/entropy": 0.11}, 3) == []
     (gone,) = alarms.check({"actor/entropy": 0.09}, 4)
-    assert "0.09 (at first 2): the policy repeats one response" in gone
+    assert "0.09 (initially 2): the policy repeats one response" in gone
     (grown,) = alarms.check({"actor/entropy": 6.1}, 5)
     assert "becomes random" in grown
 
@@ -80,5 +80,5 @@ def test_a_resumed_run_knows_what_the_run_began_with_and_what_was_said() -> None
     resumed = Alarms(ALARM_RULES)
     resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
     (gone,) = resumed.check({"actor/entropy": 0.148, "actor/ppo_kl": 1.0}, 3)
-    assert "0.148 (at first 3.92)" in gone
+    assert "0.148 (initially 3.92)" in gone
     assert [step for step in range(4, 40) if resumed.check({"actor/ppo_kl": 1.0}, step)] == [12, 32]

@@ -100,7 +100,7 @@ def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout(
         ((FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.simulate=1xH100"), "vLLM takes one"),
         (("actor_rollout_ref.rollout.quantization=int4",), "choose int8 or fp8"),
         ((ROLLOUT, "trainer.device=cuda"), "only on CPUs.*device is cuda"),
-        ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "weights that move are not held"),
+        ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "an int8 reference cannot be updated"),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"), "fsdp_size=2, or the quant"),
         ((REF, KL, "actor_rollout_ref.ref.fsdp_config.param_offload=true"), "param_offload=true"),
         ((REF, KL, "actor_rollout_ref.model.lora_rank=4"), "the actor's own module"),

@@ -289,9 +289,11 @@ def test_what_a_template_writes_after_the_end_is_kept_or_cut(
     for side in both_sides(found):
         assert tokenizer.decode(side.ids[side.in_loss]).endswith(tail)
         assert tokenizer.decode(side.ids).endswith(tail)
-    what = "kept in the loss; data.text_after_eos=cut" if text_after_eos == "keep" else "cut there"
+    what = "stays in the loss; data.text_after_eos=cut" if text_after_eos == "keep" else "is cut"
     num_rows = 4 if loss == "dpo" else 8
-    assert caplog.text.count(f"after the end token of {num_rows} rows are {what}") == 1
+    assert (
+        caplog.text.count(f"{num_rows} rows have whitespace after the end token, which {what}") == 1
+    )
 
 
 def said(text: str) -> list[dict[str, str]]:

@@ -61,7 +61,7 @@ def test_a_template_without_a_stop_token_is_warned_of(
     with caplog.at_level(logging.WARNING, logger="trainer"):
         rows = read(tokenizer, tiny_dir, tmp_path / "pairs.jsonl", chats())
     assert ends(rows, tokenizer) == ["aa", "bb"]
-    assert "2 of 2 sides do not end with a stop token of the model (<eos>)" in caplog.text
+    assert "2 of 2 responses do not end with a stop token (<eos>)" in caplog.text
 
 
 def test_sides_that_the_limit_cut_are_not_counted(

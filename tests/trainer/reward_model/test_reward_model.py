@@ -167,7 +167,7 @@ def test_a_pair_that_fits_into_no_pass_is_refused(
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"prompt": "say a", "chosen": "a"}, "it has no 'rejected'; there is chosen, prompt"),
+        ({"prompt": "say a", "chosen": "a"}, "it has no 'rejected'; columns: chosen, prompt"),
         ({"prompt": "say a", "chosen": "a", "rejected": "a"}, "are equal: 'a'"),
         ({"prompt": "say a", "chosen": "a", "rejected": ""}, "'rejected': 'response' is empty"),
     ],

@@ -185,7 +185,7 @@ def test_loss_on_all_counts_the_prompt_s_tokens(
             "data.train_files={chat}",
             r"chat\.jsonl, line 1: 'messages' has no message",
         ),
-        ("data.train_files={other}", r"line 1: it has neither 'messages', .* there is words"),
+        ("data.train_files={other}", r"line 1: it has neither 'messages', .* columns: words"),
     ],
 )
 def test_a_dry_run_says_what_is_wrong_with_model_and_rows(
