@@ -63,10 +63,10 @@ class Clock(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the moment of a message that counts, and the numbers of samples."""
         text = record.getMessage()
-        for name, words in (("detected", " failed: "), ("back", " is back after ")):
+        for name, words in (("detected", " failed: "), ("back", " restarted after ")):
             if words in text:
                 self.at.setdefault(name, record.created)
-        if results := re.search(r"(\d+) samples .* are kept, (\d+) are repeated", text):
+        if results := re.search(r"(\d+) samples .* are kept, (\d+) are regenerated", text):
             self.samples = {"kept": int(results[1]), "made_again": int(results[2])}
 
 

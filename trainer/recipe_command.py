@@ -170,7 +170,7 @@ def run_or_exit(config: RunConfig, start: Callable[[Any], RunResult] | None = No
         return (start or run)(config)
 
 
-GOES_ON = "the same command goes on from the last checkpoint, where there is one"
+GOES_ON = "the same command resumes from the last checkpoint, if there is one"
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Restarts:
         if self._count:
             again = max(self._last_failed - 1 - step, 0)
             logger.warning(
-                "the run is back after %.1f s: it goes on after step %d with the state of %s, %s.",
+                "the run restarted after %.1f s and resumes after step %d from %s; %s.",
                 *(time.monotonic() - self._failed_at, step, source, describe_lost_steps(again)),
             )
             self._write(self._last_failed, state_from=source, finished_steps_made_again=again)
@@ -132,7 +132,7 @@ class Restarts:
     def note_samples(self, step: int, num_kept: int, num_regenerated: int) -> None:
         """Log how many samples of a lost group survived, and how many are generated again."""
         logger.warning(
-            "step %d: %d samples of the lost group are kept, %d are repeated.",
+            "step %d: %d samples of the lost group are kept, %d are regenerated.",
             *(step, num_kept, num_regenerated),
         )
         self._write(step, samples_kept=num_kept, samples_made_again=num_regenerated)
@@ -229,7 +229,7 @@ def replace_within_step(
     for pool, roles in lost.items():
         names = "+".join(roles)
         logger.warning(
-            "group %s (%s) is back after %.1f s; step %d goes on.", names, pool, seconds, step
+            "group %s (%s) restarted after %.1f s; step %d continues.", names, pool, seconds, step
         )
 
 
@@ -254,9 +254,8 @@ def wait_for_room(
             if clock.is_over():
                 raise NoRoomError(
                     f"{error} After {clock.age_s:.0f} s without another node "
-                    f"(timeouts.placement_s={limit_s:g}) the run ends. Bring the node back, or "
-                    "give the cluster another, and start the same command again: it goes on from "
-                    "the last checkpoint."
+                    f"(timeouts.placement_s={limit_s:g}) the run ends. Restore the node or add "
+                    "another one, and run the same command: it resumes from the last checkpoint."
                 ) from None
             clock.warn_if_old(partial("a node ({})".format, str(error).rstrip(".")))
         look_again()

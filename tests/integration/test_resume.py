@@ -205,7 +205,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     run_settings(settings_of(tiny_dir, folder, *LOCAL, other))
     assert numbers(folder) == numbers(whole)
     assert "shards/0.safetensors has a crc32 of" in caplog.text
-    assert "set aside as global_step_6.damaged" in caplog.text
+    assert "renamed to global_step_6.damaged" in caplog.text
     assert sorted(path.name for path in folder.glob("global_step_*")) == [
         "global_step_4",
         "global_step_6",

@@ -69,7 +69,7 @@ def test_a_rollout_that_is_lost_during_the_update_is_replaced_and_the_step_goes_
 ) -> None:
     first, second, *_ = disturbed.pids
     assert differing(first, second) == ["rollout"]
-    assert re.search(r"\(rollout_pool\) is back after \d+\.\d s; step 1 goes on", disturbed.log)
+    assert re.search(r"\(rollout_pool\) restarted after \d+\.\d s; step 1 continues", disturbed.log)
 
 
 def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_are_made_again(
@@ -78,7 +78,7 @@ def test_of_a_rollout_that_is_lost_in_a_generation_the_lost_ranks_samples_alone_
     _, before, after, *_ = disturbed.pids
     assert differing(before, after) == ["rollout"]
     assert disturbed.log.count("are kept") == 1
-    assert "step 2: 4 samples of the lost group are kept, 4 are repeated." in disturbed.log
+    assert "step 2: 4 samples of the lost group are kept, 4 are regenerated." in disturbed.log
     record = lines(disturbed.folder, "restarts.jsonl")
     lost, samples, _, state = [line for line in record if line["step"] == 2]
     assert "rank 1 of 2" in lost["lost"]
@@ -96,13 +96,13 @@ def test_where_a_call_is_late_besides_the_run_goes_on_from_its_checkpoint(
 ) -> None:
     _, _, again, after, *_ = disturbed.pids
     assert differing(again, after) == []
-    assert "it goes on after step 1 with the state of global_step_1, no finished" in disturbed.log
+    assert "resumes after step 1 from global_step_1; no finished" in disturbed.log
 
 
 def test_a_lost_actor_takes_all_back_and_the_other_processes_stay(disturbed: Killed) -> None:
     assert len(disturbed.pids) == 5, "steps 1, 2, 2, 3, 3"
     assert differing(*disturbed.pids[3:]) == ["actor", "critic"]
-    assert "it goes on after step 2 with the state of global_step_2, no finished" in disturbed.log
+    assert "resumes after step 2 from global_step_2; no finished" in disturbed.log
 
 
 def test_after_two_refusals_of_the_same_weights_their_step_is_made_again(
@@ -138,9 +138,9 @@ def test_on_ray_the_same_holds(
     assert numbers(tmp_path) == numbers(whole)
     first, second, failed, last = found.pids
     assert differing(first, second) == ["rollout"]
-    assert "step 1: 4 samples of the lost group are kept, 4 are repeated." in found.log
+    assert "step 1: 4 samples of the lost group are kept, 4 are regenerated." in found.log
     assert differing(second, failed) == ["ref"]
-    assert "group ref (ref_pool) is back after" in found.log
+    assert "group ref (ref_pool) restarted after" in found.log
     generated = [event["args"]["step"] for event in calls(tmp_path, "generate_sequences")]
     assert generated.count(2) == 2, "samples stay when the reference is lost"
     assert differing(failed, last) == ["actor", "critic"]

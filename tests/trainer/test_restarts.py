@@ -162,8 +162,8 @@ def test_a_killed_worker_is_replaced_and_the_step_made_again_to_the_same_numbers
         run(config(tmp_path / "killed", ChildConfig), Killer)
     assert numbers(tmp_path / "killed") == numbers(whole)
     assert "Restart 1 of 3 (trainer.max_restarts)" in caplog.text
-    assert re.search(r"the run is back after \d+\.\d s: it goes on after step 2", caplog.text)
-    assert "with the state of global_step_2, 1 finished step repeated." in caplog.text
+    assert re.search(r"the run restarted after \d+\.\d s and resumes after step 2", caplog.text)
+    assert "from global_step_2; 1 finished step repeated." in caplog.text
     assert Killer.kills == 0
 
 

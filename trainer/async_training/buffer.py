@@ -345,15 +345,15 @@ class ExperienceBuffer:
             return
         wanted, queued = self._demand.num_samples, num_samples_of(self.open.ready)
         if self.stream.has_ended and not self.is_paused:
-            size = f", a batch has {wanted}" if wanted else ""
-            raise EndOfSamples(f"the prompts have ended: {queued} samples are left{size}")
+            size = f", and a batch needs {wanted}" if wanted else ""
+            raise EndOfSamples(f"there are no more prompts: {queued} samples are left{size}")
         where = f"the trainer waits for {wanted} samples, {queued} are queued, "
         if not self._generators:
             raise StalledError(where + "and there is no generator left.")
         raise StalledError(
-            f"{where}no samples are being generated, and every generator waits: "
-            f"{self._activity.who_waits()}. A larger async_training.max_inflight_samples or "
-            "async_training.max_staleness, or another sampler, would let them continue."
+            f"{where}no samples are being generated, and all generators are waiting: "
+            f"{self._activity.who_waits()}. Raise async_training.max_inflight_samples or "
+            "async_training.max_staleness, or use another async_training.sampler."
         )
 
     def _take_chosen(self) -> list[SampleChunk]:

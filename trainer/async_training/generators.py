@@ -169,10 +169,10 @@ class LostGenerators:
             raise error
         policy = self._config.async_training.on_generator_failure
         now = generator, self._buffer.version
-        subject = f"generator {generator} is lost with {num_lost} samples that it was generating"
+        subject = f"generator {generator} died with {num_lost} unfinished samples"
         if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
             self._restarts[now] += 1
-            logger.warning("%s: it is restarted. %s", subject, error)
+            logger.warning("%s; restarting it. %s", subject, error)
             pool = self._pools[generator_role(generator)]
             restart = partial(self._groups.restart, pool)
             name, since = f"generator {generator}", time.monotonic()
@@ -196,10 +196,11 @@ class LostGenerators:
 
         without = self._ranks_without(generator)
         if policy == "continue" and not without:
-            logger.warning("%s: the other generators take them over. %s", subject, error)
+            logger.warning("%s; the other generators regenerate them. %s", subject, error)
             return False
         way_out = {
-            "fail": "To continue, set async_training.on_generator_failure=restart or continue.",
+            "fail": "To continue after such a failure, set "
+            "async_training.on_generator_failure=restart or continue.",
             "restart": f"It was restarted {self._restarts[now]} times with version {now[1]}.",
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }
@@ -214,7 +215,7 @@ class LostGenerators:
 
     def _look_again(self) -> None:
         if self._run.stop.received or self._buffer.is_closed:
-            raise StopRequested("a node to replace a generator's")
+            raise StopRequested("a node for a replacement generator")
         time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without(self, generator: int) -> list[int]:

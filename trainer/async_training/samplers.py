@@ -152,14 +152,14 @@ def chosen(sampler: Sampler, view: BufferView) -> SelectedBatch:
     if batch.selected and num_samples != view.num_samples:
         raise SamplerError(
             f"the sampler {name} took {num_samples} samples for a batch of {view.num_samples}: "
-            "trainer.async_training.samplers.select_exactly takes as many, or none."
+            "trainer.async_training.samplers.select_exactly selects exactly one batch, or nothing."
         )
     oldest = min((chunk.version for chunk in batch.selected), default=view.version)
     if view.version - oldest > view.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
-            f"{view.version}, and async_training.max_staleness={view.max_staleness}: it had "
-            "kept them back for too long. trainer.async_training.samplers.most_urgent_first "
+            f"{view.version}, and async_training.max_staleness={view.max_staleness}: it "
+            "held these samples back too long. trainer.async_training.samplers.most_urgent_first "
             "puts the samples that a batch must contain first."
         )
     return batch

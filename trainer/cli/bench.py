@@ -108,7 +108,8 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["overlap"]:
         overlap(arguments[1:])
     else:
-        sys.exit(__doc__)
+        unknown = f"error: there is no `verl-like bench {arguments[0]}`.\n" if arguments else ""
+        sys.exit(f"{unknown}{__doc__}")
 
 
 def overlap(arguments: Sequence[str]) -> None:
@@ -128,11 +129,9 @@ def overlap(arguments: Sequence[str]) -> None:
     phases = replace(phases, **{PHASES[name]: seconds for name, seconds in seconds_of.items()})
     if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
         zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
-        where = f"{options.run_dir} has none of" if options.run_dir else "none is given of"
-        raise ConfigError(
-            f"generation and update take time, and {where} {' and '.join(zero)}: give seconds "
-            f"above 0 by --{' and --'.join(zero)}."
-        )
+        no_seconds = f"{options.run_dir} has no seconds of {' and '.join(zero)}. "
+        where = no_seconds if options.run_dir else ""
+        raise ConfigError(f"{where}Set --{' and --'.join(zero)} to seconds above 0.")
     # every number of generators with every number of trainers
     setups = [
         _resized(

@@ -141,7 +141,7 @@ def _lengths(options: Mapping[str, Any], part: str, limit_key: str, most: int) -
     if "lengths" not in options:
         return spread(_mean(options, part, limit_key, most), most)
     if f"mean_{part}" in options:
-        raise ConfigError(f"--lengths and --mean-{part} say the same twice: drop one.")
+        raise ConfigError(f"--lengths and --mean-{part} set the same thing. Use only one.")
     lengths = read_lengths(options["lengths"])
     if part == "length":  # longer rows are cut
         return [min(length, most) for length in lengths]

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         server = RewardServer(spec, options.host, options.port, token, options.batch_timeout_s)
     except OSError as err:
-        raise ConfigError(f"{options.host}:{options.port} cannot be listened on: {err}") from err
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {err}") from err
 
     for number in (signal.SIGINT, signal.SIGTERM):
         # in a thread, because shutdown waits for the loop that the signal interrupts
@@ -78,7 +78,7 @@ def _function(options: argparse.Namespace) -> FunctionSpec:
     unknown = sorted(set(options.sandbox) - set(known))
     if unknown:
         raise ConfigError(
-            f"--sandbox has {', '.join(unknown)}; there are {', '.join(known)}."
+            f"--sandbox: unknown {', '.join(unknown)}. Known: {', '.join(known)}."
             f"{nearest(unknown[0], known)}"
         )
     sandbox = Sandbox.of(options.sandbox)

@@ -335,8 +335,8 @@ class GivenFlags:
         def whole(number: float) -> int:
             if number != int(number):
                 raise ConfigError(
-                    f"{expression} is {number:g}, but this project counts whole groups. "
-                    "Set a multiple."
+                    f"{expression} is {number:g}, which is not a whole number of groups. "
+                    "Set a multiple of the group size."
                 )
             return int(number)
 

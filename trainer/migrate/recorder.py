@@ -81,8 +81,8 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         process.wait()
     if isinstance(answer, str):
         raise ConfigError(
-            f"the script was not run: there is no sandbox for it here: {answer} Give the command "
-            "that the script runs instead; your shell fills in its variables: "
+            f"the script was not run, because this machine has no sandbox for it: {answer} Pass "
+            "the training command itself; your shell expands its variables: "
             "verl-like migrate SYSTEM python3 -m ..."
         )
     assert isinstance(answer, Recording), answer

@@ -108,7 +108,7 @@ def migrate(
     """
     if system not in SYSTEMS:
         raise ConfigError(
-            f"there is no translation from {system!r}.{nearest(system, SYSTEMS)} There are: "
+            f"there is no translation from {system!r}.{nearest(system, SYSTEMS)} Known: "
             f"{', '.join(SYSTEMS)}."
         )
     recording = Recording([Command(list(source))], ENDED_WELL, "")
@@ -171,8 +171,7 @@ def _finished(done: Translation) -> Translation:
     if done.rejected:
         lines = "\n  ".join(done.rejected)
         raise ConfigError(
-            "the run would be another experiment without these, for which there is nothing here:"
-            f"\n  {lines}"
+            f"these flags change the experiment and have no equivalent here:\n  {lines}"
         )
     try:
         config = composed(done)

@@ -151,6 +151,6 @@ def _known_by_its_fields(fields: Flags) -> str:
         if any(mark in fields for mark in marks):
             return program
     raise ConfigError(
-        f"whether this is of {', '.join(PROGRAMS)} cannot be told from its fields; give the "
-        "command, `trl grpo --config FILE`."
+        f"the fields do not show which TRL trainer this YAML is for ({', '.join(PROGRAMS)}). Give "
+        "the command, such as `trl grpo --config FILE`."
     )

@@ -75,7 +75,7 @@ class SampleLog:
             if sample in self._open:
                 raise SampleLogError(
                     f"the samples of uid {sample[0]} are {self._open[sample].state} already, and "
-                    f"generator {account} was told to make them again: no sample is made twice."
+                    f"generator {account} was asked to generate them again."
                 )
             self._open[sample] = _Open(account, state)
             self.accounts[account].made += 1
@@ -181,7 +181,7 @@ class SampleLog:
         for state, uids in (there or {}).items():
             if astray := set(uids) ^ {uid for uid, _ in self.open(state)}:
                 raise SampleLogError(
-                    f"the sample log and the run differ in the groups that are {state}: "
+                    f"the sample log and the run disagree about which groups are {state}: "
                     f"{sorted(astray)[:NAMED]}."
                 )
         for generator, row in self.rows().items():
@@ -320,9 +320,10 @@ class SampleWatch:
                 self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
             elif tokens != known or len(tokens) != num_rows:
                 raise SampleLogError(
-                    f"tokens of step {trainer.global_step} do not add up: {self._sampled} of "
-                    f"{len(known)} samples were drawn, {sum(tokens.values())} of {num_rows} came "
-                    f"to the update, and only {dict(self._left_out)} were left out."
+                    f"tokens of step {trainer.global_step} do not add up: the rollout sampled "
+                    f"{self._sampled} tokens in {len(known)} samples, the update gets "
+                    f"{sum(tokens.values())} in {num_rows}, and filters removed "
+                    f"{dict(self._left_out)}."
                 )
             self._leave(EMPTY, tokens)
 

@@ -98,7 +98,7 @@ class SavedRun:
         if step > 1 and not may_begin:
             raise CheckpointError(
                 f"--step={step}: {self.folder} has no checkpoint of an earlier step (it has "
-                f"{named(steps)}). Make all {step} steps again with --from-start, or replay a step "
+                f"{named(steps)}). Repeat all {step} steps with --from-start, or replay a step "
                 "after one of these; trainer.max_ckpt_to_keep=null keeps all of a run's."
             )
         if trainer.resume_mode == "resume_path":

@@ -105,7 +105,9 @@ def read_run(folder: str | Path) -> RunData:
             if near
             else " A run folder is trainer.default_local_dir."
         )
-        reason = "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is no folder"
+        reason = (
+            "has no metrics.jsonl and no timeline.json" if folder.is_dir() else "is not a folder"
+        )
         raise ConfigError(f"{folder} {reason}, so there is nothing to report.{hint}")
 
     notes: list[str] = []

@@ -50,7 +50,7 @@ def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
         turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_sampled=False))
     seconds = [sum(_seconds(turn)) for turn in sampled]
     drawn, observed = (sum(_number(t, n) for t in sampled) for n in ("tokens", "observed_tokens"))
-    counts = f"{_counted(len(sampled), 'turn')}, {_counted(drawn, 'token')} drawn"
+    counts = f"{_counted(len(sampled), 'turn')}, {_counted(drawn, 'token')} sampled"
     return ShownTrajectory(
         turns,
         ended=str(row.get("ended") or ""),

@@ -129,7 +129,7 @@ class FolderLock:
 
         self._descriptor = descriptor
         if os.fstat(descriptor).st_size:
-            logger.info("%s was left by %s, and is taken over", self.path, _owner(self.path))
+            logger.info("%s is a stale lock of %s; taking it over", self.path, _owner(self.path))
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(owner).encode(), 0)

@@ -109,7 +109,7 @@ class RunResult:
     def _model_left(self) -> Path:
         if self.model_folder is None:
             raise ConfigError(
-                f"the run in {self.folder} has left no model: trainer.save_final=false, and no "
+                f"the run in {self.folder} saved no model: trainer.save_final=false, and no "
                 "checkpoint with hf_model in its save_contents."
             )
         return self.model_folder

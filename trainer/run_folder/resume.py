@@ -208,7 +208,7 @@ class ResumePoint:
         aside = folder.with_name(folder.name + ".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         folder.replace(aside)
-        logger.warning("%s: set aside as %s; going on from %s.", why, aside.name, self.start)
+        logger.warning("%s: renamed to %s; resuming from %s.", why, aside.name, self.start)
         write_whole(self.folder / LATEST, str(self.start_step))
 
     def _auto(self) -> Path | None:
@@ -261,12 +261,14 @@ class ResumePoint:
         newer = [n for n in committed(self.folder) if n > step and self._is_whole(n)]
         if newer:
             raise CheckpointError(
-                f"going on from step {step}, but {self.folder} holds checkpoints of later steps: "
+                f"resuming from step {step}, but {self.folder} holds checkpoints of later steps: "
                 f"{', '.join(map(str, newer))}. The next automatic resume would take those: move "
                 "them away, or choose another trainer.default_local_dir."
             )
         for line in self._differing(start):
-            logger.warning("going on with another configuration than the checkpoint's: %s", line)
+            logger.warning(
+                "resuming with a configuration that differs from the checkpoint's: %s", line
+            )
         return start
 
     def _is_whole(self, step: int) -> bool:

@@ -91,7 +91,7 @@ def find_saved_model(
     role = role or inside or _usual_role(checkpoint, roles)
     if role not in roles:
         raise CheckpointError(
-            f"{checkpoint} has no weights of {role!r}; there are {', '.join(roles) or 'none'}."
+            f"{checkpoint} has no weights of {role!r}; it has {', '.join(roles) or 'none'}."
             f"{nearest(role, roles)}"
         )
     marker = read_marker(checkpoint)
@@ -120,7 +120,7 @@ def find_checkpoint(path: Path) -> tuple[Path, str]:
         return path.parent, path.name
     steps = committed(path)
     if not steps:
-        reason = "holds no completed checkpoint" if path.is_dir() else "is no folder"
+        reason = "holds no completed checkpoint" if path.is_dir() else "is not a folder"
         runs = {marker.parent.parent for marker in path.glob(f"*/global_step_*/{MARKER}")}
         near = sorted(map(str, runs))
         hint = f" Runs in it: {', '.join(near[:5])}." if near else ""

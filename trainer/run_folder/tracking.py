@@ -345,7 +345,7 @@ def make_tracking(
             except ImportError as err:
                 logger.warning(
                     "trainer.logger names %s, which is not installed (%s): pip install "
-                    "'verl-like[%s]'. The run goes on without it.",
+                    "'verl-like[%s]'. The run continues without it.",
                     *(name, err, name),
                 )
                 continue

@@ -94,14 +94,14 @@ def test_prompts_that_end_end_the_taking_with_what_is_left() -> None:
     buffer = make_buffer(num_batches=1, chunk=4)
     finish(buffer, begin(buffer))
     assert len(buffer.take(Demand(4))) == 1
-    with pytest.raises(EndOfSamples, match="0 samples are left, a batch has 4"):
+    with pytest.raises(EndOfSamples, match="0 samples are left, and a batch needs 4"):
         buffer.take(Demand(4))
 
 
 def test_what_is_left_at_the_end_is_no_batch_and_is_reported() -> None:
     buffer = make_buffer(num_batches=1)
     left = [finish(buffer, begin(buffer)), finish(buffer, begin(buffer))]
-    with pytest.raises(EndOfSamples, match="4 samples are left, a batch has 6"):
+    with pytest.raises(EndOfSamples, match="4 samples are left, and a batch needs 6"):
         buffer.take(Demand(6))
     assert buffer.log.open(QUEUED) == [name for one in left for name in one.names]
     line = describe_log(buffer.log.state_dict()).splitlines()[1]
@@ -329,11 +329,13 @@ def test_a_group_that_is_not_where_the_log_has_it_is_named() -> None:
     begin(buffer)
     buffer.check()
     lost = buffer.open.ready.pop()
-    with pytest.raises(SampleLogError, match=r"differ in the groups that are queued: \['0', '1'\]"):
+    with pytest.raises(
+        SampleLogError, match=r"disagree about which groups are queued: \['0', '1'\]"
+    ):
         buffer.check()
     buffer.open.ready.append(lost)
     buffer.open.in_flight.clear()
-    with pytest.raises(SampleLogError, match=r"that are in flight: \['2', '3'\]"):
+    with pytest.raises(SampleLogError, match=r"groups are in flight: \['2', '3'\]"):
         buffer.check()
 
 

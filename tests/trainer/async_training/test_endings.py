@@ -45,7 +45,7 @@ def test_a_run_whose_prompts_end_too_soon_ends_with_words_and_not_in_a_wait(
 ) -> None:
     monkeypatch.setattr(PromptLoader, "num_prompts", lambda _, number: 8 if number < 2 else 0)
     folder = run_async(tiny_dir, tmp_path, "trainer.total_training_steps=50", *POLICY_ALONE)
-    assert "the run ends after step 2: the prompts have ended" in capsys.readouterr().out
+    assert "the run ends after step 2: there are no more prompts" in capsys.readouterr().out
     assert ledger_of(folder)["trainers"] == {"0": 2 * 16}
 
 
@@ -76,7 +76,7 @@ def test_the_command_of_a_run_that_loses_a_generator_fails_within_seconds_and_na
     done = run_program(main.main, "async", *arguments, folder=ROOT)
     took = time.time() - float((tmp_path / "killed_at").read_text())
     assert done.returncode == 1
-    assert "generator 1 is lost" in done.stderr
+    assert "generator 1 died with" in done.stderr
     assert "killed by SIGKILL" in done.stderr
     assert took < 15
 

@@ -154,7 +154,7 @@ def test_a_lost_generator_ends_the_run_by_its_name_unless_told_otherwise(
     )
     config = load_config(overrides(tiny_dir, tmp_path, LOCAL, *POLICY_ALONE, *settings), ASYNC)
     with pytest.raises(
-        RolloutError, match=r"generator 1 is lost.*SIGKILL.*on_generator_failure=restart"
+        RolloutError, match=r"generator 1 died.*SIGKILL.*on_generator_failure=restart"
     ):
         run(config, callbacks=[KillGenerator()])
 
@@ -343,7 +343,7 @@ def test_settings_of_a_generator_have_the_types_of_the_rollouts_keys_however_it_
             "settings.4: this run has generators 0 to 0",
         ),
         (
-            ["async_training.generator_settings.0={sync: changed}"],
+            ["async_training.generator_settings.0={weight_sync: changed}"],
             "no key 'async_training.generator_settings.0.weight_sync'",
         ),
         (

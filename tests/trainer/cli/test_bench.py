@@ -99,9 +99,9 @@ def test_a_run_folder_gives_the_seconds_and_options_replace_them(
     [
         ([], "--gen and --update missing"),
         (["--gen=1"], "--update missing"),
-        (["--gen=0", "--update=1"], "none is given of gen: give seconds above 0 by --gen\\."),
+        (["--gen=0", "--update=1"], "^Set --gen to seconds above 0\\."),
         ([*GIVEN, "--max-inflight=1"], "--max-inflight=1 is less than a batch of 2 chunks"),
-        (["nowhere"], "nowhere is no folder"),
+        (["nowhere"], "nowhere is not a folder"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(arguments: list[str], words: str) -> None:

@@ -60,5 +60,7 @@ def test_a_run_folder_becomes_a_model_folder(
 def test_a_folder_that_is_in_use_is_left_alone(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="error: .*is not empty; give a folder that is not there"):
+    with pytest.raises(
+        SystemExit, match="error: .*is not empty; choose a folder that does not exist"
+    ):
         verl_like(monkeypatch, "export", str(run_folder), str(run_folder))

@@ -80,7 +80,7 @@ def test_a_folder_that_is_no_run_ends_with_one_line(decoys: Path) -> None:
     done = verl_like(decoys, "report", "nowhere")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: nowhere is no folder, so there is nothing to report. A run folder is "
+        "error: nowhere is not a folder, so there is nothing to report. A run folder is "
         "trainer.default_local_dir.\n"
     )
 
@@ -156,7 +156,7 @@ def test_a_config_that_cannot_work_ends_with_one_line(decoys: Path) -> None:
             "error: no room for the run in runs/x",
             "",
         ),
-        (KeyboardInterrupt(), 130, "stopped; the same command goes on from the last checkpoint"),
+        (KeyboardInterrupt(), 130, "stopped; the same command resumes from the last checkpoint"),
         (WaitTimeoutError("the driver waited"), "error: the driver waited", ""),
         (RewardError("no score"), "error: no score", ""),
         (ZeroDivisionError("in the user's code"), 1, "ZeroDivisionError: in the user's code"),

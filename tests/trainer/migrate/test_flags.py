@@ -51,7 +51,7 @@ def test_a_variable_is_no_number(table: Table) -> None:
 def test_a_part_of_a_group_is_rejected(table: Table) -> None:
     assert flags(table, "--twice", "6").finish().settings == {"data.max_length": "3"}
     with pytest.raises(
-        ConfigError, match=r"whole\(twice / 2\).* is 2.5, but this project counts whole groups"
+        ConfigError, match=r"whole\(twice / 2\).* is 2.5, which is not a whole number of groups"
     ):
         flags(table, "--twice", "5").finish()
 

@@ -144,7 +144,7 @@ def test_every_flag_has_a_word(flag: str) -> None:
         ("--pretran x", "no flag --pretran. Did you mean 'pretrain'"),
         (
             "--train_batch_size 10 --n_samples_per_prompt 4",
-            "is 2.5, but this project counts whole groups",
+            "is 2.5, which is not a whole number of groups",
         ),
         ("--train_batch_size $SIZE", "--train_batch_size is '$SIZE'"),
         ("--advantage_estimator grpo", "OpenRLHF has gae, reinforce"),

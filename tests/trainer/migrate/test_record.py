@@ -166,7 +166,7 @@ def test_without_a_sandbox_a_script_is_refused_and_words_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer.migrate.recorder.start_child", lambda _: (Done(), Refuses()))
-    with pytest.raises(ConfigError, match="no sandbox for it here: no Landlock.*verl-like migrate"):
+    with pytest.raises(ConfigError, match="no sandbox for it: no Landlock.*verl-like migrate"):
         record("python -m train")
     words = ["main_ppo", "data.train_files=x", "actor_rollout_ref.model.path=y"]
     assert migrate("verl", words)[0].program == "ppo"

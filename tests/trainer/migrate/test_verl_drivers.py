@@ -45,7 +45,7 @@ def composed(done: Translation) -> Any:
     ],
 )
 def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match="would be another experiment") as refused:
+    with pytest.raises(ConfigError, match="these flags change the experiment") as refused:
         translated_whole("verl", f"{MAIN} {words}")
     assert reason in str(refused.value)
 
@@ -104,7 +104,7 @@ def test_a_yaml_of_keys_is_read_with_those_that_it_is_made_of(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="there is no .*missing.yaml; run this command"):
         translated_whole("verl", f"{MAIN} --config-path={tmp_path} --config-name=missing")
     (tmp_path / "own.yaml").write_text("defaults: [{actor: mine}, _self_]")
-    with pytest.raises(ConfigError, match="is composed of .*mine"):
+    with pytest.raises(ConfigError, match="includes .*mine"):
         translated_whole("verl", f"{MAIN} --config-path={tmp_path} --config-name=own")
 
 

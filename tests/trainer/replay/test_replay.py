@@ -161,7 +161,7 @@ def test_later_steps_without_an_earlier_checkpoint_are_asked_for(made: Path) -> 
     with pytest.raises(
         CheckpointError,
         match=r"no checkpoint of an earlier step \(it has global_step_2, global_step_4\). "
-        "Make all 2 steps again with --from-start",
+        "Repeat all 2 steps with --from-start",
     ):
         replay(made, 2)
     assert not replay(made, 2, "score", from_start=True).differences

@@ -203,7 +203,7 @@ def test_a_folder_that_is_no_run_is_refused_with_those_that_are(tmp_path: Path) 
     make_run(tmp_path / "a" / "run", 1)
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl .* Run folders in it: .*a/run"):
         write_report(tmp_path)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         write_report(tmp_path / "nowhere")
 
 

@@ -33,7 +33,7 @@ def played(num_turns: int, score: float = 0.0, problem: str | None = None) -> di
 def test_turns_stand_in_two_shades_with_rewards_and_seconds(tmp_path: Path) -> None:
     page = write_report(make_played_run(tmp_path / "run")).read_text()
     assert page.count('<details class="trajectory"') == 5 * TRAJECTORIES_PER_STEP
-    assert "4 turns, 8 tokens drawn, 12 observed, 0.16 s" in page
+    assert "4 turns, 8 tokens sampled, 12 observed, 0.16 s" in page
     assert 'title="engine 20.0 ms, environment 10.0 ms, waiting 10.0 ms"' in page
     assert '<div class="turn"><span class="soft">user</span><span class="text">no</span></div>' in (
         page

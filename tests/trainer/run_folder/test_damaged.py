@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_makes_room_for_the_newest_whole_one(
     assert (tmp_path / LATEST).read_text() == "2"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "global_step_6.damaged" / "actor").is_dir()
-    assert "global_step_4/actor/number has 0 bytes, was written with 1: set aside as" in caplog.text
+    assert "global_step_4/actor/number has 0 bytes, was written with 1: renamed to" in caplog.text
 
     saved(tmp_path, 4)  # the run goes on, and writes what was damaged anew
     assert checkpoints(tmp_path).resume.start_step == 4
@@ -86,7 +86,7 @@ def test_damage_that_a_role_finds_takes_every_role_back(
         lines.write({}, step)
     assert run.resume.load(found) == {"global_step": 2}
     assert (found["actor"].number, found["critic"].number) == (2, -2)
-    assert "shards/0.safetensors has other bytes: set aside" in caplog.text
+    assert "shards/0.safetensors has other bytes: renamed to" in caplog.text
 
     lines.write({}, 3)  # what was open when the file was cut back goes on in it
     written = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -87,7 +87,7 @@ def test_what_a_killed_run_left_is_taken_over(
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     left = json.loads((tmp_path / "run.lock").read_text())
     with caplog.at_level(logging.INFO, "trainer"), FolderLock(tmp_path):
-        assert f"was left by process {left['pid']}" in caplog.text
+        assert f"is a stale lock of process {left['pid']}" in caplog.text
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 

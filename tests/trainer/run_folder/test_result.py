@@ -98,5 +98,5 @@ def test_a_model_is_loaded_once_when_it_is_asked_for(
     assert type(result.model) is type(made)
     assert result.model is result.model
     assert result.tokenizer("say a").input_ids == tokenizer("say a").input_ids
-    with pytest.raises(ConfigError, match="has left no model: trainer.save_final=false"):
+    with pytest.raises(ConfigError, match="saved no model: trainer.save_final=false"):
         _ = result_of(tmp_path).model

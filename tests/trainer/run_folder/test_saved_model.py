@@ -83,7 +83,7 @@ def test_the_one_role_of_another_recipe_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_or_holds_no_such_role_is_refused(ppo_run: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is no folder; give a run folder"):
+    with pytest.raises(CheckpointError, match="nowhere is not a folder; give a run folder"):
         find_saved_model(ppo_run / "nowhere")
     with pytest.raises(CheckpointError, match="global_step_12 holds no completed checkpoint"):
         find_saved_model(ppo_run / "global_step_12")
