@@ -194,8 +194,8 @@ class ModelConfig(Section):
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """Attention kernel. `auto`: the newest installed FlashAttention on GPUs, otherwise sdpa (eager
-    if sdpa is wrong for the model).
+    """Attention kernel. `auto`: on GPUs, the newest installed FlashAttention, or torch's; otherwise
+    sdpa (eager if sdpa is wrong for the model).
     """
     use_remove_padding: bool = key(True, may_change_on_resume=True)
     """Pack rows without padding if the model supports it."""
