@@ -419,7 +419,8 @@ def preset_table() -> str:
     rows = []
     for preset in PPO.preset_names("algorithm"):
         link = _link_to_card("algorithm", preset)
-        rows.append([link, _about_preset("algorithm", preset)])
+        source, colon, about = _about_preset("algorithm", preset).partition(": ")
+        rows.append([link, f"{source}. {about[0].upper()}{about[1:]}" if colon else source])
     return _list(rows)
 
 

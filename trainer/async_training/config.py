@@ -63,9 +63,9 @@ class AsyncSettings(Section):
     trainers: int = key(1, above=0, read_when=BY_NUMBERS)
     """Ranks that train."""
     sample_routes: list[list[int]] | None = key(None, allows="a list of [generator, trainer]")
-    """Pairs: this generator sends samples to this trainer rank. Null distributes evenly."""
+    """Pairs in which the generator sends samples to the trainer rank. Null distributes evenly."""
     weight_routes: list[list[int]] | None = key(None, allows="a list of [trainer, generator]")
-    """Pairs: this trainer rank sends weights to this generator. Null distributes evenly."""
+    """Pairs in which the trainer rank sends weights to the generator. Null distributes evenly."""
     generator_settings: dict[Any, GeneratorSettings] = key(
         factory=dict, allows=f"number of a generator: {{{', '.join(vars(GeneratorSettings()))}}}"
     )
@@ -87,9 +87,9 @@ class AsyncSettings(Section):
     max_staleness: int = key(1, at_least=0)
     """Largest staleness of a sample in weight versions; 0 is the synchronous run."""
     score_on: str = key("trainer", choices=("trainer", "generator"))
-    """Where reference, reward models and critic run: with the trainers, or with each generator."""
+    """Run reference, reward models and critic with the trainers, or with each generator."""
     weight_update: str = key("between_batches", choices=("between_batches", "immediate"))
-    """When a generator takes new weights: between calls, or within one."""
+    """A generator takes new weights between calls, or within one."""
     update_steps: int = key(1, above=0)
     """Batches trained on per weight version."""
     train_epochs: int = key(1, above=0)
@@ -97,14 +97,14 @@ class AsyncSettings(Section):
     on_generator_failure: str = key(
         "fail", choices=("fail", "continue", "restart"), may_change_on_resume=True
     )
-    """If a generator dies: end the run, give its prompts to the others, or restart it."""
+    """If a generator dies, end the run, give its prompts to the others, or restart it."""
     on_resume: str = key(
         "regenerate",
         choices=("regenerate", "restore"),
         read_when=SAVES,
         may_change_on_resume=True,
     )
-    """Queued samples at a checkpoint: generate them again, or store them."""
+    """Generate queued samples again after a resume, or store them in the checkpoint."""
     warn_after_idle_s: float = key(120.0, above=0, may_change_on_resume=True)
     """Seconds without a batch until a warning."""
     log_syncs: bool = key(False, may_change_on_resume=True)

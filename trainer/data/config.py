@@ -43,7 +43,7 @@ class DataConfig(Section):
     )
     """Validation files; empty: no validation."""
     custom_cls: UserCodeConfig = key(factory=UserCodeConfig)
-    """Your data set: a function or class called with `data_files`, `tokenizer` and `config`."""
+    """Function or class that yields your data set, given `data_files`, `tokenizer`, `config`."""
     prompt_key: str = key("prompt", allows="a column")
     """Column of the prompts."""
     train_batch_size: int = key(1024, above=0)

@@ -30,7 +30,7 @@ class PreferenceDataConfig(RowDataConfig):
     """Pairs, or responses with a label: files, sizes, lengths."""
 
     text_after_eos: str = key("keep", choices=("keep", "cut"))
-    """Spaces that the chat template writes after the end token: keep them in the loss, as TRL does,
+    """Keep the spaces that the chat template writes after the end token in the loss, as TRL does,
     or cut them.
     """
 

@@ -75,7 +75,7 @@ class WorkersConfig(ScoringSections):
     ptx: PTXConfig = key(factory=PTXConfig, read_when=unless("ptx.train_files", ""))
     """A language-model loss in addition to the policy loss."""
     distillation: DistillationConfig = key(factory=DistillationConfig, read_when=HAS_TEACHER)
-    """Distillation: a teacher's log-probs as token rewards."""
+    """A teacher's log-probs as token rewards."""
     data: Any
     """Workers read the maximum lengths, and the variables of the chat template."""
     trainer: Any

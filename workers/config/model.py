@@ -92,7 +92,7 @@ class OptimConfig(Section):
     args: dict[str, Any] = key(
         factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"
     )
-    """Further arguments of the optimizer: `args.momentum=0.9`."""
+    """Further arguments of the optimizer, such as `args.momentum=0.9`."""
     betas: tuple[float, float] = key(
         (0.9, 0.999), allows="two numbers", read_when=optimizer_takes("betas")
     )
@@ -218,7 +218,7 @@ class ModelConfig(Section):
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = key(16, above=0, read_when=HAS_LORA)
-    """LoRA scale: lora_alpha / lora_rank."""
+    """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = key(
         "all-linear", allows="all-linear, or a list of names", read_when=HAS_LORA
     )

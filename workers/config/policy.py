@@ -78,7 +78,7 @@ class PolicyLossConfig(Section):
         allows="arguments of the loss, by its signature",
         read_when=LOSS_IS_NAMED,
     )
-    """Arguments of the policy loss: `args.dro_beta=0.1`."""
+    """Arguments of the policy loss, such as `args.dro_beta=0.1`."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class RolloutCorrectionConfig(Section):
     rollout_is_threshold: str = key(
         "2.0", allows="a number, or lower_upper such as 0.5_5.0", read_when=WEIGHS_ROLLOUT
     )
-    """One number: truncate larger weights; lower_upper: set weights outside this range to zero."""
+    """One number truncates larger weights; lower_upper sets weights outside this range to zero."""
     rollout_is_batch_normalize: bool = key(False, read_when=WEIGHS_ROLLOUT)
     """Divide weights by their mean over the batch."""
     rollout_rs: str | None = key(
@@ -165,7 +165,7 @@ class ActorConfig(ShardedConfig):
     clip_ratio_high: float | None = key(None, at_least=0, read_when=LOSS_CLIPS)
     """Upper clip range; null: `clip_ratio`."""
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
-    """Dual clip: for A < 0, the largest loss is this number times -A."""
+    """Dual clip. For A < 0, the largest loss is this number times -A."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
     """The policy loss."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)

@@ -80,7 +80,7 @@ class ValidationSamplingConfig(Section):
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
     """Sample from the k most likely tokens; -1: from all."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Nucleus sampling: sample from the most likely tokens with this total probability."""
+    """Sample from the most likely tokens with this total probability (nucleus sampling)."""
 
 
 @dataclass(kw_only=True)
@@ -102,7 +102,7 @@ class RolloutConfig(Section):
     top_k: int = key(-1, above=0, or_exactly=-1, hint="or -1 for all", read_when=when("do_sample"))
     """Sample from the k most likely tokens; -1: from all."""
     top_p: float = key(1.0, above=0, at_most=1, read_when=when("do_sample"))
-    """Nucleus sampling: sample from the most likely tokens with this total probability."""
+    """Sample from the most likely tokens with this total probability (nucleus sampling)."""
     do_sample: bool = key(True)
     """Sample; false: decode greedily."""
     max_num_seqs: int = key(256, above=0, read_when=ENGINE_IS_NOT_HF, may_change_on_resume=True)

@@ -19,7 +19,7 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
         "DAPO, arXiv 2503.14476",
     ),
     "token-sum": (
-        "The sum over all tokens, divided by nothing: the step grows with the mini-batch.",
+        "The sum over all tokens, divided by nothing, so the step grows with the mini-batch.",
         "summed policy gradient, Williams 1992",
     ),
     "seq-mean-token-sum": (
@@ -31,7 +31,7 @@ AGGREGATIONS: Mapping[str, tuple[str, str]] = {
         "GRPO, arXiv 2402.03300",
     ),
     "seq-mean-token-sum-norm": (
-        "seq-mean-token-sum, divided by a constant: `loss_scale_factor`, or the response's width.",
+        "seq-mean-token-sum, divided by `loss_scale_factor`, by default the response's width.",
         "Dr. GRPO, arXiv 2503.20783",
     ),
 }
