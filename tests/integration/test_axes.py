@@ -108,11 +108,11 @@ def test_ranks_without_a_pass_each_are_refused(tiny_dir: Path, tmp_path: Path) -
     two = "trainer.n_gpus_per_node=2", f"{actor}.parallel.pp=2"
     by_rows = f"{actor}.use_dynamic_bsz=false", f"{actor}.ppo_micro_batch_size_per_gpu=1000"
     with pytest.raises(
-        ConfigError, match=f"pp=2 needs 2 passes .*set {actor}.ppo_micro_.* or less"
+        ConfigError, match=f"pp=2 needs at least 2 passes .*set {actor}.ppo_micro_.* or less"
     ):
         two_steps(tiny_dir, tmp_path, *two, *by_rows)
     one_row = f"{actor}.ppo_mini_batch_size=1", f"{POLICY}.rollout.n=1"
-    with pytest.raises(ConfigError, match="make 1; set .*pp=1, or raise .*ppo_mini_batch_size"):
+    with pytest.raises(ConfigError, match="so 1 pass; set .*pp=1, or raise .*ppo_mini_batch_size"):
         two_steps(tiny_dir, tmp_path, *two, *one_row)
 
 

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
         if is_on_hub(options.model):
             folder = model_folder(options.model)
         elif not (folder / "config.json").is_file():
-            folder = find_saved_model(folder).loadable(Path(scratch) / "model")
+            folder = find_saved_model(folder, or_model=True).loadable(Path(scratch) / "model")
         chat = Chat(
             folder,
             system=options.system,

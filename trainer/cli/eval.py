@@ -63,7 +63,7 @@ def model_and_settings(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
     path = Path(name)
     if is_on_hub(name) or (path / "config.json").is_file():
         return model_folder(name), {FOLDER: f"runs/eval/{path.resolve().name}"}
-    saved = find_saved_model(path)
+    saved = find_saved_model(path, or_model=True)
     folder = {FOLDER: str(saved.run / "eval" / f"global_step_{saved.step}")}
     return saved.loadable(scratch / "model"), settings_of_run(saved) | folder
 

@@ -15,7 +15,7 @@ The script owns data, loss and loop, the server owns the weights. Keys are those
   trainer.backend=ray|local
 
 It listens only on this machine (port 8000; 0 picks a free port), unless you set --host and a key
-by --token, which begins with tml-. Put a proxy with TLS before it. The loss stable_reinforce has no
+by --token, which begins with tml-. Put a TLS proxy in front of it. The loss stable_reinforce has no
 public formula: with --stable-reinforce=importance_sampling the server computes that loss instead.
 """
 
@@ -66,5 +66,5 @@ def check_key(host: str, token: str) -> None:
     if host not in ON_THIS_MACHINE and not token:
         raise ConfigError(
             f"--host={host} is open to other machines: give a key by --token={KEY_PREFIX}SECRET, "
-            "which clients set as TINKER_API_KEY. Put a proxy with TLS before the server."
+            "which clients set as TINKER_API_KEY. Put a TLS proxy in front of the server."
         )

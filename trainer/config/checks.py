@@ -154,11 +154,12 @@ def check_passes(
     if rows_of_rank >= pp:
         at_most = -(-rows_of_rank // (pp - 1)) - 1
         ways = f"set {at_once[0]}={at_most} or less, or {model.axes_key}.pp={num_passes}"
-    cut = f", in passes of {at_once[0]}={rows}," if at_once[1] else ""
+    passes = f"{num_passes} pass{'' if num_passes == 1 else 'es'}"
+    cut = f" of {at_once[0]}={rows}" if at_once[1] else ""
     raise ConfigError(
-        f"role {role!r}: {model.axes_key}.pp={pp} needs {pp} passes of a mini-batch, or ranks have "
-        f"nothing to do. A rank's {rows_of_rank} of the {mini_batch[1]} rows of {mini_batch[0]}"
-        f"{cut} make {num_passes}; {ways}."
+        f"role {role!r}: {model.axes_key}.pp={pp} needs at least {pp} passes per mini-batch to "
+        f"keep every stage busy. {mini_batch[0]} gives each rank {rows_of_rank} of "
+        f"{mini_batch[1]} rows, so {passes}{cut}; {ways}."
     )
 
 

@@ -65,8 +65,10 @@ class TrainerConfig(Section):
         may_change_on_resume=False,
     )
     """Trainer class: the recipe's or a subclass."""
-    total_epochs: int | None = key(None, above=0, hint="or null for one, or as many as steps take")
-    """Passes over the data; null: one, or as many as `total_training_steps` needs."""
+    total_epochs: int | None = key(
+        None, above=0, hint="or null for one epoch, or as many as total_training_steps needs"
+    )
+    """Passes over the data."""
     total_training_steps: int | None = key(None, above=0, hint="or null for epochs x batches")
     """Steps of the run; null: as many as `total_epochs` has."""
     stop_at: dict[str, float] = key(factory=dict, allows="{metric: value}")
@@ -97,7 +99,7 @@ class TrainerConfig(Section):
         None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
     """Check as if the machines had these GPUs; sets dry_run (`verl-like check --gpus`)."""
-    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for no checkpoints")
+    save_freq: int = key(-1, above=0, or_exactly=-1, hint="or -1 for none by steps")
     """Steps between checkpoints; -1: only by `save_every_minutes`."""
     save_every_minutes: float | None = key(
         SAVE_EVERY_MINUTES, above=0, hint="or null for none by time"

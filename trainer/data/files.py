@@ -216,13 +216,12 @@ def check_files(config: DataConfig) -> None:
 def _check_file(path: Path, key: str) -> None:
     if path.is_dir():
         raise ConfigError(
-            f"{key}: {path} is a folder, which holds {listing(path)}. Name its files: "
+            f"{key}: {path} is a folder, which contains {listing(path)}. Name its files: "
             f"{key}=[{path}/<file>, ...]."
         )
     if not path.is_file():
-        raise ConfigError(
-            f"{key}: there is no file {path}; {path.parent} holds {listing(path.parent)}."
-        )
+        folder = path.parent.absolute() if path.parent == Path() else path.parent
+        raise ConfigError(f"{key}: there is no file {path}; {folder} contains {listing(folder)}.")
     if path.stat().st_size == 0:
         raise ConfigError(f"{key}: {path} is empty.")
 

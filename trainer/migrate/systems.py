@@ -135,29 +135,30 @@ def migrate(
                         f"the script {recording.ending}: it may train more than this"
                     )
                 done.notices += [
-                    f"the script runs {other.words[0]} ... as a command of its own: no backslash "
-                    "before it"
+                    f"the script runs {other.words[0]} ... as a command of its own: a backslash "
+                    "may be missing at the end of the line before it"
                     for other in recording.commands
                     if _is_a_rest(other) and other is not command
                 ]
                 translations.setdefault(_finished(done).command(), done)
         except ConfigError as err:
             rejections.append(f"{shlex.join(command.words)[:80]} ...: {err}")
-    unset = f"\n\nThe script reads variables that nobody sets: {', '.join(recording.unset)}."
+    unset = f"\n\nThe script reads variables that are never set: {', '.join(recording.unset)}."
     unset = unset if recording.unset else ""
     if rejections:
         raise ConfigError("\n\n".join(dict.fromkeys(rejections)) + unset)
     if not translations:
         ran = [shlex.join(command.words)[:100] for command in recording.commands]
         words = (
-            f"no command runs {SYSTEMS[system].trains}: it runs {'; '.join(ran[-5:]) or 'nothing'}."
+            f"the script runs no command of {SYSTEMS[system].trains}; it ran: "
+            f"{'; '.join(ran[-5:]) or 'nothing'}."
         )
         if recording.ending != ENDED_WELL:
             words += f" The script {recording.ending}."
         if output := [line for line in recording.printed.splitlines() if line.strip()]:
-            words += " It said: " + " / ".join(output[-5:])
-        way_out = "Arguments of a script stand behind it: verl-like migrate SYSTEM SCRIPT 8 ..."
-        raise ConfigError(f"{words} {way_out}{unset}")
+            words += " Its output: " + " / ".join(output[-5:])
+        way_out = "Put the script's arguments after it: verl-like migrate SYSTEM SCRIPT 8 ..."
+        raise ConfigError(f"{words}\n{way_out}{unset}")
     return list(translations.values())
 
 

@@ -42,7 +42,7 @@ class Phases:
     score: Sequence[float]
     update: Sequence[float]
     sync: Sequence[float] = (0.0,)
-    """Seconds in which a generator takes one version of the weights."""
+    """Seconds that a generator needs to load one version of the weights."""
 
     def times(self, generate: float = 1.0, train: float = 1.0, sync: float = 1.0) -> Phases:
         """Return the phases with their seconds times these factors."""

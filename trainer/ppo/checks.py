@@ -368,7 +368,7 @@ def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
         ):
             problem = "During asynchronous training, all environments have as many."
         if problem:
-            raise ConfigError(f"environment: there are the players {', '.join(players)}. {problem}")
+            raise ConfigError(f"environment: the players are {', '.join(players)}. {problem}")
 
 
 def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:

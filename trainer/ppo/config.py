@@ -21,7 +21,7 @@ from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 from workers.config.environment import HAS_ENVIRONMENT
 
 NO_STEPS_OR_CRITIC = When(
-    "it is 0, or there is a critic",
+    HAS_CRITIC.says,
     lambda section, run: section.critic_warmup == 0 or HAS_CRITIC.holds(section, run),
     HAS_CRITIC.otherwise,
 )

@@ -4,8 +4,8 @@
                 [key=value ...]   in a checkout also: python -m trainer.main_ppo
 
 Placement    placement=colocate|split|standalone
-             resource_pool_spec.critic_pool=[2]  processes per node: your sizes
-             resource_pool_spec.mine=[1] role_mapping.rollout=mine  your own
+             resource_pool_spec.critic_pool=[2]  pool of 2 processes on one node
+             resource_pool_spec.mine=[1] role_mapping.rollout=mine  a new pool
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
 Backend      trainer.backend=ray|local  ray.address=HOST:PORT
 Dry run      verl-like check key=value ... checks the run and prints its plan
@@ -101,7 +101,7 @@ def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
 def complete(
     config: P, keys: Collection[str], inexact_weights: str = ""
 ) -> tuple[P, Sequence[str]]:
-    """Settle mini-batches, passes and the correction where the user did not set them.
+    """Choose the mini-batch size, the sizing of passes and the correction that the user left out.
 
     `inexact_weights` says why the rollout's weights may differ from the trainer's, or is "".
     """

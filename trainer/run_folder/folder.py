@@ -198,7 +198,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(
-            f"trainer.default_local_dir={folder} cannot be written ({err}); give a folder that can."
+            f"trainer.default_local_dir={folder} is not writable ({err}); choose another folder."
         ) from err
     return folder
 

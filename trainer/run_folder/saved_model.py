@@ -77,16 +77,22 @@ class SavedModel:
 
 
 def find_saved_model(
-    path: str | Path, role: str = "", base: str = "", *, in_checkpoint: bool = False
+    path: str | Path,
+    role: str = "",
+    base: str = "",
+    *,
+    in_checkpoint: bool = False,
+    or_model: bool = False,
 ) -> SavedModel:
     """Return the model of `role` at `path`; without a role, the policy or the only model.
 
     For a run folder it is the final model of the run, or the newest checkpoint's. `base` replaces
-    the path of the model that it was trained from, if that model has moved.
+    the path of the model that it was trained from, if that model has moved. `or_model` says that
+    the caller also loads model folders, for the error.
     """
     if not in_checkpoint and (left := _model_left(Path(path), role, base)):
         return left
-    checkpoint, inside = find_checkpoint(Path(path))
+    checkpoint, inside = find_checkpoint(Path(path), or_model)
     roles = trained_roles(checkpoint)
     role = role or inside or _usual_role(checkpoint, roles)
     if role not in roles:
@@ -101,7 +107,7 @@ def find_saved_model(
 
 
 def _model_left(run: Path, role: str, base: str) -> SavedModel | None:
-    """Return the final model of the run folder, if it is of that role and the newest."""
+    """Return the run's final model if it is of that role and no checkpoint is newer, or None."""
     marker = marker_of_model(run)
     if marker is None:
         return None
@@ -112,7 +118,7 @@ def _model_left(run: Path, role: str, base: str) -> SavedModel | None:
     return SavedModel(run, marker["step"], run / MODEL, model, config)
 
 
-def find_checkpoint(path: Path) -> tuple[Path, str]:
+def find_checkpoint(path: Path, or_model: bool = False) -> tuple[Path, str]:
     """Return (the `global_step_N` folder, the role) of a path; the role may be ""."""
     if (path / MARKER).is_file():
         return path, ""
@@ -125,8 +131,8 @@ def find_checkpoint(path: Path) -> tuple[Path, str]:
         near = sorted(map(str, runs))
         hint = f" Runs in it: {', '.join(near[:5])}." if near else ""
         raise CheckpointError(
-            f"{path} {reason}; give a run folder, a global_step_N in it, or a role's folder in "
-            f"that.{hint}"
+            f"{path} {reason}; give {'a model folder, ' if or_model else ''}a run folder, a "
+            f"global_step_N in it, or a role's folder in that.{hint}"
         )
     return path / f"global_step_{steps[-1]}", ""
 

@@ -111,7 +111,9 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
     tensors = [entry.value for sent in message.data for entry in sent.loss_fn_inputs]
     entries = sum(abs(math.prod(tensor.shape)) for tensor in tensors)
     if entries > MOST_ENTRIES:
-        raise BatchError(f"{entries} entries exceed the {MOST_ENTRIES} of a request; send less.")
+        raise BatchError(
+            f"{entries} entries exceed the limit of {MOST_ENTRIES} per request; send fewer."
+        )
     for number, sent in enumerate(message.data):
         what = f"datum {number}"
         tokens = tokens_of(sent.model_input, what)

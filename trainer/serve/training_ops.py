@@ -230,8 +230,8 @@ class TrainingOps:
         saved = metadata["role"], metadata["rank"], metadata["base_model"]
         if saved != (model.role, model.rank, base):
             raise ConfigError(
-                f"{path} has the {saved[0]} of rank {saved[1]} on {saved[2]}, and this model is "
-                f"the {model.role} of rank {model.rank} on {base}."
+                f"{path} has the {saved[0]} of LoRA rank {saved[1]} on {saved[2]}, and this model "
+                f"is the {model.role} of LoRA rank {model.rank} on {base}."
             )
         with self.using(model.name, model.role) as group:
             group.load_checkpoint(str(self.checkpoints.state_folder(path) / model.role))

@@ -60,7 +60,7 @@ class LocalWorkerGroup(WorkerGroup):
         """
         if detached:
             raise PlacementError(
-                "detached=True: processes of the local backend end with their driver; take "
+                "detached=True: processes of the local backend end with their driver; use "
                 "RayWorkerGroup."
             )
         recipes = ray_cls_with_init.recipes(name_prefix)

@@ -74,8 +74,9 @@ def ragged_of_nested(name: str, column: Any) -> Ragged:
     """Return a nested tensor as a ragged column, as wide as its longest row."""
     if column.layout != torch.jagged:
         raise BatchError(
-            f"Column {name!r} is a nested tensor of the strided layout, which torch itself takes "
-            "back: make it with torch.nested.as_nested_tensor(rows, layout=torch.jagged)."
+            f"Column {name!r} is a nested tensor of the strided layout, which is not supported "
+            "(torch recommends jagged): make it with "
+            "torch.nested.as_nested_tensor(rows, layout=torch.jagged)."
         )
     rows = column.unbind()
     dim = column._ragged_idx - 1

@@ -157,7 +157,7 @@ def rearrange_micro_batches(
     if heaviest > max_token_len or not tokens:
         raise BatchError(
             f"max_token_len={max_token_len} is below the {heaviest} tokens of the longest row (or "
-            f"group of {force_group_size}) of {len(lengths)} rows: take {heaviest} or more."
+            f"group of {force_group_size}) of {len(lengths)} rows: use {heaviest} or more."
         )
 
     in_step = dp_group if same_micro_num_in_dp else None

@@ -94,7 +94,7 @@ class Deadlines:
                     f"{', '.join(known)}."
                 )
             if seconds <= 0:
-                raise ConfigError(f"timeouts.{name}={seconds}: a timeout is above 0 seconds.")
+                raise ConfigError(f"timeouts.{name}={seconds}: a timeout must be above 0 seconds.")
         return cls(**settings)
 
 

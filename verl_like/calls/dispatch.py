@@ -307,7 +307,7 @@ def update_dispatch_mode(
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
-    """Return a mode that splits over a mesh's data axis.
+    """Return a mode that splits over a mesh's data axis (verl's name).
 
     Ranks that share a dp rank get the same chunk, and one of them collects the result.
     """

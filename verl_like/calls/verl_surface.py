@@ -164,7 +164,7 @@ class VerlWorker:
         if mesh_name in self._mesh_positions:
             raise DispatchError(
                 f"{self.role} rank {self.rank} has registered mesh '{mesh_name}' already. "
-                f"Registered: {', '.join(self._mesh_positions)}. Take another name."
+                f"Registered: {', '.join(self._mesh_positions)}. Use another name."
             )
         places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
         if len(places) != 1:

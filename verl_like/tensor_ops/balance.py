@@ -25,7 +25,7 @@ def get_seqlen_balanced_partitions(
     num_rows = len(seqlen_list)
     if not 1 <= k_partitions <= num_rows:
         raise BatchError(
-            f"cannot cut {num_rows} rows into {k_partitions} non-empty partitions; take 1 to "
+            f"cannot cut {num_rows} rows into {k_partitions} non-empty partitions; use 1 to "
             f"{num_rows}."
         )
     if equal_size and num_rows % k_partitions:
@@ -95,7 +95,7 @@ def get_group_balanced_partitions(
     if not 1 <= k_partitions <= len(groups) or len(groups) % k_partitions:
         raise BatchError(
             f"the rows of {len(groups)} uids do not make {k_partitions} partitions of equally many "
-            "uids; take a divisor of that number."
+            "uids; use a divisor of that number."
         )
     lengths = [sum(int(seqlen_list[row]) for row in rows) for rows in groups]
     partitions = get_seqlen_balanced_partitions(lengths, k_partitions, equal_size=True)

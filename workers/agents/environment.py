@@ -452,7 +452,10 @@ class Episode:
         """Check and convert the replies to players, by name."""
         players = self._loaded.players
         if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
-            raise TypeError(f"{method} returned {_kind(answers)}, not a dict by {players}")
+            raise TypeError(
+                f"{method} returned {_kind(answers)}; expected a dict with keys from "
+                f"{', '.join(players)}"
+            )
         replies = {player: read(answer) for player, answer in answers.items()}
         if early := sorted({*replies} - self._waiting):
             raise ValueError(

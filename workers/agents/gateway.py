@@ -110,11 +110,13 @@ def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
     needed = {p.name for p in parameters if p.default is p.empty} & known
     if missing := sorted(needed - {*GIVEN, *kwargs}):
         raise ConfigError(
-            f"environment={path}: an agent gets {', '.join(GIVEN)} by these names, and "
-            f"environment.kwargs, but no {missing[0]!r}."
+            f"environment={path}: the agent's parameter {missing[0]!r} cannot be filled: agents "
+            f"receive {', '.join(GIVEN)} and the names in environment.kwargs. Give it a default, "
+            f"or set environment.kwargs.{missing[0]}."
         )
     if unknown := sorted({*kwargs} - known) if not takes_all else sorted({*kwargs} & {*GIVEN}):
-        raise ConfigError(f"environment={path}: it takes no {unknown[0]!r} of environment.kwargs.")
+        reason = "which the run sets itself" if takes_all else "but the agent has no such parameter"
+        raise ConfigError(f"environment={path}: environment.kwargs sets {unknown[0]!r}, {reason}.")
 
 
 class AgentEpisode:

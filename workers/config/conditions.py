@@ -79,7 +79,7 @@ HAS_CRITIC = When(
 )
 HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(
-    "rewards are learned from",
+    "the policy is trained on rewards",
     lambda _, run: not has_only_teacher(run),
     "distillation.use_task_rewards is false, so only the teacher provides advantages",
 )

@@ -83,8 +83,9 @@ class OptimConfig(Section):
 
     lr: float = key(1e-6, at_least=0)
     """Peak learning rate."""
-    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all calls")
-    """Update calls of linear warm-up; -1: by `lr_warmup_steps_ratio`."""
+    lr_warmup_steps: int = key(0, at_least=-1, hint="where -1 takes a share of all update calls")
+    """Steps of linear warm-up (update calls, usually one per training step; not optimizer steps);
+    -1: by `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
     """Warm-up as a share of all update calls."""
     optimizer: str = key("AdamW", registry="optimizer")

@@ -40,7 +40,7 @@ KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 
 
 LOSS_IS_NAMED = When(
-    "no `bypass_mode` of loss_type reinforce",
+    "`bypass_mode` is false or `loss_type` is not reinforce",
     lambda policy_loss, run: policy_loss_of(run) == policy_loss.loss_mode,
     "algorithm.rollout_correction.loss_type=reinforce is the loss under bypass_mode",
 )

@@ -32,7 +32,7 @@ ROLLOUT_IS_APART = When(
     "actor and rollout share their processes, so weights are not sent",
 )
 GENERATES_BESIDE = When(
-    "samples are made beside the training",
+    "generation runs during training",
     lambda _, run: getattr(run, "generates_while_training", False),
     "generation does not run during training",
 )
@@ -55,13 +55,13 @@ VLLM_TAKES_ADAPTERS = When(
     "the policy has no LoRA adapters, or {section}name is not vllm in process",
 )
 CACHE_IS_OURS = When(
-    "`name` is not hf, nor vLLM a server",
+    "`name` is neither hf nor vllm with `server_urls`",
     lambda section, _: section.name != "hf" and not section.server_urls,
     "{section}name is hf, or vLLM is a server, whose own command decides that",
 )
 ENGINE_IS_NOT_HF = unless("name", "hf")
 WEIGHTS_ARE_OURS = When(
-    "vLLM is no server",
+    "vLLM does not run as a server",
     lambda section, _: not section.server_urls,
     "vLLM is a server, whose own command decides that",
 )

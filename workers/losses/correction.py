@@ -87,13 +87,17 @@ class RolloutCorrection:
     def of(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
         """Build the correction that the section describes; raise on impossible settings."""
         bounds = weight_bounds(str(settings.rollout_is_threshold))
-        veto, least, meaning = settings.rollout_token_veto_threshold, 1.0, "that of equal policies"
+        veto, least, meaning = (
+            settings.rollout_token_veto_threshold,
+            1.0,
+            "the ratio of equal policies",
+        )
         if settings.rollout_is is not None and bounds.lower is not None:
             least, meaning = bounds.lower, "the lower rollout_is_threshold"
         if veto is not None and not 0 < veto < least:
             raise ConfigError(
-                f"{SECTION}.rollout_token_veto_threshold={veto:g}: it is a ratio between 0 and "
-                f"{least:g}, {meaning}; such as 1e-4."
+                f"{SECTION}.rollout_token_veto_threshold={veto:g}: it must be above 0 and below "
+                f"{least:g} ({meaning}), for example 1e-4."
             )
         thresholds = settings.rollout_rs_threshold
         criteria = criteria_of(settings.rollout_rs, None if thresholds is None else str(thresholds))

@@ -118,8 +118,8 @@ def dims_of(num_ranks: int, sharding: Sharding) -> ParallelDims:
     """Return the sizes of the axes of a role's ranks."""
     if sharding.strategy == "single" and num_ranks > 1:
         raise ConfigError(
-            f"strategy=single is for a pool of one process, this one has {num_ranks}; take ddp "
-            "or fsdp."
+            f"strategy=single needs a pool of one process, but this one has {num_ranks}; "
+            "use ddp or fsdp."
         )
     model_size = sharding.pp * sharding.sp * sharding.tp
     data_size, is_left = divmod(num_ranks, model_size)
@@ -161,8 +161,9 @@ def _check_experts(dims: ParallelDims, strategy: str) -> None:
         )
     if strategy in ("single", "ddp"):
         raise ConfigError(
-            f"{key} shares the experts, and strategy={strategy} (int8 weights, too) keeps the "
-            "whole model on every rank; set strategy=fsdp, or leave parallel.ep at 1."
+            f"{key} distributes the experts over ranks, but strategy={strategy} (int8 weights, "
+            "too) keeps the whole model on every rank; set strategy=fsdp, or leave parallel.ep "
+            "at 1."
         )
     size = dims.shard * dims.sp
     if size % dims.ep:

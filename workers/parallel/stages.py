@@ -25,7 +25,7 @@ from workers.config import LARGEST_PASS
 from workers.parallel.experts import experts_of
 
 LARGEST_LOGITS = 256 * 2**20
-"""Bytes of the float32 logits of a chunk of positions."""
+"""Most bytes that the float32 logits of one chunk of positions take."""
 TRAINED, FROZEN = 4, 1
 """Numbers stored per weight: with a gradient and two moments, and without."""
 
@@ -98,7 +98,7 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     """
     parts = StageParts.of(module)
     if num_stages > len(parts.layers):
-        raise NoStages(f"it has {len(parts.layers)} layers, and {num_stages} stages")
+        raise NoStages(f"it has only {len(parts.layers)} layers for {num_stages} stages")
     spread = {id(w) for _, e in experts_of(module) for w in e.parameters()} if ep > 1 else ()
 
     def stored(part: nn.Module) -> float:
@@ -130,7 +130,7 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
 
 
 def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> list[range]:
-    """Divide neighbours into stages: minimize the largest stage, then balance the others."""
+    """Divide consecutive layers into stages: minimize the largest, then balance the others."""
     sums = [0.0, *itertools.accumulate(costs)]
     count = len(costs)
 

@@ -153,7 +153,7 @@ def literal(text: str) -> Any:
                     setattr(node, name, _number(child))
         return ast.literal_eval(tree)
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"no literal: {text:.80}") from error
+        raise ValueError(f"not a Python literal: {text:.80}") from error
 
 
 def _number(node: Any) -> Any:

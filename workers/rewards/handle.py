@@ -34,7 +34,8 @@ from workers.rewards.process import FunctionSpec
 GRACE_S = 0.5
 """Time from a sample's deadline to the kill; coroutines end at the deadline themselves."""
 BLOCKED_SHARE = 1.25
-"""Deadlines until a process must report which of its coroutines blocks the others."""
+"""Multiple of the deadline after which a process must report the coroutine that blocks the others.
+"""
 END_S = 10.0
 """Time for a supervisor to kill its child."""
 

@@ -42,8 +42,8 @@ def read_outcome(result: Any) -> Outcome:
         raise ValueError(f"the reward function returned {result!r:.200}{NO_REWARD}")
     if not is_finite(float(score)):
         raise ValueError(
-            f"the reward function returned {result!r:.200}; a number that is finite in float32, "
-            "or a dict with one as 'score'"
+            f"the reward function returned {result!r:.200}. Return a number that is finite in "
+            "float32, or a dict with one as 'score'"
         )
 
     checked: dict[str, Any] = {}
@@ -63,8 +63,8 @@ def read_steps(steps: Any) -> Steps:
     for token, score in pairs:
         if token < 0 or not is_finite(score):
             raise ValueError(
-                f"{STEPS} has [{token}, {score}]; pairs of a token's number, from 0, and a score "
-                "that is finite in float32"
+                f"{STEPS} has [{token}, {score}]. Each entry must be [token, score]: a token index "
+                "of 0 or more, and a score that is finite in float32"
             )
     return pairs
 

@@ -51,7 +51,7 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the classifier, frozen; reject another tokenizer than the actor's."""
+        """Load the frozen classifier; reject a tokenizer other than the actor's."""
         check_same_tokenizer(self.config.path, self.policy_path, self.role)
         super().init_model(total_steps)
 

@@ -200,7 +200,12 @@ class FileCopies(FileWriter):
                     process_group=0,  # Ctrl-C must reach only the driver
                 )
             except OSError as error:
-                logger.warning("%s is written by the process that trains: %s", path, error)
+                logger.warning(
+                    "%s: no writer process could be started (%s); the training process writes the "
+                    "file itself, which may slow down steps.",
+                    path,
+                    error,
+                )
                 return None
             with suppress(OSError):  # the process has ended, or a container forbids it
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)

@@ -119,7 +119,8 @@ def positions_per_chunk(
 ) -> int:
     """Return the number of positions whose logits exist at the same time in a pass.
 
-    If ranks share the vocabulary, `num_words` is the count of the rank with the most words.
+    If ranks share the vocabulary, `num_words` is the largest number of vocabulary
+    entries on a rank.
     """
     num_rows = rows_per_chunk(config, num_words, device_type)
     if may_chunk and num_positions > num_rows and not chunking_blocker(config):
@@ -319,7 +320,7 @@ def chunking_blocker(config: Any) -> str:
         warn_once(
             f"model type {config.model_type} does not compute its head in chunks "
             f"({reason}): all logits of a pass are stored at once, 4 bytes per position "
-            "and word. Smaller passes need less memory."
+            "and vocabulary entry. Smaller passes need less memory."
         )
     return reason
 

@@ -53,8 +53,8 @@ END = -1
 HOST = torch.device("cpu")
 Finish = Callable[[], None]
 """Waits until an operation is done."""
-Rooms = Callable[[int, int], Tensor]
-"""Returns memory for a bucket, given its number and its size."""
+AllocateBuffer = Callable[[int, int], Tensor]
+"""Returns a buffer for a bucket, given its number and its size."""
 _LENGTHS = Struct("<qq")
 """First bytes of a header: the sizes of its bucket and of its text."""
 
@@ -107,7 +107,7 @@ def aligned(place: int) -> int:
 
 
 def pack(
-    tensors: NamedTensors, limit: int, room: Rooms, watch: Stopwatch, lends: bool = True
+    tensors: NamedTensors, limit: int, room: AllocateBuffer, watch: Stopwatch, lends: bool = True
 ) -> Iterator[Bucket]:
     """Copy tensors into buckets of at most `limit` bytes, and hash them.
 
@@ -236,7 +236,7 @@ class Channel:
             size, header = self._receive_header()
             payload, finish = None, None
             if size == END and header is None:
-                self.corrupt.append("what is said to be the end")
+                self.corrupt.append("the end marker (wrong signature)")
             if size != END:
                 payload = self.room(number, size)
                 finish = self._start_broadcast(payload, self.connection.gpus)
@@ -266,7 +266,7 @@ class Channel:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one bucket, from its bytes and its header."""
         if header is None:
-            self.corrupt.append(f"what bucket {expected} is said to hold")
+            self.corrupt.append(f"the header of bucket {expected} (wrong signature)")
             return
         if header["number"] != expected:
             self.corrupt.append(f"bucket {header['number']} in the place of bucket {expected}")

@@ -72,7 +72,7 @@ class HostCopy:
                 self.tensors[name] = stored = torch.empty_like(tensor, device=HOST)
             stored.copy_(tensor)
         if not channel.summary and not channel.corrupt:
-            missing = "what the whole is said to hold, if the actor sends changes at all"
+            missing = "the missing summary of all weights (does the actor send changes?)"
             channel.corrupt.append(missing)
         if channel.corrupt:
             self.manifest = {}

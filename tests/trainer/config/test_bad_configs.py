@@ -122,7 +122,7 @@ SETTINGS = [
     ("data.train_files=", ["data.train_files is empty"]),
     (
         "data.train_files=nowhere.parquet",
-        ["data.train_files: there is no file nowhere.parquet", "holds"],
+        ["data.train_files: there is no file nowhere.parquet", "contains"],
     ),
     ("data.val_files=nowhere.parquet", ["data.val_files: there is no file nowhere.parquet"]),
     (
@@ -314,7 +314,7 @@ FILES = [
     (model_without("config.json"), ["not a Hugging Face model folder", "no config.json"]),
     (
         file_as_run_folder,
-        ["trainer.default_local_dir=", "cannot be written", "give a folder that can"],
+        ["trainer.default_local_dir=", "is not writable", "choose another folder"],
     ),
     (
         another_run,

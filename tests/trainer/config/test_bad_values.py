@@ -55,7 +55,7 @@ VALUES = [
     ("actor_rollout_ref.actor.optim.betas=[0.9]", ["betas=[0.9]", "two numbers"]),
     (
         "actor_rollout_ref.actor.strategy=single trainer.n_gpus_per_node=2",
-        ["role 'actor' on pool 'global_pool'", "this one has 2; take ddp or fsdp"],
+        ["role 'actor' on pool 'global_pool'", "this one has 2; use ddp or fsdp"],
     ),
     (
         "critic.model.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=2",

@@ -53,7 +53,9 @@ def test_a_preference_loss_that_there_is_not_is_named_with_its_key() -> None:
 
 def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"train_files: .* is a folder, which holds rows.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"train_files: .* is a folder, which contains rows.jsonl"
+    ):
         check_files(DataConfig(train_files=str(tmp_path)))
 
 

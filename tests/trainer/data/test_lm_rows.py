@@ -129,7 +129,7 @@ def test_a_bad_row_is_named_with_its_file_and_line(
 
 
 def test_a_file_that_is_not_there_is_refused_with_its_key(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ptx.train_files: there is no file .*holds nothing"):
+    with pytest.raises(ConfigError, match=r"ptx.train_files: there is no file .*contains nothing"):
         read_lm_rows("ptx.train_files", [str(tmp_path / "none.jsonl")], tokenizer, 64)
 
 

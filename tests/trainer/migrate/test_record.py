@@ -201,7 +201,7 @@ def test_what_a_script_without_a_training_lacks_is_said() -> None:
     with pytest.raises(ConfigError) as refused:
         migrate("verl", "set -e\ncd $CHECKOUT/x\npython -m verl.trainer.main_ppo a.b=1")
     assert "cd: $CHECKOUT/x: No such file" in str(refused.value)
-    assert "variables that nobody sets: CHECKOUT." in str(refused.value)
+    assert "variables that are never set: CHECKOUT." in str(refused.value)
 
 
 @pytest.mark.parametrize(

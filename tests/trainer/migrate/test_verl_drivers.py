@@ -247,7 +247,8 @@ def test_a_lost_backslash_is_told() -> None:
     done = migrated("verl", text)
     assert done.settings["trainer.total_epochs"] == "30"
     assert done.notices == [
-        "the script runs trainer.total_epochs=3 ... as a command of its own: no backslash before it"
+        "the script runs trainer.total_epochs=3 ... as a command of its own: a backslash "
+        "may be missing at the end of the line before it"
     ]
 
 

@@ -293,8 +293,13 @@ def test_chance_is_the_prompts_in_rng_and_the_samples_elsewhere(play: Play) -> N
 @pytest.mark.parametrize(
     ("name", "kwargs", "tools", "words"),
     [
-        ("needs", {}, [], "no 'something'"),
-        ("plain", {"size": 3}, [], "it takes no 'size' of environment.kwargs"),
+        ("needs", {}, [], "the agent's parameter 'something' cannot be filled"),
+        (
+            "plain",
+            {"size": 3},
+            [],
+            "environment.kwargs sets 'size', but the agent has no such parameter",
+        ),
         ("plain", {}, ["tests.workers.agents.games:add"], "names its tools in its requests"),
     ],
 )

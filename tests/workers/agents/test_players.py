@@ -117,9 +117,9 @@ def test_a_game_that_fails_is_played_again_by_all(play: Play) -> None:
 def test_answers_that_no_player_waits_for_are_failures(play: Play) -> None:
     words = [
         "names no next speaker",
-        "not a dict by",
+        "expected a dict with keys from",
         "rewards 'black'",
-        "not a dict by",
+        "expected a dict with keys from",
         "not a Turn",
     ]
     for (white, black), problem in zip(play("Stalls", num=5), words, strict=True):

@@ -214,14 +214,17 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1.1_2"}, "from 1.1 to 2"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 is never below"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0"}, "token_k3 is never below"),
-        ({"rollout_token_veto_threshold": 1.0}, "between 0 and 1, that of equal policies"),
+        (
+            {"rollout_token_veto_threshold": 1.0},
+            "above 0 and below 1 (the ratio of equal policies)",
+        ),
         (
             {
                 "rollout_is": "token",
                 "rollout_is_threshold": "0.5_2.0",
                 "rollout_token_veto_threshold": 0.6,
             },
-            "between 0 and 0.5, the lower rollout_is_threshold",
+            "above 0 and below 0.5 (the lower rollout_is_threshold)",
         ),
     ],
 )

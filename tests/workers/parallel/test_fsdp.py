@@ -213,7 +213,7 @@ def test_axes_of_the_mesh_follow_from_the_ranks() -> None:
         ConfigError, match="fsdp_size=2 does not divide the 3 ranks; valid: -1 \\(all\\), 1, 3"
     ):
         dims_of(3, sharding)
-    with pytest.raises(ConfigError, match="single is for a pool of one process"):
+    with pytest.raises(ConfigError, match="single needs a pool of one process"):
         dims_of(2, Sharding("single", 1, False, False))
 
 

@@ -203,7 +203,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("kill", "the reward process was killed by SIGKILL, as the system does when memory"),
         ("garbage", "the reward process wrote an invalid answer to its socket: b'not an answer'"),
         ("pickle", "the reward process wrote an invalid answer to its socket"),
-        ("huge", "1e+308; a number that is finite in float32"),
+        ("huge", "1e+308. Return a number that is finite in float32"),
         ("memory", "(its limit is reward.sandbox.memory_gb)"),
         ("cpu", "the reward process used up its processor time (cpu_s=0.5)"),
         ("disk", "OSError: [Errno 27] File too large"),

@@ -165,4 +165,4 @@ def test_a_flipped_bit_in_what_a_bucket_is_said_to_hold_is_caught(
         return start(channel, tensor, *group)
 
     monkeypatch.setattr(Channel, "_start_broadcast", flip)
-    refused(actor, rollout, "5 missing: .*transfer: 1 corrupt: what bucket 0 is said to hold")
+    refused(actor, rollout, "5 missing: .*transfer: 1 corrupt: the header of bucket 0")

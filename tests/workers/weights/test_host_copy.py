@@ -121,7 +121,7 @@ def test_a_damaged_word_on_the_whole_is_caught(
         return start(channel, tensor, *group)
 
     monkeypatch.setattr(Channel, "_start_broadcast", flip)
-    with pytest.raises(WeightSyncError, match="1 corrupt: what is said to be the end"):
+    with pytest.raises(WeightSyncError, match="1 corrupt: the end marker"):
         sync_weights(changing, keepers, 0)
 
 
@@ -150,7 +150,7 @@ def test_an_actor_and_a_rollout_that_are_configured_apart_are_told(
         bring(changing, rollout, 0)
     for worker in changing.workers:
         worker.sends_changed = False
-    with pytest.raises(WeightSyncError, match="the whole is said to hold, if the actor sends chan"):
+    with pytest.raises(WeightSyncError, match="1 corrupt: the missing summary of all weights"):
         bring(changing, keepers, 1)
 
 

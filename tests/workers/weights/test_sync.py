@@ -315,7 +315,11 @@ def test_nobody_sends_weights_without_the_secret(
         send(channel, *arguments, **named)
 
     monkeypatch.setattr(Channel, "send", send_as_a_stranger)
-    refused(actor, rollout, "what is said to be the end, what bucket 0 is said to hold")
+    refused(
+        actor,
+        rollout,
+        r"the end marker \(wrong signature\), the header of bucket 0 \(wrong signature\)",
+    )
 
 
 def test_what_is_refused_is_sent_once_more(

@@ -270,8 +270,8 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
             wanted = {kind: amount * count for kind, amount in need.items()}
             raise PlacementError(
                 f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and "
-                f"no node has that in all. Nodes: {_nodes_in_words(nodes, need)}. Lower "
-                "cpus_per_process or the pool's size."
+                f"no node has that many, even when idle. Nodes: {_nodes_in_words(nodes, need)}. "
+                "Lower cpus_per_process or the pool's size."
             )
         unused = [node for node in fitting if node["NodeID"] not in chosen.values()]
         if unused:

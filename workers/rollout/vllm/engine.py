@@ -49,7 +49,7 @@ class _Request:
 
 
 class VllmEngine(RolloutEngine):
-    """One vLLM with random weights; the first sync loads it."""
+    """A vLLM engine that starts with random weights; the first sync loads the real weights."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class VllmEngine(RolloutEngine):
         return self._checksum
 
     def no_choices(self) -> Tensor | None:
-        """Return empty choices, if the settings request choices."""
+        """Return an empty table of routed experts if the settings record them; otherwise None."""
         return self._no_choices
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
