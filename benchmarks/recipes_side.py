@@ -71,7 +71,7 @@ def row_of(num_chosen: int, num_rejected: int) -> Row:
 # ------------------------------------------------------------------------------------------- ours
 
 
-def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str) -> Step:
+def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str = "auto") -> Step:
     """The step of one of our recipes: its trainer's batch, its worker's update."""
     from trainer import load_config
     from verl_like.registry import load_object
