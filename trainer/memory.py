@@ -63,12 +63,17 @@ def memory_table(
     devices: Devices,
     max_columns: int | None = None,
     brief: bool = False,
+    heading: str = "Memory",
 ) -> str:
     """Return the GiB of every role on each device and the sum of each pool; if brief, the sums."""
-    lines: list[tuple[str, ...]] = [HEAD]
+    table = []
     for role in roles:
         numbers = (role.weights, role.gradients, role.moments, role.whole, role.activations)
-        cells = [_gib(number) for number in (*numbers, role.kv_cache, role.host)]
+        table.append((*numbers, role.kv_cache, role.host))
+    decimals = _decimals(max((n for row in table for n in row if n is not None), default=0))
+    lines: list[tuple[str, ...]] = [HEAD]
+    for role, row in zip(roles, table, strict=True):
+        cells = [_gib(number, decimals) for number in row]
         lines.append((role.role, role.pool, role.types, *cells))
     sums = [
         f"{pool}{'' if brief else ':'} {_gib(total)} GiB{'' if brief else ' per device at peak'}"
@@ -87,14 +92,22 @@ def memory_table(
     if brief:
         return f"Peak memory per device: {'; '.join(sums)}"
     device = devices.gpu or devices.type
-    title = f"Memory (GiB per device, {device}, from shapes; rows of full length)"
+    if devices.gib is not None and not device.endswith("GiB"):
+        device += f", {devices.gib:g} GiB"
+    title = f"GiB per device ({device}), computed from shapes for rows of full length"
+    title = f"{heading}: {title}" if heading else title
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 
 
-def _gib(number: float | None) -> str:
+def _decimals(number: float) -> int:
+    """Return the decimals that show this number of bytes in GiB."""
+    return 1 if number >= GIB / 10 or not number else 4
+
+
+def _gib(number: float | None, decimals: int | None = None) -> str:
     if number is None:
         return "?"
-    return f"{number / GIB:.1f}" if number >= GIB / 10 or not number else f"{number / GIB:.4f}"
+    return f"{number / GIB:.{_decimals(number) if decimals is None else decimals}f}"
 
 
 def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devices) -> str:

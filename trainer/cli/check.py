@@ -21,14 +21,20 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
+from trainer.async_training.recipe import ASYNC
 from trainer.cli.main import RECIPES
+from trainer.config.compose import compose_tree
 from trainer.config.devices import devices_of
 from trainer.config.keys import field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
@@ -41,6 +47,7 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overridden_stages
 from trainer.ppo.memory import fit_passes, plan_text
+from trainer.ppo.recipe import PPO
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.stages import PPOTrainer
@@ -73,8 +80,8 @@ def explain(
         "Calls of a step": describe(config, max_columns, overridden).splitlines(),
         **generators_sections(config, max_columns, measured),
         "Placement": placement_lines(config, max_columns),
-        "Batch sizes": batch_table(config, max_columns).splitlines(),
-        "Memory per device": plan_text(config, max_columns).splitlines(),
+        "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
+        "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
         "Metrics to watch": watch_lines(config),
         "Changed from the defaults": change_lines(config),
         "Keys without effect": [
@@ -120,10 +127,10 @@ def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[s
     elif len(pools) > 1:
         lines.append("Calls on different pools run concurrently.")
     else:
-        lines.append(
-            "There is one pool, so only rewards overlap with other calls. placement=split gives "
-            "the critic a pool of its own."
-        )
+        line = "There is one pool, so only rewards overlap with other calls."
+        if "critic" in expand_roles(config.role_mapping):
+            line += " placement=split gives the critic a pool of its own."
+        lines.append(line)
     return lines + [f"Roles on {pool} share its processes and take turns." for pool in shared]
 
 
@@ -152,20 +159,42 @@ def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
 
 
 def change_lines(config: PPOConfig) -> list[str]:
-    """Return key, value, default and meaning of every key that is not at its default."""
+    """Return key, value, default and meaning of every key that is not at its default.
+
+    Keys that the run does not read, and values that the recipe's own YAML sets, are left out.
+    """
     schema: type = type(config)
     default, docs = schema(), field_docs(schema)
+    of_recipe = values_of_recipe(config)
+    value: Any
     lines = []
     for key in (key.name for key in leaf_keys(schema)):
-        if key in LEFT_OUT:
+        if key in LEFT_OUT or unused_reason(config, key) is not None:
             continue
         value, usual = (
             list(v) if isinstance(v, tuple) else v for v in (read(config, key), read(default, key))
         )
-        if value != usual:
+        if key == "role_workers":  # only the user's classes
+            workers = config.role_workers.items()
+            value = {role: cls for role, cls in workers if cls != of_recipe[key].get(role)}
+        if value not in (usual, of_recipe.get(key, usual)):
             meaning = " ".join(docs[key].split())  # the field's docstring may have several lines
             lines.append(f"{key}={_show(value)} (default {_show(usual)}): {meaning}")
     return lines
+
+
+def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
+    """Return key -> value in the recipe's YAML; references have the values of this run."""
+    recipe: Recipe[Any] = ASYNC if isinstance(config, AsyncConfig) else PPO
+    tree: Any = OmegaConf.to_container(compose_tree([], recipe), resolve=False)
+    values: dict[str, Any] = {}
+    for key in (key.name for key in leaf_keys(recipe.schema)):
+        value = reduce(getitem, key.split("."), tree)
+        if isinstance(value, str):
+            value = re.sub(r"\$\{([\w.]+)\}", lambda name: str(read(config, name[1])), value)
+        values[key] = value
+    values["role_workers"] |= {role: cls for role, (cls, _) in recipe.extra_roles(config).items()}
+    return values
 
 
 def _show(value: Any) -> str:

@@ -1,7 +1,7 @@
 """usage: verl-like doctor
 
 Prints one line per requirement of a run: ok, FAIL, or - (missing, but only some runs need it). A
-FAIL line ends with the command that fixes it. The check takes about half a minute; the exit code is
+FAIL line ends with the command that fixes it. The check takes about a minute; the exit code is
 1 if anything required fails. With two or more GPUs, it also runs one FSDP step on two of them.
 """
 
@@ -211,8 +211,8 @@ def _torch_for(driver: int, torch: Requirement) -> str:
     if driver < OLDEST_DRIVERS[12]:
         return update
     return (
-        f"{update}; or take torch for CUDA 12 and no vLLM: PIP_INDEX_URL=<PyTorch's index cu126 or "
-        f"cu128> {install}"
+        f"{update}; or install torch for CUDA 12, without vLLM: PIP_INDEX_URL=<PyTorch's index "
+        f"cu126 or cu128> {install}"
     )
 
 
@@ -227,7 +227,9 @@ def check_allocator() -> Finding:
             f"unset {names}",
             is_optional=True,
         )
-    return Finding("allocator", "no variable sets it; processes on CPUs keep freed memory")
+    return Finding(
+        "allocator", "not set by the environment; CPU processes keep freed memory, which is faster"
+    )
 
 
 def check_machine() -> Iterator[Finding]:

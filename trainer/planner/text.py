@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from trainer.memory import memory_table
 from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
@@ -47,7 +48,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         f"{ASSUMED}",
         "\n".join([*draw_table(_table(job, best), max_columns), speed]),
         _listed("Keys of placement 1:", job.overrides(first)),
-        memory_table(roles, devices, max_columns),
+        memory_table(roles, replace(devices, gpu=job.device.name), max_columns),
         _listed(f"Slower {'layouts' if is_single else 'placements'}:", losers[:MOST_LOSERS]),
         _listed(f"Rejected {'layouts' if is_single else 'placements'}:", rejected),
     ]

@@ -143,13 +143,18 @@ def check_memory(config: PPOConfig, devices: Devices) -> None:
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
-def plan_text(config: PPOConfig, max_columns: int | None = None, brief: bool = False) -> str:
+def plan_text(
+    config: PPOConfig,
+    max_columns: int | None = None,
+    brief: bool = False,
+    heading: str = "Memory",
+) -> str:
     """Return the memory table of the plan, or the reason why there is none."""
     devices = devices_of(config.trainer)
     try:
         tokens = tokens_that_fit(config, devices)
         roles = role_memories(config, devices.type, devices.bytes, tokens)
-        return memory_table(roles, devices, max_columns, brief)
+        return memory_table(roles, devices, max_columns, brief, heading)
     except (ConfigError, OSError, ValueError) as error:
         return f"Memory: not known: {error}"
 

@@ -82,7 +82,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
     if has_only_teacher(config):
         inactive["critic"] = "only the teacher provides advantages"
     elif "values" not in inspect.signature(estimator).parameters:
-        inactive["critic"] = f"algorithm.adv_estimator={name} takes no values"
+        inactive["critic"] = f"algorithm.adv_estimator={name} needs no value function"
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):
         inactive["ref"] = "there is no KL in the reward or the loss"
     if not model_rewards(config):

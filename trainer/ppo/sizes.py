@@ -101,7 +101,9 @@ HEAD = (
 )
 
 
-def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
+def batch_table(
+    config: PPOConfig, max_columns: int | None = None, heading: str = "Batch sizes"
+) -> str:
     """Return the table of `rows_of` in prompts, samples and tokens, no wider than `max_columns`."""
     from trainer.ppo.roles import models_of  # imports torch, which a recipe must not
 
@@ -124,8 +126,7 @@ def batch_table(config: PPOConfig, max_columns: int | None = None) -> str:
             else (f"{at_once:,}", f"{-(-at_once * width // dims.sp):,}")
         )
         lines.append((row.part, *(f"{cell:,}" for cell in cells), *micro))
-    title = (
-        f"Batch sizes ({num_samples} sample{'s' if num_samples > 1 else ''} per prompt, up to "
-        f"{width} tokens each)"
-    )
+    samples_each = f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt"
+    title = f"{samples_each}, up to {width} tokens each"
+    title = f"{heading} ({title})" if heading else title
     return "\n".join([title, *draw_table(lines, max_columns, flush_right=True)])

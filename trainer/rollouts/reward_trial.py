@@ -70,10 +70,23 @@ def try_rewards(
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
     beside = f", and the values {', '.join(names)}" if names else ""
     line = (
-        f"Reward check: {len(batch)} rows with their ground truth as response; scores from "
-        f"{float(scores.min()):.4g} to {float(scores.max()):.4g}{beside}"
+        f"Reward check: {len(batch)} rows with their ground truth as response; "
+        f"{_range_in_words(float(scores.min()), float(scores.max()))}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]
+
+
+def _range_in_words(least: float, most: float) -> str:
+    """Describe the scores of ground truths; say what it means if none is above zero."""
+    if least < most:
+        return f"scores from {least:.4g} to {most:.4g}"
+    words = f"every score is {most:.4g}"
+    if most <= 0:
+        words += (
+            " (expected if the reward requires a format that the bare ground truth lacks; "
+            "otherwise check the reward)"
+        )
+    return words
 
 
 def _num_failed(metrics: dict[str, float]) -> float:

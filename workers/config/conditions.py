@@ -75,7 +75,7 @@ def loss_reads(name: str) -> When:
 HAS_CRITIC = When(
     "there is a critic",
     lambda _, run: "critic" in run.role_mapping,
-    "this run has no critic, because algorithm.adv_estimator takes no values",
+    "this run has no critic, because algorithm.adv_estimator needs no value function",
 )
 HAS_TEACHER = unless("distillation.teacher_model.model_path", "")
 REWARDS_TEACH = When(

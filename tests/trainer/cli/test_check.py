@@ -11,10 +11,11 @@ from tests.integration.runs import overrides
 from tests.trainer.report.report_runs import make_run
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
-from trainer.cli.check import explain, full_plan, main
+from trainer.cli.check import change_lines, explain, full_plan, main
 from trainer.config.keys import field_docs, leaf_keys
 from trainer.launch import ALL_FOUND
 from trainer.ppo.config import PPOConfig
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 
 TWO_POOLS = ("placement=split", "trainer.n_gpus_per_node=2")
@@ -52,7 +53,11 @@ def test_pools_of_one_process_are_not_said_to_overlap() -> None:
 
 
 def test_a_colocated_placement_says_how_to_get_overlap() -> None:
-    assert "placement=split gives the critic a pool of its own" in explained()
+    advice = "placement=split gives the critic a pool of its own"
+    assert advice in explained()
+    without_critic = explained("algorithm=grpo")
+    assert "There is one pool, so only rewards overlap with other calls." in without_critic
+    assert advice not in without_critic
 
 
 def test_batch_sizes_are_said_in_prompts_samples_and_tokens() -> None:
@@ -67,10 +72,43 @@ def test_changed_keys_come_with_default_and_meaning() -> None:
 
 
 def test_a_changed_key_is_one_line_whatever_its_docstring() -> None:
-    text = explained()
-    changed = text.partition("Changed from the defaults\n")[2].partition("\n\n")[0]
-    names = [line.partition("=")[0] for line in changed.splitlines()[1:]]
-    assert set(names) <= {key.name for key in leaf_keys(PPOConfig)}
+    assert {*changed_keys()} <= {key.name for key in leaf_keys(PPOConfig)}
+
+
+def changed_keys(*overrides: str) -> dict[str, str]:
+    """Return key -> line of the section about changed keys."""
+    section = explained(*overrides).partition("Changed from the defaults\n")[2]
+    lines = section.partition("\n\n")[0].splitlines()[1:]
+    return {line.partition("=")[0]: line for line in lines}
+
+
+def test_keys_that_only_the_recipe_sets_are_not_changed() -> None:
+    folder, critic = "trainer.default_local_dir", "critic.model.path"
+    of_recipe = {folder, critic, "role_workers"}
+    assert not of_recipe & {*changed_keys()}
+    assert not of_recipe & {*changed_keys("trainer.project_name=mine")}
+    assert {folder, critic} <= {*changed_keys(f"{folder}=out", f"{critic}=judge")}
+
+
+def test_changed_classes_of_roles_are_only_the_user_s() -> None:
+    config = load_config(NEEDED)
+    workers = {**config.role_workers, "critic": "my.Critic"}
+    lines = change_lines(changed(config, {"role_workers": workers}))
+    (line,) = [line for line in lines if line.startswith("role_workers=")]
+    assert line.startswith("role_workers={'critic': 'my.Critic'} (default {}): ")
+
+
+def test_changed_keys_that_the_run_does_not_read_are_not_listed() -> None:
+    key = "critic.cliprange_value"
+    assert key in changed_keys(f"{key}=0.1")
+    assert key not in changed_keys(f"{key}=0.1", "algorithm=grpo")
+
+
+def test_headings_are_not_repeated() -> None:
+    lines = explained("actor_rollout_ref.rollout.n=8").splitlines()
+    after = {title: after for title, _, after in zip(lines, lines[1:], lines[2:], strict=False)}
+    assert after["Batch sizes"].startswith("8 samples per prompt, up to ")
+    assert after["Memory per device"].startswith(("GiB per device (", "Memory: not known"))
 
 
 def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
@@ -143,5 +181,5 @@ def test_rows_are_checked_by_the_name_of_their_recipe(
     folder = f"trainer.default_local_dir={tmp_path}/run"
     main(["sft", "--full", *settings, f"model.path={tiny_dir}/model", folder])
     text = capsys.readouterr().out
-    assert "Memory (GiB per device" in text
+    assert "Memory: GiB per device" in text
     assert ALL_FOUND in text

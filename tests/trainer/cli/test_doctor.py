@@ -145,8 +145,8 @@ def test_the_cuda_version_of_torch_is_read_without_importing_it() -> None:
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "ok    allocator     no variable sets it"),
-        ({"MALLOC_ARENA_MAX": ""}, "ok    allocator     no variable sets it"),
+        ({}, "ok    allocator     not set by the environment"),
+        ({"MALLOC_ARENA_MAX": ""}, "ok    allocator     not set by the environment"),
         (
             {"MALLOC_ARENA_MAX": "many"},
             "-     allocator     MALLOC_ARENA_MAX=many is set",

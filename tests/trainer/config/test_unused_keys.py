@@ -102,7 +102,7 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
         (
             [*GRPO, "critic.optim.lr=1e-5"],
             "critic.optim.lr has no effect: this run has no critic, because "
-            "algorithm.adv_estimator takes no values",
+            "algorithm.adv_estimator needs no value function",
         ),
         (
             ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"],
@@ -147,7 +147,7 @@ def test_a_key_that_this_run_does_not_read_is_one_notice(
         (
             [*GRPO, "role_mapping.critic=global_pool", "role_workers.critic=some.Critic"],
             "role_workers.critic, role_mapping.critic have no effect: this run has no role "
-            "'critic', because algorithm.adv_estimator=grpo takes no values",
+            "'critic', because algorithm.adv_estimator=grpo needs no value function",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_condition_of_a_section_covers_all_below_it() -> None:
 
 def test_unused_keys_are_grouped_by_what_is_missing() -> None:
     found = unused_keys(load_config([*NEEDED, "algorithm.adv_estimator=reinforce_plus_plus"]))
-    reason = "this run has no critic, because algorithm.adv_estimator takes no values"
+    reason = "this run has no critic, because algorithm.adv_estimator needs no value function"
     assert found[reason] == ["critic"]
     listed = [name for names in found.values() for name in names]
     assert [name for name in listed if name.startswith("critic.")] == []

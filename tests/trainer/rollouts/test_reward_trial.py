@@ -34,6 +34,9 @@ def fails(response): raise KeyError(response)
 def hangs(response): time.sleep(60)
 def not_finite(response): return float("nan")
 def right(response, ground_truth): return {"score": float(response == ground_truth)}
+def zero(response): return 0.0
+def constant(response): return 0.5
+def letter(response): return float(ord(response[0]))
 """
 
 
@@ -60,7 +63,7 @@ def start(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
     monkeypatch.setattr("trainer.launch.WorkerGroups", start_groups)
     (tmp_path / "my.py").write_text(FUNCTIONS)
 
-    def start(name: str, recipe: Recipe[Any] = PPO) -> None:
+    def start(name: str, recipe: Recipe[Any] = PPO, *more: str) -> None:
         files = "val" if recipe is EVAL else "train"
         settings = [
             f"actor_rollout_ref.model.path={tiny_dir}/model",
@@ -74,6 +77,7 @@ def start(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
             f"reward.timeout_s={1 if name == 'hangs' else 60}",
             "trainer.backend=local",
             "trainer.logger=[]",
+            *more,
         ]
         run(load_config(settings, recipe))
 
@@ -118,3 +122,24 @@ def test_a_function_that_fails_on_the_row_may_score_others(
     notices = [line for line in capsys.readouterr().out.splitlines() if "tried on" in line]
     assert len(notices) == bool(notice)
     assert all(line.startswith(notice) for line in notices)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "is_explained"),
+    [
+        ("zero", "; every score is 0 (expected if the reward requires a format", True),
+        ("constant", "; every score is 0.5\n", False),
+        ("letter", "; scores from ", False),
+    ],
+)
+def test_a_check_explains_scores_that_are_all_zero(
+    name: str,
+    words: str,
+    is_explained: bool,
+    start: Start,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start(name, PPO, "trainer.dry_run=true")
+    text = capsys.readouterr().out
+    assert f"with their ground truth as response{words}" in text
+    assert ("otherwise check the reward" in text) == is_explained

@@ -283,6 +283,6 @@ def check_vllm(model_path: str) -> str:
     engine.close()
     version = check_version(device_type)
     return (
-        f"vLLM {version} on {device_type}: took {len(engine.expected.shapes)} weights, drew token "
-        f"{int(output.tokens)}"
+        f"vLLM {version} on {device_type}: loaded {len(engine.expected.shapes)} weights and "
+        f"sampled token {int(output.tokens)}"
     )

@@ -92,7 +92,7 @@ def test_the_doctors_check_generates_and_syncs_and_leaves_room_for_another_engin
 
     make_model(tmp_path)
     for _ in range(2):
-        assert "took 21 weights, drew token" in check_vllm(str(tmp_path))
+        assert "loaded 21 weights and sampled token" in check_vllm(str(tmp_path))
         assert gc.get_freeze_count() == 0
 
 
