@@ -114,7 +114,7 @@ def test_a_module_of_the_current_folder_is_found_beside_decoys(
     )
     done = verl_like(decoys, "ppo", *overrides(tiny_dir, decoys / "run", *more))
     assert done.returncode == 0, done.stderr
-    assert "scores from 1 to 1, and the values from_mine" in done.stdout
+    assert "every score is 1, and the values from_mine" in done.stdout
 
 
 def test_the_config_is_shown_with_the_rules_of_its_keys(decoys: Path) -> None:
