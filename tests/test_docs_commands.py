@@ -60,7 +60,7 @@ ENDS = {"|", "&&", ";", ">"}
 DROPPED = {"...", "…", "key=value"}
 """Words that stand for further settings."""
 PLACEHOLDER = re.compile(r"\.\.\.|…|[$<|]|\b[A-Z][A-Z_]*\b")
-"""Matches what the reader replaces: `MODEL`, `N`, `<role>`, `$MODEL`, `local|docker`."""
+"""Matches placeholders: `MODEL`, `N`, `<role>`, `$MODEL`, `local|docker`."""
 FILE = re.compile(r"[\w./-]+\.(?:py|parquet|jsonl?|yaml)\b|\b(?:tiny|sums|runs)/[\w./-]+")
 NUMBER_OF_SHELL = re.compile(r"(async_training|trainer)\.\w+=\$")
 NEEDED = {
@@ -78,13 +78,13 @@ class Command:
 
     page: str
     words: tuple[str, ...]
-    """What stands after `verl-like`, without words that stand for further settings."""
+    """The words after `verl-like`, without ellipses."""
     is_whole: bool
     """True if it runs as it is printed."""
 
     @property
     def recipe(self) -> str:
-        """Its recipe."""
+        """The recipe whose configuration it composes."""
         name, *rest = self.words
         if name in RECIPES:
             return name
@@ -92,7 +92,7 @@ class Command:
 
     @property
     def settings(self) -> list[str]:
-        """Its settings of keys; the first of each choice of a sweep."""
+        """The `key=value` words; of a sweep, those of its first job."""
         words = [word for word in self.words if "..." not in word and "…" not in word]
         settings = [word for word in words if is_setting(word)]
         if {"--multirun", "-m"} & {*self.words}:
@@ -126,10 +126,10 @@ def commands_of(page: Path) -> Iterator[Command]:
             continue
         words = words[words.index("verl-like") + 1 :]
         words = words[: next((i for i, word in enumerate(words) if word in ENDS), None)]
-        kept = tuple(word for word in words if word not in DROPPED)
-        if kept:
-            whole = len(kept) == len(words) and not any(map(PLACEHOLDER.search, kept))
-            yield Command(name_of(page), kept, whole)
+        arguments = tuple(word for word in words if word not in DROPPED)
+        if arguments:
+            is_whole = len(arguments) == len(words) and not any(map(PLACEHOLDER.search, arguments))
+            yield Command(name_of(page), arguments, is_whole)
 
 
 def printed_files() -> dict[str, dict[str, str]]:
@@ -161,14 +161,16 @@ def files_for(page: str) -> dict[str, str]:
 
 def is_here(command: Command) -> bool:
     """Return whether every file of the command is made by `make-tiny` or printed on a page."""
-    made = {f"{folder}/{name}" for folder in ("tiny", "sums") for name in ("model", *PARQUETS)}
+    tiny_files = {
+        f"{folder}/{name}" for folder in ("tiny", "sums") for name in ("model", *PARQUETS)
+    }
     words = [word for word in command.words if not word.startswith("trainer.default_local_dir=")]
     inputs = FILE.findall(" ".join(words))
     return (
         command.is_whole
         and command.words[0] in TRIED
-        and any(name in made for name in inputs)
-        and made.union(files_for(command.page)).issuperset(inputs)
+        and any(name in tiny_files for name in inputs)
+        and tiny_files.union(files_for(command.page)).issuperset(inputs)
     )
 
 
@@ -261,9 +263,11 @@ LLAMA = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidde
 
 def needed(recipe: Recipe[Any], settings: Sequence[str]) -> list[str]:
     """Return settings of the keys that the recipe requires and a page leaves out."""
-    given = {setting.partition("=")[0] for setting in settings}
+    set_keys = {setting.partition("=")[0] for setting in settings}
     keys = named_keys(recipe.schema)
-    return [f"{key}={value}" for key, value in NEEDED.items() if key in keys and key not in given]
+    return [
+        f"{key}={value}" for key, value in NEEDED.items() if key in keys and key not in set_keys
+    ]
 
 
 def test_many_commands_are_found() -> None:
@@ -286,7 +290,7 @@ NOT_A_VALUE = re.compile(rf"""{PLACEHOLDER.pattern}|"|\b(?:my_\w+|module)\.|^[a-
 OTHER_SYSTEMS = ("coati", "openrlhf", "trl", "verl")
 VARIABLE = re.compile(r"\b(\w+)(?: =|, \w+ =|: [\w\[\], |]+ =| in |:$)")
 CHECKED_LATER: dict[str, Collection[str]] = {"environment.call_parser": FORMS}
-"""Key -> the names that it takes besides paths, where a run looks at them as its data is read."""
+"""Key -> its valid names, where a run checks them only when it reads its data."""
 
 
 def settings_in_prose(page: Path) -> Iterator[tuple[str, str]]:
@@ -303,9 +307,9 @@ def settings_in_prose(page: Path) -> Iterator[tuple[str, str]]:
         if table["key"] in keys_by_ending():
             yield from ((table["key"], value) for value in VALUE_OF_ROW.findall(table["rows"]))
     for values in LIST.finditer(prose):
-        named = [word for word in IN_BACKTICKS.findall(values["intro"]) if "." in word]
-        if len(named) == 1 and named[0] in keys_by_ending() and not is_section(named[0]):
-            yield from ((named[0], value) for value in VALUE_OF_ITEM.findall(values["items"]))
+        keys = [word for word in IN_BACKTICKS.findall(values["intro"]) if "." in word]
+        if len(keys) == 1 and keys[0] in keys_by_ending() and not is_section(keys[0]):
+            yield from ((keys[0], value) for value in VALUE_OF_ITEM.findall(values["items"]))
 
 
 @functools.cache
@@ -314,13 +318,13 @@ def keys_by_ending() -> dict[str, list[tuple[str, str]]]:
     keys: dict[str, list[tuple[str, str]]] = {}
     for name, recipe in RECIPES.items():
         recipe.load_registries()
-        whole = [*named_keys(recipe.schema), *recipe.groups]
-        whole += [key.name for key in known_arguments(recipe.schema)]
+        names = [*named_keys(recipe.schema), *recipe.groups]
+        names += [key.name for key in known_arguments(recipe.schema)]
         default = recipe.schema()
         for key in config_keys(recipe.schema):
             if key.takes_any:
-                whole += [f"{key.name}.{own}" for own in read(default, key.name) or ()]
-        for key_name in dict.fromkeys(whole):
+                names += [f"{key.name}.{entry}" for entry in read(default, key.name) or ()]
+        for key_name in dict.fromkeys(names):
             parts = key_name.split(".")
             for first in range(len(parts)):
                 keys.setdefault(".".join(parts[first:]), []).append((name, key_name))
@@ -371,32 +375,36 @@ def is_of_code(name: str, page: Path) -> bool:
 
 
 @functools.cache
-def refusal_of(name: str, value: str) -> str:
+def rejection_of(name: str, value: str) -> str:
     """Return why no key with this ending takes the value, or ""."""
-    refusal = ""
+    rejection = ""
     for recipe_name, key in keys_by_ending()[name]:
         recipe, setting = RECIPES[recipe_name], f"{key}={value}"
         if key in CHECKED_LATER and ":" not in value and value not in CHECKED_LATER[key]:
-            refusal = f"{setting}: it takes {', '.join(CHECKED_LATER[key])}"
+            rejection = f"{setting}: it takes {', '.join(CHECKED_LATER[key])}"
             continue
         try:
             settings = known_settings([*needed(recipe, [setting]), setting], recipe)
             check_fields(as_object(compose_tree(settings, recipe), recipe))
         except ConfigError as error:
-            refusal = str(error)
+            rejection = str(error)
         else:
             return ""
-    return refusal
+    return rejection
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_key_of_a_page_exists_and_takes_its_value(page: Path) -> None:
-    found = {*settings_in_prose(page)}
-    dotted = {name for name, _ in found if "." in name}
+    settings = {*settings_in_prose(page)}
+    dotted = {name for name, _ in settings if "." in name}
     assert [name for name in dotted if not is_of_code(name, page) and not is_key(name)] == []
 
-    given = [(n, v) for n, v in found if v and n in keys_by_ending() and not NOT_A_VALUE.search(v)]
-    assert [refusal for setting in given if (refusal := refusal_of(*setting))] == []
+    with_values = [
+        (name, value)
+        for name, value in settings
+        if value and name in keys_by_ending() and not NOT_A_VALUE.search(value)
+    ]
+    assert [problem for setting in with_values if (problem := rejection_of(*setting))] == []
 
 
 @pytest.mark.parametrize(
@@ -404,7 +412,7 @@ def test_every_key_of_a_page_exists_and_takes_its_value(page: Path) -> None:
     ["environment.call_parser=any", "rollout.n=0", "algorithm.adv_estimator=none", "placement=x"],
 )
 def test_a_value_that_its_key_does_not_take_is_found(setting: str) -> None:
-    assert refusal_of(*setting.split("="))
+    assert rejection_of(*setting.split("="))
 
 
 @pytest.mark.parametrize(
@@ -416,6 +424,6 @@ def test_a_key_that_does_not_exist_is_found(name: str) -> None:
 
 
 def test_many_keys_are_found() -> None:
-    found = {setting for page in PAGES for setting in settings_in_prose(page)}
-    assert len({name for name, _ in found if "." in name and is_key(name)}) >= 150
-    assert len([name for name, value in found if value and name in keys_by_ending()]) >= 100
+    settings = {setting for page in PAGES for setting in settings_in_prose(page)}
+    assert len({name for name, _ in settings if "." in name and is_key(name)}) >= 150
+    assert len([name for name, value in settings if value and name in keys_by_ending()]) >= 100

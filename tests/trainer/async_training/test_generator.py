@@ -104,14 +104,14 @@ def test_a_generator_validates_with_weights_that_came_for_it_and_goes_on_with_th
         rows = make_buffer(samples=1).stream
         chunk = rows.offer(0)
         assert chunk is not None
-        asked = asked_of(rows.rows(chunk), 0)
+        request = asked_of(rows.rows(chunk), 0)
         if group.restarts:
             threading.Timer(0.2, group.goes_on.set).start()
-            assert len(group.buffer.validate(asked, [0])) == len(asked)
+            assert len(group.buffer.validate(request, [0])) == len(request)
             assert group.taken == [1, 1]
         else:
             with pytest.raises(StalledError, match="no generator left"):
-                group.buffer.validate(asked, [0])
+                group.buffer.validate(request, [0])
         group.buffer.publish(1)
     if group.restarts:
         group.generating.clear()

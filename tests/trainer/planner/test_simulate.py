@@ -29,27 +29,27 @@ def tailed(seed: int, count: int = 40) -> Phases:
 
 
 def test_staleness_0_is_one_phase_after_the_other() -> None:
-    found = simulate(PHASES, Setup(), 100)
-    assert found.seconds == pytest.approx(1.2 + 0.3 + 0.8 + 0.1, rel=1e-3)  # no sync at first
-    assert found.staleness == {0: 100}
+    run = simulate(PHASES, Setup(), 100)
+    assert run.seconds == pytest.approx(1.2 + 0.3 + 0.8 + 0.1, rel=1e-3)  # no sync at first
+    assert run.staleness == {0: 100}
 
 
 def test_generators_share_a_batch_and_trainers_an_update() -> None:
-    found = simulate(PHASES, Setup(num_generators=3, num_trainers=2), 100)
-    assert found.seconds == pytest.approx(1.2 / 3 + 1.1 / 2 + 0.1, rel=2e-3)
+    run = simulate(PHASES, Setup(num_generators=3, num_trainers=2), 100)
+    assert run.seconds == pytest.approx(1.2 / 3 + 1.1 / 2 + 0.1, rel=2e-3)
 
 
 def test_staleness_1_takes_as_long_as_the_slower_side() -> None:
     for factor in (0.5, 1.0, 2.0):
         phases = PHASES.times(train=factor)
-        found = simulate(phases, Setup(max_staleness=1))
-        assert found.seconds == pytest.approx(max(1.2 + 0.1, 1.1 * factor), rel=0.01)
+        run = simulate(phases, Setup(max_staleness=1))
+        assert run.seconds == pytest.approx(max(1.2 + 0.1, 1.1 * factor), rel=0.01)
 
 
 def test_generators_of_one_rank_do_not_help_another_s() -> None:
     setup = Setup(num_generators=3, max_staleness=1, chunks=6, generators_by_rank=((0, 2), (1,)))
-    found = simulate(Phases([3.0], [0.0], [0.1]), setup)
-    assert found.seconds == pytest.approx(1.5, rel=0.01)  # three of six chunks, by one generator
+    run = simulate(Phases([3.0], [0.0], [0.1]), setup)
+    assert run.seconds == pytest.approx(1.5, rel=0.01)  # three of six chunks, by one generator
     evenly = simulate(Phases([3.0], [0.0], [0.1]), replace(setup, generators_by_rank=()))
     assert evenly.seconds == pytest.approx(1.0, rel=0.02)
 
@@ -65,17 +65,17 @@ def test_slow_weights_and_slow_updates_overlap() -> None:
 def test_no_chunk_is_older_than_the_bound(bound: int, at_once: bool) -> None:
     for seed in range(8):
         setup = Setup(3, max_staleness=bound, chunks=4, immediate_weights=at_once)
-        found = simulate(tailed(seed), setup, 60)
-        assert max(found.staleness) == bound
-        assert found.staleness.total() == 4 * 60
+        run = simulate(tailed(seed), setup, 60)
+        assert max(run.staleness) == bound
+        assert run.staleness.total() == 4 * 60
 
 
 @pytest.mark.parametrize("limit", [4, 5, 0])
 def test_every_second_of_a_role_is_counted_once(limit: int) -> None:
     setup = Setup(3, max_staleness=2, chunks=4, max_inflight=limit, immediate_weights=True)
-    found = simulate(tailed(3), setup, 60)
-    assert sorted(found.shares) == ["generator 0", "generator 1", "generator 2", "trainer"]
-    for shares in found.shares.values():
+    run = simulate(tailed(3), setup, 60)
+    assert sorted(run.shares) == ["generator 0", "generator 1", "generator 2", "trainer"]
+    for shares in run.shares.values():
         assert sum(shares.values()) == pytest.approx(1.0)
         assert min(shares.values()) >= 0
 
@@ -106,8 +106,8 @@ def test_weights_taken_at_once_leave_a_chunk_its_oldest_version() -> None:
 
 
 def test_a_share_of_generation_does_not_shrink_with_the_rows() -> None:
-    found = simulate(PHASES, Setup(num_generators=4, fixed_fraction=0.5), 100)
-    assert found.seconds == pytest.approx(1.2 * (0.5 + 0.5 / 4) + 1.1 + 0.1, rel=2e-3)
+    run = simulate(PHASES, Setup(num_generators=4, fixed_fraction=0.5), 100)
+    assert run.seconds == pytest.approx(1.2 * (0.5 + 0.5 / 4) + 1.1 + 0.1, rel=2e-3)
 
 
 @pytest.mark.parametrize(
