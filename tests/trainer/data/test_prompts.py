@@ -159,7 +159,7 @@ def test_parquet_and_jsonl_give_the_same_rows(tiny_dir: Path, tmp_path: Path) ->
 
 def test_a_missing_file_is_refused_with_what_is_there(tiny_dir: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"no file .*tain.parquet; .* holds .*model, train.parquet"
+        ConfigError, match=r"no file .*tain.parquet; .* contains .*model, train.parquet"
     ):
         rows_of(str(tiny_dir / "tain.parquet"))
 
