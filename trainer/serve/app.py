@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import inspect
-import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import PositiveInt, ValidationError, create_model
+from pydantic import PositiveInt, TypeAdapter, ValidationError, create_model
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -44,20 +43,8 @@ SILENT_S = 1800.0
 CLEANUP_S = 5.0
 """Pause between two runs of the janitor."""
 LARGEST_BODY = 64 * 2**20
-NO_CANCEL = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
-CONSTANT: list[tuple[str, str, JsonObject]] = [
-    ("GET", "/healthz", {"status": "ok"}),
-    ("POST", "/client/config", {}),  # all flags are the SDK's defaults
-    ("POST", "/client/dynamic_config", NO_CANCEL | {"sample_cancel_max_batch_size": 1}),
-    ("POST", "/telemetry", {"status": "accepted"}),  # telemetry of clients is dropped
-]
-NUMBERED = (
-    ("model_id", "seq_id"),
-    ("session_id", "model_seq_id"),
-    ("session_id", "sampling_session_seq_id"),
-    ("sampling_session_id", "seq_id"),
-)
-"""The fields of numbered requests: what counts them, and the number."""
+NO_CANCEL = {"sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
+JSON_OBJECT = TypeAdapter(JsonObject)
 Handler = Callable[..., JsonObject | None]
 
 
@@ -65,12 +52,8 @@ class Api:
     """The routes, and the sessions behind them."""
 
     def __init__(self, work_queue: WorkQueue, token: str) -> None:
-        self.work_queue, self.ops, self.checkpoints = (
-            work_queue,
-            work_queue.ops,
-            work_queue.checkpoints,
-        )
-        self._token = token
+        self.work_queue, self._token = work_queue, token
+        self.ops, self.checkpoints = work_queue.ops, work_queue.checkpoints
         self.sessions, self.pending_results = Sessions(), PendingResults()
 
     def table(self) -> list[tuple[str, str, Handler]]:
@@ -78,6 +61,10 @@ class Api:
         run, session = "/training_runs/{run}", "/sessions/{session_id}"
         checkpoint = run + "/checkpoints/{kind}/{name}"
         return [
+            ("GET", "/healthz", lambda: {"status": "ok"}),
+            ("POST", "/client/config", lambda: {}),  # all flags are the SDK's defaults
+            ("POST", "/client/dynamic_config", lambda: {"refresh_interval_sec": 300, **NO_CANCEL}),
+            ("POST", "/telemetry", lambda: {"status": "accepted"}),  # it is dropped
             ("GET", "/get_server_capabilities", self.capabilities),
             ("POST", "/create_session", self.create_session),
             ("POST", "/session_heartbeat", self.heartbeat),
@@ -106,16 +93,16 @@ class Api:
 
     def app(self) -> Starlette:
         """Return the application, for an ASGI server."""
-        routes = [self._route(method, path, _answering(body)) for method, path, body in CONSTANT]
-        routes += [self._route(*entry) for entry in self.table()]
+        routes = [self._route(*entry) for entry in self.table()]
         others = {
             "/api/v1/forward_backward": self.forward_backward,
             "/api/v1/retrieve_future": self.retrieve,
             "/{path:path}": self.not_supported,
         }
         methods = ["GET", "POST", "PUT", "DELETE"]
-        routes += [Route(p, self._guarded(f), methods=methods) for p, f in others.items()]
-        return Starlette(routes=routes)
+        routes += [Route(path, answer, methods=methods) for path, answer in others.items()]
+        errors = (ValidationError, VerlLikeError, ClientDisconnect)
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _rejection))
 
     # ------------------------------------------------------------------ around every request
 
@@ -125,62 +112,43 @@ class Api:
         takes_whole = "body" in inspect.signature(handler).parameters
 
         async def answer(request: Request) -> Response:
-            fields = _json_object(await _body(request))
+            fields = await self._fields(request)
             try:
                 body = kind.model_validate(fields | {**request.query_params, **request.path_params})
                 arguments = {"body": body} if takes_whole else vars(body)
-                content = json.dumps(body.model_dump()).encode()
+                content = body.model_dump_json().encode()
                 run = lambda: handler(**arguments) or {}  # noqa: E731
-                return JSONResponse(self._once(vars(body), content, run))
-            except (ValidationError, RequestError, VerlLikeError):
+                return JSONResponse(self.sessions.once(vars(body), content, run))
+            except (ValidationError, VerlLikeError):
                 self._skip_turn(fields)
                 raise
 
-        return Route(f"/api/v1{path}", self._guarded(answer), methods=[method])
+        return Route(f"/api/v1{path}", answer, methods=[method])
 
-    def _once(
-        self, fields: JsonObject, content: bytes, answer: Callable[[], JsonObject]
-    ) -> JsonObject:
-        """Return the answer to a request; a repeated numbered request gets the earlier answer."""
-        for owner, number in NUMBERED:
-            if fields.get(owner) is not None and fields.get(number) is not None:
-                session = self.sessions.open.get(fields[owner].partition(":")[0])
-                if session is not None:
-                    request = fields[owner], number, fields[number]
-                    return session.repeats.answer(request, content, answer)
-        return answer()
+    async def _body(self, request: Request) -> bytes:
+        """Check the key, and return the body; reject one that is too large."""
+        key = request.headers.get("x-api-key", "")
+        if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
+            raise RequestError("the key in X-API-Key is not this server's.", 401)
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > LARGEST_BODY:
+                text = f"the body exceeds {LARGEST_BODY} bytes; send smaller chunks."
+                raise RequestError(text, 413)
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _fields(self, request: Request) -> JsonObject:
+        """Return the JSON object in the body."""
+        return JSON_OBJECT.validate_json(await self._body(request) or b"{}")
 
     def _skip_turn(self, fields: JsonObject) -> None:
         """Count a rejected request as done, because the client continues with the next number."""
-        seq_id = fields.get("seq_id")
-        if type(seq_id) is int and fields.get("model_id") is not None:
-            opened = self.sessions.find_model(fields["model_id"])
-            if opened is not None:
-                opened.turns.skip(seq_id)
-
-    def _guarded(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """Check the key, and turn errors into HTTP responses."""
-
-        async def guarded(request: Request) -> Response:
-            try:
-                key = request.headers.get("x-api-key", "")
-                if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
-                    raise RequestError("the key in X-API-Key is not this server's.", 401)
-                response: Response = await answer(request)
-                return response
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                text = f"{where}={str(first['input'])[:80]!r}: {first['msg']}"
-                return JSONResponse({"detail": text}, 400)
-            except RequestError as error:
-                return JSONResponse({"detail": str(error)}, error.status)
-            except VerlLikeError as error:
-                return JSONResponse({"detail": str(error)}, 400)
-            except ClientDisconnect:
-                return Response(status_code=400)
-
-        return guarded
+        seq_id, model_id = fields.get("seq_id"), str(fields.get("model_id"))
+        session = self.sessions.of(model_id)
+        if type(seq_id) is int and session is not None and model_id in session.models:
+            session.models[model_id].turns.skip(seq_id)
 
     async def janitor(self) -> None:
         """End silent sessions, fail requests after a gap, and delete expired checkpoints."""
@@ -255,7 +223,6 @@ class Api:
         user_metadata: b.Metadata = None,
     ) -> JsonObject:
         role, lora = self._role_of(base_model), lora_config or b.LoraBody()
-        self._check_rank(lora.rank, role)
         trains = {"mlp": lora.train_mlp, "attn": lora.train_attn, "unembed": lora.train_unembed}
         frozen = tuple(part for part, is_trained in trains.items() if not is_trained)
         name = f"{session_id}:train:{model_seq_id}"
@@ -288,6 +255,7 @@ class Api:
         self, session_id: str, model: ServedModel, work: Callable[[], JsonObject]
     ) -> JsonObject:
         """Open a model of a session; `work` makes its state."""
+        self._check_rank(model.rank, model.role)
         session = self.sessions.find(session_id)
         is_taken = any(opened.role == model.role for opened in self.sessions.all_models())
         if model.rank == 0 and is_taken:
@@ -314,9 +282,9 @@ class Api:
 
     async def forward_backward(self, request: Request) -> Response:
         """Handle the only protobuf request, which is also used for forward passes."""
+        body = await self._body(request)
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise RequestError(f"forward_backward takes {PROTOBUF}.", 415)
-        body = await _body(request)
         message = parse("ForwardBackwardRequest", body)
         model = self.sessions.model(message.model_id)
         run = self.ops.forward if message.forward_only else self.ops.forward_backward
@@ -324,24 +292,22 @@ class Api:
         def work() -> bytes:
             try:
                 loss = loss_of(message, model.role, self.work_queue.aliases)
-                datums = read_datums(message, loss, self.work_queue.limits)
-            except VerlLikeError as error:
+                return run(model, read_datums(message, loss, self.work_queue.limits), loss)
+            except Exception as error:
                 if not message.forward_only:
                     self.ops.fail_step(model, error)
                 raise
-            return run(model, datums, loss)
 
         fields = {"model_id": model.name, "seq_id": message.seq_id}
-        return JSONResponse(
-            self._once(fields, body, lambda: self._in_turn(model, message.seq_id, work))
-        )
+        submit = lambda: self._in_turn(model, message.seq_id, work)  # noqa: E731
+        return JSONResponse(self.sessions.once(fields, body, submit))
 
     def _in_turn(
         self, model: ServedModel, seq_id: int, work: Callable[[], bytes | JsonObject]
     ) -> JsonObject:
         """Queue a request of a model until its turn; the answer names its pending result."""
         model.turns.check(seq_id)
-        pending = self.pending_results.new(model.name.partition(":")[0])
+        pending = self.pending_results.new(model.name)
         model.turns.submit(seq_id, pending, lambda: self.work_queue.work(pending, work))
         return {"request_id": pending.request_id}
 
@@ -411,25 +377,20 @@ class Api:
             if seq_id != 1:
                 raise RequestError("load_weights must be a model's first request.")
             return self._in_turn(model, 1, lambda: self.ops.load(model, saved, optimizer))
-        name, role, frozen = (
-            f"{session_id}:train:{model_seq_id}",
-            metadata["role"],
-            metadata["frozen"],
-        )
+        role, rank, frozen = metadata["role"], metadata["rank"], metadata["frozen"]
         if base_model not in (None, metadata["base_model"], role):
             self._role_of(base_model)
-        self._check_rank(metadata["rank"], role)
-        model = ServedModel(name, role, metadata["rank"], None, tuple(frozen), user_metadata)
+        name = f"{session_id}:train:{model_seq_id}"
+        model = ServedModel(name, role, rank, None, frozen, user_metadata)
         return self._open(session_id, model, lambda: self.ops.load(model, saved, optimizer))
 
     def weights_info(self, tinker_path: str) -> JsonObject:
         metadata = self.checkpoints.metadata(SavedPath.parse(tinker_path))
-        parts = ("mlp", "attn", "unembed")
         return {
             "base_model": metadata["base_model"],
             "is_lora": metadata["rank"] > 0,
             "lora_rank": metadata["rank"] or None,
-            **{f"train_{part}": part not in metadata["frozen"] for part in parts},
+            **{f"train_{p}": p not in metadata["frozen"] for p in ("mlp", "attn", "unembed")},
         }
 
     def list_runs(self, limit: b.Count = 100, offset: b.Count = 0) -> JsonObject:
@@ -490,70 +451,53 @@ class Api:
     def sample(self, body: b.SampleBody) -> JsonObject:
         sampler = self.sessions.sampler(body.sampling_session_id)
         sampling = SampleRequest.of(body, sampler, self.work_queue.limits, self.work_queue.eos)
-        sampling.pending = self.pending_results.new(sampler.sampler_id.partition(":")[0])
+        sampling.pending = self.pending_results.new(sampler.sampler_id)
         self.work_queue.sample(sampling)
         names = [f"{sampler.sampler_id}:{body.seq_id}:{n}" for n in range(body.num_samples)]
         return {"request_id": sampling.pending.request_id, "sample_sequence_ids": names}
 
     async def not_supported(self, request: Request) -> Response:
         """Reject all other routes; a numbered request is counted as done."""
-        self._skip_turn(_json_object(await _body(request)))
+        self._skip_turn(await self._fields(request))
         route = f"{request.method} {request.url.path}"
         raise RequestError(f"this server does not support {route}.", 404)
 
     async def retrieve(self, request: Request) -> Response:
         """Wait for a result; after `HOLD_S` the client has to poll again."""
-        pending = self.pending_results.find(
-            str(_json_object(await _body(request)).get("request_id"))
-        )
-        outcome = await pending.wait(HOLD_S)
-        if outcome is None:
+        fields = await self._fields(request)
+        pending = self.pending_results.find(str(fields.get("request_id")))
+        result = await pending.wait(HOLD_S)
+        if result is None:
             again = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return JSONResponse(again)
         self.pending_results.was_read(pending)
-        body, media_type = outcome
-        return Response(body, media_type=media_type)
+        return result
 
 
 def body_of(handler: Handler) -> type[b.Body]:
     """Return the type of the requests of a handler: the fields are its parameters."""
-    types = get_type_hints(handler, include_extras=True)
+    parameters = inspect.signature(handler, eval_str=True).parameters
+    if "body" in parameters:
+        kind: type[b.Body] = parameters["body"].annotation
+        return kind
     fields: Any = {
-        name: (types[name], ... if parameter.default is parameter.empty else parameter.default)
-        for name, parameter in inspect.signature(handler).parameters.items()
+        name: (
+            parameter.annotation,
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for name, parameter in parameters.items()
     }
-    kind: type[b.Body] = types.get("body") or create_model(
-        handler.__name__, __base__=b.Body, **fields
-    )
-    return kind
+    return create_model(handler.__name__, __base__=b.Body, **fields)
 
 
-def _answering(body: JsonObject) -> Handler:
-    def answer() -> JsonObject:
-        return body
-
-    return answer
-
-
-async def _body(request: Request) -> bytes:
-    """Return the body; reject one that is too large."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > LARGEST_BODY:
-            raise RequestError(f"the body exceeds {LARGEST_BODY} bytes; send smaller chunks.", 413)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _json_object(body: bytes) -> JsonObject:
-    try:
-        value = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"the body is a {type(value).__name__}, not a JSON object.")
-    return value
+async def _rejection(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that is rejected."""
+    text = f"{error}"
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        text = f"{where}={str(first['input'])[:80]!r}: {first['msg']}"
+    return JSONResponse({"detail": text}, getattr(error, "status", 400))
 
 
 def _page(name: str, items: Sequence[Any], limit: int, offset: int) -> JsonObject:

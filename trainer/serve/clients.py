@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.serve.bodies import JsonObject
-from trainer.serve.pending import Repeats, RequestError
+from trainer.serve.pending import RequestError
 from trainer.serve.sampling import ServedSampler
 from trainer.serve.training_ops import ServedModel
+
+MOST_SEEN = 8192
+"""Requests per session whose repeats are recognized."""
+NUMBERED = (
+    ("model_id", "seq_id"),
+    ("session_id", "model_seq_id"),
+    ("session_id", "sampling_session_seq_id"),
+    ("sampling_session_id", "seq_id"),
+)
+"""The fields of numbered requests: what counts them, and the number."""
 
 
 @dataclass
@@ -20,7 +32,8 @@ class ClientSession:
     display_name: str | None
     models: dict[str, ServedModel] = field(default_factory=dict)
     samplers: dict[str, ServedSampler] = field(default_factory=dict)
-    repeats: Repeats = field(default_factory=Repeats)
+    answers: dict[tuple[str, str, int], tuple[bytes, JsonObject]] = field(default_factory=dict)
+    """Numbered request -> the digest of its content, and its answer; the oldest come first."""
     last_request: float = field(default_factory=time.monotonic)
 
 
@@ -38,27 +51,23 @@ class Sessions:
         session.last_request = time.monotonic()
         return session
 
-    def find_model(self, model_id: str) -> ServedModel | None:
-        """Return a model in training; None if there is none of this name."""
-        session = self.open.get(str(model_id).partition(":")[0])
-        if session is None:
-            return None
-        session.last_request = time.monotonic()
-        return session.models.get(model_id)
+    def of(self, name: str) -> ClientSession | None:
+        """Return the open session of a session, model or sampler of this name, if there is one."""
+        session_id = str(name).partition(":")[0]  # damaged protobuf has bytes
+        return self.find(session_id) if session_id in self.open else None
 
     def model(self, model_id: str) -> ServedModel:
         """Return a model in training."""
-        opened = self.find_model(model_id)
-        if opened is None:
+        session = self.of(model_id)
+        if session is None or model_id not in session.models:
             raise RequestError(f"there is no open model {model_id!r}.", 404)
-        return opened
+        return session.models[model_id]
 
     def sampler(self, sampler_id: str) -> ServedSampler:
         """Return an open sampler."""
-        session = self.open.get(sampler_id.partition(":")[0])
+        session = self.of(sampler_id)
         if session is None or sampler_id not in session.samplers:
             raise RequestError(f"there is no open sampler {sampler_id!r}.", 404)
-        session.last_request = time.monotonic()
         return session.samplers[sampler_id]
 
     def all_models(self) -> list[ServedModel]:
@@ -69,3 +78,26 @@ class Sessions:
         """Return the states that samplers of open sessions draw from."""
         sessions = self.open.values()
         return {sampler.state for session in sessions for sampler in session.samplers.values()}
+
+    def once(
+        self, fields: JsonObject, content: bytes, answer: Callable[[], JsonObject]
+    ) -> JsonObject:
+        """Return the answer to a request; a repeated numbered request gets the earlier answer."""
+        numbered = [
+            (fields[owner], number, fields[number])
+            for owner, number in NUMBERED
+            if fields.get(owner) is not None and fields.get(number) is not None
+        ]
+        session = self.of(numbered[0][0]) if numbered else None
+        if session is None:
+            return answer()
+        request, digest = numbered[0], hashlib.sha256(content).digest()
+        if request not in session.answers:
+            session.answers[request] = digest, answer()
+            while len(session.answers) > MOST_SEEN:
+                del session.answers[next(iter(session.answers))]
+        known, earlier = session.answers[request]
+        if known != digest:
+            _, name, number = request
+            raise RequestError(f"{name} {number} was sent before with another body; use each once.")
+        return earlier

@@ -47,7 +47,7 @@ class ServedModel:
     role: str
     rank: int
     seed: int | None = None
-    frozen: tuple[str, ...] = ()
+    frozen: Sequence[str] = ()
     user_metadata: JsonObject | None = None
     num_steps: int = 0
     failure: str = ""
@@ -144,18 +144,14 @@ class TrainingOps:
     def forward_backward(
         self, model: ServedModel, datums: Sequence[Datum], loss: RequestLoss
     ) -> bytes:
-        """Add the gradients of a loss to the model's; after a failure the next step fails, too."""
+        """Add the gradients of a loss to the model's."""
         rows = TrainingRows.of(datums, loss)
         counts = None
         if not isinstance(loss.inputs, TokenSum):
             inside = rows.batch.padded(MASK) != 0
             counts = {"num_rows": int(inside.any(dim=1).sum()), "num_tokens": int(inside.sum())}
-        try:
-            with self.using(model.name, model.role) as group:
-                result = group.forward_backward(rows.batch, loss.name, counts)
-        except Exception as error:
-            self.fail_step(model, error)
-            raise
+        with self.using(model.name, model.role) as group:
+            result = group.forward_backward(rows.batch, loss.name, counts)
         metrics = {}
         for name, values in result.metrics.items():
             reduction = "mean" if counts and name != "loss" else "sum"

@@ -24,7 +24,7 @@ from tests.trainer.serve.clients import (
     sequences,
     served,
 )
-from trainer.serve import pending, sampling
+from trainer.serve import clients, pending, sampling
 from trainer.serve.pending import PendingResult
 from trainer.serve.work_queue import WorkQueue
 from workers.rollout.client import RolloutClient, Submission
@@ -76,7 +76,7 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
 
 def test_requests_leave_nothing_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "MOST_READ", 4)
-    monkeypatch.setattr(pending, "MOST_SEEN", 4)
+    monkeypatch.setattr(clients, "MOST_SEEN", 4)
 
     def forward(count: int) -> tuple[int, int]:
         for _ in range(count):
