@@ -2,7 +2,8 @@
 
     loss = loss_of(message, role, aliases)
     datums = read_datums(message, loss, limits)     # checked: shapes, numbers, ids, lengths
-    batch = TrainingRows.of(datums, loss).batch
+    batch = batch_of(datums, loss)
+    results = of_datums(datums, outputs)
 
 A datum has N input tokens and N targets, which the client has shifted. Its row has one more token,
 which is never read: the targets are the row's responses, and their log-probs are read at the input
@@ -25,9 +26,10 @@ from omegaconf import OmegaConf
 from trainer import ppo
 from trainer.config.checks import check_value
 from trainer.config.keys import keys_by_name
+from trainer.data.lm_rows import LMRow, lm_columns
 from trainer.serve.wire import Array, tensor_of, tokens_of
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Column, Ragged
+from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError, nearest
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.registry import POLICY_LOSSES
@@ -77,14 +79,18 @@ class Limits:
 class Datum:
     """A client's datum: input ids, and loss inputs [N] or [N, K] by name."""
 
-    tokens: list[int]
-    inputs: dict[str, Array]
+    tokens: Sequence[int]
+    inputs: Mapping[str, Array]
 
     @property
-    def width(self) -> int | None:
-        """Number of targets per token; None if the targets have one dimension."""
-        targets = self.inputs[TARGETS]
-        return targets.shape[1] if targets.ndim == 2 else None
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the targets."""
+        return self.inputs[TARGETS].shape
+
+    @property
+    def num_rows(self) -> int:
+        """Number of targets per token."""
+        return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,9 @@ class RequestLoss:
     name: str
     inputs: LossInputs
     settings: dict[str, Any]
+
+
+NO_LOSS = RequestLoss("", LossInputs(()), {})
 
 
 def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
@@ -180,63 +189,38 @@ def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
     return losses
 
 
-@dataclass(frozen=True)
-class TrainingRows:
-    """The rows of some datums as a batch of `TrainingOps`."""
-
-    batch: DataProto
-    datums: Sequence[Datum]
-
-    @classmethod
-    def of(cls, datums: Sequence[Datum], loss: RequestLoss) -> TrainingRows:
-        """Return rows with the columns that the pass and the loss read."""
-        names = sorted({name for datum in datums for name in datum.inputs} - {TARGETS})
-        if MASK in loss.inputs.columns:
-            names = sorted({*names, MASK})
-        ids, targets = [], []
-        values: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        for number, datum in enumerate(datums):
-            lacking = {*names} - datum.inputs.keys() - {MASK}
-            if lacking:
-                raise BatchError(f"datum {number} has no {lacking.pop()}, which other datums have.")
-            for place in range(datum.width or 1):
-                rows = {name: _column(array, place) for name, array in datum.inputs.items()}
-                target = rows.pop(TARGETS).long()
-                rows.setdefault(MASK, torch.ones(len(target)))
-                targets.append(target)
-                ids.append(torch.cat([torch.tensor(datum.tokens), target[-1:]]))
-                for name in names:
-                    values[name].append(rows[name].float())
-        columns = pass_columns(ids, targets)
-        for name, rows_of_name in values.items():
-            columns[name] = Ragged.from_rows(rows_of_name, columns["responses"].shape[1])
-        return cls(DataProto.from_dict(columns, meta_info={SETTINGS: loss.settings}), datums)
-
-    def of_datums(self, column: Column) -> list[Array]:
-        """Return the numbers of each datum's targets, in the shape of the targets."""
-        assert isinstance(column, Ragged), "columns of tokens stay ragged"
-        rows = iter(column.rows())
-        results = []
-        for datum in self.datums:
-            values = [next(rows).numpy() for _ in range(datum.width or 1)]
-            results.append(values[0] if datum.width is None else np.stack(values, axis=1))
-        return results
+def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
+    """Return the rows of datums, with the columns that a pass and the loss read."""
+    names = {name for datum in datums for name in datum.inputs}
+    if MASK in loss.inputs.columns:
+        names.add(MASK)
+    ids: list[Sequence[int]] = []
+    values: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(names)}
+    for number, datum in enumerate(datums):
+        inputs = {MASK: np.ones(datum.shape), **datum.inputs}
+        lacking = names - inputs.keys()
+        if lacking:
+            raise BatchError(f"datum {number} has no {lacking.pop()}, which other datums have.")
+        ids += [datum.tokens] * datum.num_rows
+        for name, of_name in values.items():
+            of_name += map(torch.tensor, np.atleast_2d(inputs[name].T))
+    targets = [row.long() for row in values.pop(TARGETS)]
+    rows = [
+        LMRow(np.append(tokens, int(target[-1])), np.ones(len(target) + 1, bool))
+        for tokens, target in zip(ids, targets, strict=True)
+    ]
+    columns = lm_columns(rows, pad_token_id=0)
+    columns["responses"] = columns["responses"].with_values(torch.cat(targets))
+    for name, of_name in values.items():
+        columns[name] = columns["responses"].with_values(torch.cat(of_name).float())
+    return DataProto.from_dict(columns, meta_info={SETTINGS: loss.settings})
 
 
-def pass_columns(ids: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> dict[str, Column]:
-    """Return the columns that a pass reads; every target is in the loss."""
-    width = max(map(len, ids))
-    rows = Ragged.from_rows(ids, width)
-    responses = Ragged.from_rows(targets, width - 1)
-    positions = torch.cat([torch.arange(len(row)) for row in ids])
-    return {
-        "input_ids": rows,
-        "attention_mask": rows.with_values(torch.ones_like(rows.values)),
-        "position_ids": rows.with_values(positions),
-        "responses": responses,
-        "response_mask": responses.with_values(torch.ones_like(responses.values)),
-    }
-
-
-def _column(array: Array, place: int) -> torch.Tensor:
-    return torch.from_numpy((array if array.ndim == 1 else array[:, place]).copy())
+def of_datums(datums: Sequence[Datum], column: Ragged) -> list[Array]:
+    """Return the numbers of each datum's targets, in the shape of the targets."""
+    rows = iter(column.rows())
+    results = []
+    for datum in datums:
+        values = [next(rows).numpy() for _ in range(datum.num_rows)]
+        results.append(np.stack(values, axis=1).reshape(datum.shape))
+    return results

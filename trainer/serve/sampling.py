@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 from trainer.serve.bodies import SampleBody
 from trainer.serve.checkpoints import SavedPath
 from trainer.serve.pending import PendingResult
-from trainer.serve.rows import Limits
+from trainer.serve.rows import TARGETS, Datum, Limits
 from trainer.serve.training_ops import TrainingOps
 from trainer.serve.wire import Array, sample_output
 from verl_like.batch.protocol import DataProto
@@ -67,9 +67,10 @@ class SampleRequest:
     stops: tuple[int | str, ...]
     targets: Array | None
     """[prompt - 1, K]: ids whose log-probs are wanted, -1 for none."""
-    pending: PendingResult = field(init=False)
-    prompt_log_probs: Array | None = None
+    prompt_log_probs: Array
+    """NaN until they are computed."""
     target_log_probs: Array | None = None
+    pending: PendingResult = field(init=False)
     sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
     """Sample number -> its tokens, log-probs, and the reason why it ended."""
     since: float = field(default_factory=time.monotonic)
@@ -102,7 +103,7 @@ class SampleRequest:
             targets = targets.reshape(rows, width)
             limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
         stops: tuple[int | str, ...] = eos if params.stop is None else tuple(params.stop)
-        return cls(sampler, body, prompt, most, stops, targets)
+        return cls(sampler, body, prompt, most, stops, targets, np.full(len(prompt), np.nan))
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -127,8 +128,8 @@ class SampleRequest:
     def finish(self) -> None:
         """Send the client its samples, in order."""
         samples = [self.sequences[place] for place in range(self.body.num_samples)]
-        body = sample_output(samples, self.prompt_log_probs, self.target_log_probs)
-        self.pending.resolve(body)
+        prompt_log_probs = self.prompt_log_probs if self.body.prompt_logprobs else None
+        self.pending.resolve(sample_output(samples, prompt_log_probs, self.target_log_probs))
 
 
 class Batch(Submission):
@@ -269,24 +270,20 @@ class SamplingLoop:
 
     def _score_prompts(self, batch: Sequence[SampleRequest]) -> None:
         """Compute the prompts' log-probs, values or scores, for the requests that want them."""
-        (role, state), path = batch[0].scorer, batch[0].sampler.path
-        if path is not None:
-            self._ops.restore_state(state, path)
-        scoring = [request for request in batch if request.body.prompt_logprobs]
-        for request in scoring:
-            request.prompt_log_probs = np.full(len(request.prompt), np.nan, "<f4")
-        scoring = [request for request in scoring if len(request.prompt) > 1]
-        scores = self._ops.log_probs(state, [(r.prompt, r.prompt[1:]) for r in scoring], role)
+        sampler = batch[0].sampler
+        if sampler.path is not None:
+            self._ops.restore_state(sampler.state, sampler.path)
+        score = partial(self._ops.score, sampler.state, sampler.role)
+        scoring = [r for r in batch if r.body.prompt_logprobs and len(r.prompt) > 1]
+        scores = score([Datum(r.prompt[:-1], {TARGETS: np.array(r.prompt[1:])}) for r in scoring])
         for request, row in zip(scoring, scores, strict=True):
-            count = min(request.body.prompt_logprobs_last_n or len(row), len(row))
-            assert request.prompt_log_probs is not None, "made above"
+            count = request.body.prompt_logprobs_last_n or len(row)
             request.prompt_log_probs[-count:] = row[-count:]
         for request in batch:
             if request.targets is not None:
-                columns = [column.tolist() for column in np.maximum(request.targets, 0).T]
-                rows = self._ops.log_probs(state, [(request.prompt, c) for c in columns], role)
-                missing = request.targets < 0
-                request.target_log_probs = np.where(missing, np.nan, np.stack(rows, axis=1))
+                wanted = Datum(request.prompt[:-1], {TARGETS: np.maximum(request.targets, 0)})
+                (log_probs,) = score([wanted])
+                request.target_log_probs = np.where(request.targets < 0, np.nan, log_probs)
 
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
         """Fail the batch: after an error the rollout has none of its requests."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainer.config.flat import flat_config
@@ -22,10 +21,10 @@ from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SavedPath, ServedCheckpoints
 from trainer.serve.pending import Turns
-from trainer.serve.rows import Datum, RequestLoss, TrainingRows, pass_columns
+from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Ragged, rectangle_of
+from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.losses.token_sums import TokenSum
 from workers.roles.served import MASK, TrainsStates
@@ -131,34 +130,33 @@ class TrainingOps:
 
     def forward(self, model: ServedModel, datums: Sequence[Datum], loss: RequestLoss) -> bytes:
         """Return log-probs or values, and the loss if it is a sum over tokens."""
-        rows, trained = TrainingRows.of(datums, loss), self.trained[model.role]
-        with self.using(model.name, model.role) as group:
-            column = group.forward(rows.batch, (trained.output,)).column(trained.output)
+        batch = batch_of(datums, loss)
+        column = self._outputs(model.name, model.role, batch)
         metrics = {}
         if isinstance(loss.inputs, TokenSum):
-            columns = {name: rows.batch.padded(name) for name in rows.batch.columns}
-            losses = loss.inputs.of_tokens(rectangle_of(column), columns, loss.settings)
+            columns = {name: batch.padded(name) for name in batch.columns}
+            losses = loss.inputs.of_tokens(column.padded(), columns, loss.settings)
             metrics["loss:sum"] = float(losses.sum())
-        return training_output(trained.field, rows.of_datums(column), metrics)
+        field = self.trained[model.role].field
+        return training_output(field, of_datums(datums, column), metrics)
 
     def forward_backward(
         self, model: ServedModel, datums: Sequence[Datum], loss: RequestLoss
     ) -> bytes:
         """Add the gradients of a loss to the model's."""
-        rows = TrainingRows.of(datums, loss)
+        batch, trained = batch_of(datums, loss), self.trained[model.role]
         counts = None
         if not isinstance(loss.inputs, TokenSum):
-            inside = rows.batch.padded(MASK) != 0
+            inside = batch.padded(MASK) != 0
             counts = {"num_rows": int(inside.any(dim=1).sum()), "num_tokens": int(inside.sum())}
         with self.using(model.name, model.role) as group:
-            result = group.forward_backward(rows.batch, loss.name, counts)
+            result = group.forward_backward(batch, loss.name, counts)
         metrics = {}
         for name, values in result.metrics.items():
             reduction = "mean" if counts and name != "loss" else "sum"
             metrics[f"{name.replace(':', '_')}:{reduction}"] = float(values[0])
-        trained = self.trained[model.role]
-        column = result.batch.column(trained.output)
-        return training_output(trained.field, rows.of_datums(column), metrics)
+        outputs = of_datums(datums, result.batch.column(trained.output))
+        return training_output(trained.field, outputs, metrics)
 
     def fail_step(self, model: ServedModel, error: Exception) -> None:
         """Clear the gradients, and let the next step fail with this error."""
@@ -277,18 +275,16 @@ class TrainingOps:
                 sync_weights(self.actor, self.rollout, self._version, bucket)
             self._synced = state
 
-    def log_probs(
-        self, state: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], role: str = "actor"
-    ) -> list[Array]:
-        """Return log-probs at temperature 1 for rows (tokens, targets).
+    def score(self, state: str, role: str, datums: Sequence[Datum]) -> list[Array]:
+        """Return log-probs at temperature 1, a critic's values, or a reward model's scores.
 
-        Target i is scored as the token after token i, also if the row has another token there.
-        A critic returns values instead. A reward model returns a score per row, at its last token.
+        Target i is scored as the token after token i, also if the row has another token there. A
+        reward model has one score per row, at its last token, and NaN elsewhere.
         """
-        if not rows:
-            return []
-        ids, targets = ([torch.tensor(row[side]) for row in rows] for side in (0, 1))
-        batch = DataProto.from_dict(pass_columns(ids, targets))
+        return of_datums(datums, self._outputs(state, role, batch_of(datums))) if datums else []
+
+    def _outputs(self, state: str, role: str, batch: DataProto) -> Ragged:
+        """Return the column that a role computes of a batch."""
         if role in self.trained:
             with self.using(state, role) as group:
                 results = group.forward(batch)
@@ -298,8 +294,11 @@ class TrainingOps:
             shares = group.shares_processes_with(self.actor)
             with self.using(BASE, "actor") if shares else nullcontext():
                 results = group.forward(batch)
-        (column,) = (results.column(name) for name in results.columns)
+        (column,) = results.columns.values()
         if isinstance(column, Ragged):
-            return [row.numpy() for row in column.rows()]
-        pairs = zip(rows, column.tolist(), strict=True)
-        return [np.array([np.nan] * (len(targets) - 1) + [score]) for (_, targets), score in pairs]
+            return column
+        scored: Any = batch.column("responses")
+        values = torch.full(scored.values.shape, torch.nan)
+        values[scored.lengths.cumsum(0) - 1] = column.float()
+        by_token: Ragged = scored.with_values(values)
+        return by_token
