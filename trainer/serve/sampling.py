@@ -1,6 +1,6 @@
 """Run sample requests on the rollout; requests with equal snapshots and settings run together.
 
-    loop.add(request)                   # from any thread
+    loop.add(request)
     while loop.has_work:
         loop.pump(seconds=0.2)          # one slice; finished requests get their results
 
@@ -10,12 +10,10 @@ only on its snapshot, prompt, settings and noise, not on the other requests in i
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from trainer.serve.wire import Array, sample_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
 from verl_like.errors import BatchError
+from workers.rollout.base import SamplingParams
 from workers.rollout.client import RolloutClient, Submission
 
 FAIR_S = 2.0
@@ -64,7 +63,8 @@ class SampleRequest:
     body: SampleBody
     prompt: list[int]
     max_tokens: int
-    stops: tuple[int | str, ...]
+    params: SamplingParams
+    """The settings of the batch, with its limit of tokens."""
     targets: Array | None
     """[prompt - 1, K]: ids whose log-probs are wanted, -1 for none."""
     prompt_log_probs: Array
@@ -85,8 +85,8 @@ class SampleRequest:
         limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt if samples else None)
         if not samples and not body.prompt_logprobs:
             raise BatchError(f"the role {sampler.role} does not sample; use compute_logprobs.")
-        params, last_n = body.sampling_params, body.prompt_logprobs_last_n
-        most = params.max_tokens or limits.response
+        asked, last_n = body.sampling_params, body.prompt_logprobs_last_n
+        most = asked.max_tokens or limits.response
         if most > limits.response:
             raise BatchError(
                 f"max_tokens={most} exceeds the {limits.response} tokens of a response "
@@ -102,21 +102,23 @@ class SampleRequest:
                 raise BatchError(f"target_prompt_logprobs is not [{len(prompt) - 1}, K].")
             targets = targets.reshape(rows, width)
             limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
-        stops: tuple[int | str, ...] = eos if params.stop is None else tuple(params.stop)
-        return cls(sampler, body, prompt, most, stops, targets, np.full(len(prompt), np.nan))
-
-    @cached_property
-    def kind(self) -> tuple[Any, ...]:
-        """Key of the requests that may run together."""
-        longest = max(SHORTEST, 1 << (self.max_tokens - 1).bit_length())
-        params = self.body.sampling_params
-        settings = params.temperature, params.top_k, params.top_p
-        return self.sampler.state, longest, self.stops, settings
+        stops: Sequence[int | str] = eos if asked.stop is None else asked.stop
+        longest = max(SHORTEST, 1 << (most - 1).bit_length())
+        params = SamplingParams(
+            temperature=asked.temperature or 1.0,
+            do_sample=asked.temperature > 0,
+            top_k=asked.top_k or -1,
+            top_p=asked.top_p,
+            max_tokens=min(longest, limits.response),
+            stop_token_ids=tuple(stop for stop in stops if isinstance(stop, int)),
+            stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
+        )
+        return cls(sampler, body, prompt, most, params, targets, np.full(len(prompt), np.nan))
 
     @property
-    def scorer(self) -> tuple[str, str]:
-        """Role and state that compute the prompt's log-probs, values or scores."""
-        return self.sampler.role, self.sampler.state
+    def kind(self) -> tuple[Any, ...]:
+        """Key of the requests that may run together."""
+        return self.sampler.role, self.sampler.state, self.params
 
     @property
     def noise_name(self) -> str:
@@ -135,23 +137,13 @@ class SampleRequest:
 class Batch(Submission):
     """Requests that start together; each gets its result once it has all its samples."""
 
-    def __init__(self, requests: Sequence[SampleRequest], widths: tuple[int, int], pad: int):
-        self.open = {*requests}
+    def __init__(self, requests: Sequence[SampleRequest], width: int, pad: int):
+        self.requests = requests
         self._of_row = [(r, place) for r in requests for place in range(r.body.num_samples)]
         prompts = {request: torch.tensor(request.prompt) for request in requests}
         ids = Ragged.from_rows(
-            [prompts[request] for request, _ in self._of_row], widths[0], at_end=True, fill=pad
+            [prompts[request] for request, _ in self._of_row], width, at_end=True, fill=pad
         )
-        _, longest, stops, (temperature, top_k, top_p) = requests[0].kind
-        sampling = {
-            "temperature": temperature or 1.0,
-            "do_sample": temperature > 0,
-            "top_k": top_k or -1,
-            "top_p": top_p,
-            "max_tokens": min(longest, widths[1]),
-            "stop_token_ids": tuple(stop for stop in stops if isinstance(stop, int)),
-            "stop_strings": tuple(stop for stop in stops if isinstance(stop, str)),
-        }
         columns: dict[str, Any] = {
             "input_ids": ids,
             "attention_mask": ids.with_values(torch.ones_like(ids.values)),
@@ -159,47 +151,45 @@ class Batch(Submission):
             "end_at": torch.tensor([request.max_tokens for request, _ in self._of_row]),
         }
         uids = [request.noise_name for request, _ in self._of_row]
-        meta = {"sampling": sampling, "pad_token_id": pad}
+        meta = {"sampling": vars(requests[0].params), "pad_token_id": pad}
         super().__init__(DataProto.from_dict(columns, {"uid": uids}, meta))
 
     def add(self, numbers: Sequence[int], samples: DataProto) -> None:
         """Add the samples of the rows with these numbers, and finish requests."""
         super().add(numbers, samples)
-        tokens, log_probs = (samples.column(n) for n in ("responses", "rollout_log_probs"))
-        assert isinstance(tokens, Ragged), "columns of tokens stay ragged"
-        assert isinstance(log_probs, Ragged), "columns of tokens stay ragged"
+        columns: dict[str, Any] = samples.columns
+        tokens, log_probs = (columns[n].rows() for n in ("responses", "rollout_log_probs"))
         reasons = samples.non_tensor_batch["finish_reason"]
-        rows = zip(numbers, tokens.rows(), log_probs.rows(), reasons, strict=True)
+        rows = zip(numbers, tokens, log_probs, reasons, strict=True)
         for number, ids, values, reason in rows:
             request, place = self._of_row[number]
             request.sequences[place] = ids.numpy(), values.numpy(), str(reason)
             if len(request.sequences) == request.body.num_samples:
-                self.open.discard(request)
                 request.finish()
 
 
 class SamplingLoop:
-    """The queue of sample requests, and the batch on the rollout."""
+    """The queue of sample requests, and the batches on the rollout; only one thread uses it."""
 
     def __init__(self, ops: TrainingOps, pad: int) -> None:
-        data = ops.config.data
         self._ops, self._pad = ops, pad
-        self._widths = data.max_prompt_length, data.max_response_length
         self._client = RolloutClient(ops.rollout)
-        self._lock = threading.Lock()
-        self._waiting: deque[SampleRequest] = deque()
-        self._running: list[Batch] = []
-        self._kind: tuple[Any, ...] | None = None
+        self._waiting: list[SampleRequest] = []
 
     def add(self, request: SampleRequest) -> None:
         """Queue a request."""
-        with self._lock:
-            self._waiting.append(request)
+        self._waiting.append(request)
 
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs."""
         return bool(self._waiting or self._running)
+
+    @property
+    def _running(self) -> list[SampleRequest]:
+        """The requests of the batches on the rollout."""
+        batches: Any = self._client.submissions.values()
+        return [request for batch in batches for request in batch.requests]
 
     def pump(self, seconds: float) -> None:
         """Start requests, and let the rollout work for this long, or until it is done."""
@@ -207,8 +197,12 @@ class SamplingLoop:
             time.sleep(GATHER_S / 4)
             return
         batch = self._next_batch()
-        if batch and batch[0].sampler.role != "actor":
-            self._score(batch)
+        try:
+            if batch:
+                self._score_prompts(batch)
+        except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
+            for request in batch:
+                request.pending.fail(error)
             return
         try:
             if batch:
@@ -217,56 +211,39 @@ class SamplingLoop:
                 self._client.take(seconds=seconds)
         except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
             self._fail_all(batch, error)
-        self._running = [started for started in self._running if started.open]
 
     def _is_gathering(self) -> bool:
         """Return True while requests arrive close together."""
-        with self._lock:
-            if self._running or not self._waiting:
-                return False
-            now, oldest, newest = time.monotonic(), self._waiting[0].since, self._waiting[-1].since
+        if self._running or not self._waiting:
+            return False
+        now, oldest, newest = time.monotonic(), self._waiting[0].since, self._waiting[-1].since
         return now - newest < GATHER_S and now - oldest < LONGEST_GATHER_S
 
     def _next_batch(self) -> list[SampleRequest]:
-        """Take the waiting requests that may run now."""
-        with self._lock:
-            if not self._waiting:
-                return []
-            scoring = [r for r in self._waiting if r.sampler.role != "actor"]
-            if scoring:
-                scorer = scoring[0].scorer
-                batch = [request for request in scoring if request.scorer == scorer]
-                self._waiting = deque(r for r in self._waiting if r not in batch)
-                return batch
-            if not self._running:
-                self._kind = self._waiting[0].kind
-            late = time.monotonic() - FAIR_S
-            if self._running and any(
-                r.kind != self._kind and r.since < late for r in self._waiting
-            ):
-                return []
-            batch = [request for request in self._waiting if request.kind == self._kind]
-            self._waiting = deque(r for r in self._waiting if r.kind != self._kind)
-            return batch
+        """Take the waiting requests that may run now; all are of one kind."""
+        if not self._waiting:
+            return []
+        running, late = self._running, time.monotonic() - FAIR_S
+        scoring = [request for request in self._waiting if request.sampler.role != "actor"]
+        kind = (scoring or running or self._waiting)[0].kind
+        waits_long = any(r.kind != kind and r.since < late for r in self._waiting)
+        if running and not scoring and waits_long:
+            return []
+        batch = [request for request in self._waiting if request.kind == kind]
+        self._waiting = [request for request in self._waiting if request.kind != kind]
+        return batch
 
     def _start(self, batch: Sequence[SampleRequest]) -> None:
-        sampler = batch[0].sampler
-        self._score_prompts(batch)
-        if not self._running:
-            self._ops.send_to_rollout(sampler.state)
-        self._running.append(Batch(batch, self._widths, self._pad))
-        self._client.submit(self._running[-1])
-
-    def _score(self, batch: Sequence[SampleRequest]) -> None:
-        """Answer requests with the scores of a role that does not sample."""
-        try:
-            self._score_prompts(batch)
+        """Send requests to the rollout; a role that does not sample has only scores."""
+        if batch[0].sampler.role != "actor":
             for request in batch:
                 request.sequences = dict.fromkeys(range(request.body.num_samples), NO_SAMPLE)
                 request.finish()
-        except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
-            for request in batch:
-                request.pending.fail(error)
+            return
+        if not self._running:
+            self._ops.send_to_rollout(batch[0].sampler.state)
+        width = self._ops.config.data.max_prompt_length
+        self._client.submit(Batch(batch, width, self._pad))
 
     def _score_prompts(self, batch: Sequence[SampleRequest]) -> None:
         """Compute the prompts' log-probs, values or scores, for the requests that want them."""
@@ -286,10 +263,9 @@ class SamplingLoop:
                 request.target_log_probs = np.where(request.targets < 0, np.nan, log_probs)
 
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
-        """Fail the batch: after an error the rollout has none of its requests."""
-        for request in {*batch, *(r for started in self._running for r in started.open)}:
+        """Fail the batch and the running requests: after an error the rollout has none of them."""
+        for request in [*batch, *self._running]:
             request.pending.fail(error)
         if self._running:
-            self._running = []
             self._ops.rollout.abort()
         self._client = RolloutClient(self._ops.rollout)

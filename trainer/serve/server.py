@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -64,11 +63,9 @@ def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, s
     with started(config, aliases) as work_queue, open_api(work_queue, host, port, token) as url:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: work_queue.stop())
-        kind = "all weights" if work_queue.trains_all else "adapters"
+        kind = "adapters" if work_queue.ops.trained["actor"].rank else "all weights"
         print(f"{work_queue.base_model} ({kind}) answers at {url}", flush=True)
         if work_queue.notice:
             print(f"notice: {work_queue.notice}", flush=True)
         work_queue.run()
-        print(
-            f"stopped; saved states are in {os.fspath(work_queue.checkpoints.folder)}", flush=True
-        )
+        print(f"stopped; saved states are in {work_queue.checkpoints.folder}", flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,10 +121,10 @@ class TrainingOps:
             self.states[model.name] = model.role
         return {"model_id": model.name}
 
-    def drop(self, state: str) -> None:
-        """Delete a state."""
+    def drop(self, states: Iterable[str]) -> None:
+        """Delete states."""
         with self._lock:
-            if state in self.states:
+            for state in self.states.keys() & states:
                 self.trained[self.states.pop(state)].group.drop_state(state)
                 shutil.rmtree(self.checkpoints.folder / state / SPILLED, ignore_errors=True)
 
@@ -242,7 +242,7 @@ class TrainingOps:
             while len(model.snapshots) > most:
                 oldest = model.snapshots.pop(0)
                 self._write(model, oldest, self.spilled(model.name, oldest), {})
-                self.drop(oldest)
+                self.drop([oldest])
         return {"sampling_session_id": name}
 
     def spilled(self, model: str, snapshot: str) -> SavedPath:
@@ -260,7 +260,7 @@ class TrainingOps:
             try:
                 self._read(model, path, with_optimizer=False)
             except Exception:
-                self.drop(state)
+                self.drop([state])
                 raise
 
     def send_to_rollout(self, state: str) -> None:

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from workers.models.folder import model_folder, read_hf_config
 logger = logging.getLogger(__name__)
 SLICE_S = 0.05
 """Samples run in slices of this length, and training requests run between two slices."""
+Jobs = queue.SimpleQueue[Callable[[], object]]
 
 
 class WorkQueue:
@@ -53,7 +55,6 @@ class WorkQueue:
             f"the loss {name} is computed as {other} by this server"
             for name, other in aliases.items()
         )
-        self.trains_all = policy.model.lora_rank == 0
         self.limits = Limits(
             vocabulary, config.data.max_prompt_length, config.data.max_response_length
         )
@@ -61,11 +62,10 @@ class WorkQueue:
         self.checkpoints = ServedCheckpoints(Path(config.trainer.default_local_dir))
         self.ops = TrainingOps(config, groups, self.checkpoints)
         self.sampling = SamplingLoop(self.ops, tokenizer.pad_token_id)
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._sampled = threading.Event()
+        self.overlaps = not self.ops.rollout.shares_processes_with(self.ops.actor)
+        self._work: Jobs = queue.SimpleQueue()
+        self._samples: Jobs = queue.SimpleQueue() if self.overlaps else self._work
         self._is_over = False
-        shares = self.ops.rollout.shares_processes_with(self.ops.actor)
-        self.overlaps = not shares
 
     def work(self, pending: PendingResult, run: Callable[[], bytes | JsonObject]) -> None:
         """Queue a call for the main thread; `pending` gets its result."""
@@ -81,48 +81,35 @@ class WorkQueue:
 
     def drop(self, states: Collection[str]) -> None:
         """Queue the deletion of states, after the work that was queued before."""
-
-        def job() -> None:
-            for state in states:
-                self.ops.drop(state)
-
-        self._work.put(job)
+        self._work.put(partial(self.ops.drop, states))
 
     def sample(self, request: SampleRequest) -> None:
         """Queue a sample request."""
-        self.sampling.add(request)
-        if self.overlaps:
-            self._sampled.set()
-        else:
-            self._work.put(lambda: None)  # wakes the main thread
+        self._samples.put(partial(self.sampling.add, request))
 
     def run(self) -> None:
         """Run queued work until `stop`, in the main thread."""
-        sampler = threading.Thread(target=self._sample, name="sampling", daemon=True)
+        sampler = threading.Thread(target=self._run, args=[self._samples], daemon=True)
         if self.overlaps:
             sampler.start()
-        while not self._is_over:
-            has_samples = not self.overlaps and self.sampling.has_work
-            try:
-                self._work.get(timeout=0 if has_samples else None)()
-            except queue.Empty:
-                self.sampling.pump(SLICE_S)
-        self._sampled.set()
+        self._run(self._work)
         if self.overlaps:
             sampler.join()
 
-    def _sample(self) -> None:
+    def _run(self, jobs: Jobs) -> None:
+        """Run the jobs of a queue; samples run in slices while no job waits."""
         while not self._is_over:
-            if self.sampling.has_work:
+            has_samples = jobs is self._samples and self.sampling.has_work
+            try:
+                jobs.get(timeout=0 if has_samples else None)()
+            except queue.Empty:
                 self.sampling.pump(SLICE_S)
-            else:
-                self._sampled.wait()
-                self._sampled.clear()
 
     def stop(self) -> None:
         """End `run`; from any thread or a signal's handler."""
         self._is_over = True
-        self._work.put(lambda: None)
+        for jobs in (self._work, self._samples):
+            jobs.put(lambda: None)  # wakes its thread
 
 
 @contextmanager
@@ -137,8 +124,6 @@ def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[W
         code = [*config.role_workers.values(), policy.rollout.name, policy.actor.optim.optimizer]
         groups = at_end.enter_context(WorkerGroups(config, code))
         groups.note_placement()
-        groups["actor"].init_model(0)
         for role in groups:
-            if role != "actor":
-                groups[role].init_model()
+            groups[role].init_model()
         yield WorkQueue(config, groups, aliases or {})
