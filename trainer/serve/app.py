@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import PositiveInt, TypeAdapter, ValidationError, create_model
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, create_model
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -208,7 +208,7 @@ class Api:
             "display_name": session.display_name,
         }
 
-    def list_sessions(self, limit: b.Count = 100, offset: b.Count = 0) -> JsonObject:
+    def list_sessions(self, limit: NonNegativeInt = 100, offset: NonNegativeInt = 0) -> JsonObject:
         return _page("sessions", [*self.sessions.open], limit, offset)
 
     # ----------------------------------------------------------------------------- training
@@ -295,7 +295,7 @@ class Api:
                 return run(model, read_datums(message, loss, self.work_queue.limits), loss)
             except Exception as error:
                 if not message.forward_only:
-                    self.ops.fail_step(model, error)
+                    model.failure = f"{error}"  # the next step fails, and clears the gradients
                 raise
 
         fields = {"model_id": model.name, "seq_id": message.seq_id}
@@ -349,7 +349,6 @@ class Api:
     def _save(self, body: b.Save, kind: str, may_replace: bool) -> JsonObject:
         model = self.sessions.model(body.model_id)
         path = SavedPath.of(model.name, kind, body.path or f"step-{model.num_steps}")
-        expiry(body.ttl_seconds)
 
         def work() -> JsonObject:
             if not may_replace and self.checkpoints.find(path):
@@ -393,16 +392,16 @@ class Api:
             **{f"train_{p}": p not in metadata["frozen"] for p in ("mlp", "attn", "unembed")},
         }
 
-    def list_runs(self, limit: b.Count = 100, offset: b.Count = 0) -> JsonObject:
-        page = _page("training_runs", self.checkpoints.runs(), limit, offset)
-        runs = [self.checkpoints.describe_run(run) for run in page["training_runs"]]
-        return page | {"training_runs": runs}
+    def list_runs(self, limit: NonNegativeInt = 100, offset: NonNegativeInt = 0) -> JsonObject:
+        return _page("training_runs", self.checkpoints.describe_runs(), limit, offset)
 
     def list_of_run(self, run: str) -> JsonObject:
         self.checkpoints.describe_run(run)
         return {"checkpoints": self.checkpoints.describe_all(run)}
 
-    def list_checkpoints(self, limit: b.Count = 100, offset: b.Count = 0) -> JsonObject:
+    def list_checkpoints(
+        self, limit: NonNegativeInt = 100, offset: NonNegativeInt = 0
+    ) -> JsonObject:
         return _page("checkpoints", self.checkpoints.describe_all(), limit, offset)
 
     def delete_checkpoint(self, run: str, kind: str, name: str) -> None:
@@ -414,7 +413,7 @@ class Api:
     def unpublish(self, run: str, kind: str, name: str) -> None:
         self.checkpoints.change(SavedPath.of(run, kind, name), public=False)
 
-    def set_ttl(self, run: str, kind: str, name: str, ttl_seconds: int | None = None) -> None:
+    def set_ttl(self, run: str, kind: str, name: str, ttl_seconds: b.Ttl = None) -> None:
         expires_at = expiry(ttl_seconds)
         self.checkpoints.change(SavedPath.of(run, kind, name), expires_at=expires_at)
 
@@ -445,8 +444,7 @@ class Api:
         sampler = self.sessions.sampler(sampler_id)
         is_trained = sampler.role in self.ops.trained
         base = self.ops.trained[sampler.role].path if is_trained else sampler.role
-        shown = sampler.shown_path
-        return {"sampler_id": sampler.sampler_id, "base_model": base, "model_path": shown}
+        return {"sampler_id": sampler_id, "base_model": base, "model_path": sampler.shown_path}
 
     def sample(self, body: b.SampleBody) -> JsonObject:
         sampler = self.sessions.sampler(body.sampling_session_id)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 JsonObject = dict[str, Any]
 Metadata = dict[str, Any] | None
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 TokenId = Annotated[int, Field(ge=0)]
-No = Annotated[int, Field(ge=0, le=0)]
-Count = Annotated[int, Field(ge=0)]
+Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
+"""Time to live in seconds, from an hour to ten years; without it, a checkpoint never expires."""
+No = Literal[0]
+Stop = list[TokenId] | list[Annotated[str, Field(min_length=1)]]
 
 
 class Body(BaseModel):
@@ -58,7 +60,7 @@ class Save(Body):
     model_id: str
     seq_id: PositiveInt
     path: str | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Ttl = None
     overwrite: bool | None = None
     user_metadata: Metadata = None
     sampling_session_seq_id: int | None = None
@@ -81,15 +83,10 @@ class SamplingBody(Body):
 
     max_tokens: PositiveInt | None = None
     seed: int | None = None
-    stop: list[TokenId] | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop: Annotated[Stop | None, BeforeValidator(lambda s: [s] if isinstance(s, str) else s)] = None
     temperature: NonNegativeFloat = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_text(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
 
 
 class DenseTensor(Body):

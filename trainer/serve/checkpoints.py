@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,12 +29,6 @@ SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """Folder of a run -> the protocol's type of its checkpoints."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
-SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 366 * 86400
-
-
-def now() -> datetime:
-    """Return the current time, with its zone."""
-    return datetime.now(UTC)
 
 
 @dataclass(frozen=True)
@@ -79,37 +74,25 @@ class ServedCheckpoints:
         """Return the run folder of a checkpoint."""
         return self.folder / path.run / path.kind / path.name
 
-    def write(
-        self,
-        path: SavedPath,
-        step: int,
-        save: Callable[[Path], object],
-        config: JsonObject,
-        metadata: JsonObject,
-        ttl_seconds: int | None,
-    ) -> None:
-        """Write a checkpoint, whose state `save` writes; it replaces an earlier one."""
+    @contextmanager
+    def writing(
+        self, path: SavedPath, step: int, config: JsonObject, metadata: JsonObject
+    ) -> Iterator[Path]:
+        """Context that writes a state into this folder; the checkpoint replaces an earlier one."""
         place = self.place(path)
         part = place.with_name(f"{place.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         inside = part / f"global_step_{step}"
         try:
             inside.mkdir(parents=True)
-            save(inside)
+            yield inside
             write_marker(inside, step, config, {})
             size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
-            written: JsonObject = {**metadata, "time": now().isoformat(), "size_bytes": size}
-            written["expires_at"] = expiry(ttl_seconds)
+            written = {**metadata, "time": datetime.now(UTC).isoformat(), "size_bytes": size}
             write_whole(part / "checkpoint.json", json.dumps(written))
             replace_folder(part, place)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-
-    def state_folder(self, path: SavedPath) -> Path:
-        """Return the folder with the folder of the role that was saved."""
-        self.metadata(path)
-        (folder,) = self.place(path).glob("global_step_*")
-        return folder
 
     def find(self, path: SavedPath) -> JsonObject | None:
         """Return `checkpoint.json`; None if there is no checkpoint, or it has expired."""
@@ -147,10 +130,10 @@ class ServedCheckpoints:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "run.json", json.dumps(metadata))
 
-    def runs(self) -> list[str]:
-        """Return the training runs, the newest first."""
+    def describe_runs(self) -> list[JsonObject]:
+        """Return the training runs in the protocol's form, the newest first."""
         files = sorted(self.folder.glob("*/run.json"), key=lambda f: (-f.stat().st_mtime, str(f)))
-        return [file.parent.name for file in files]
+        return [self.describe_run(file.parent.name) for file in files]
 
     def describe_run(self, run: str) -> JsonObject:
         """Return a training run in the protocol's form."""
@@ -158,9 +141,7 @@ class ServedCheckpoints:
         if not NAME.fullmatch(run) or not file.is_file():
             raise RequestError(f"there is no training run {run!r}.", 404)
         metadata = read_json_object(file)
-        last: JsonObject = {}
-        for checkpoint in self.describe_all(run):
-            last.setdefault(checkpoint["checkpoint_type"], checkpoint)
+        last = {saved["checkpoint_type"]: saved for saved in reversed(self.describe_all(run))}
         return {
             **metadata,
             "training_run_id": run,
@@ -190,14 +171,9 @@ def expiry(ttl_seconds: int | None) -> str | None:
     """Return the time when a checkpoint expires; None if it never does."""
     if ttl_seconds is None:
         return None
-    if not SHORTEST_TTL_S <= ttl_seconds <= LONGEST_TTL_S:
-        raise RequestError(
-            f"ttl_seconds={ttl_seconds} is not between {SHORTEST_TTL_S} (an hour) and "
-            f"{LONGEST_TTL_S} (ten years)."
-        )
-    return (now() + timedelta(seconds=ttl_seconds)).isoformat()
+    return (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
 
 
 def _is_over(metadata: JsonObject) -> bool:
     expires_at = metadata.get("expires_at")
-    return expires_at is not None and datetime.fromisoformat(expires_at) < now()
+    return expires_at is not None and datetime.fromisoformat(expires_at) < datetime.now(UTC)

@@ -69,33 +69,21 @@ class ServeConfig(RunConfig, WorkersConfig):
     )
     """Devices, seed, and the folder of checkpoints."""
 
-    def of_role(self, role: str) -> ServeConfig:
-        """Return this configuration, which all roles share."""
-        return self
-
-
-def check(config: ServeConfig) -> None:
-    """Check the rules between fields."""
-    from trainer.config.checks import check_ranks
-    from trainer.ppo.roles import models_of
-    from workers.rollout.build import check_quantization
-
-    for role, model in models_of(config, without_users=True).items():
-        check_ranks(config, role, model.sharding)
-    check_quantization(config.actor_rollout_ref.rollout, config.trainer.device)
-
 
 def prepare(config: Any) -> None:
-    """Reject missing models, too short contexts, and engines that cannot run."""
-    from trainer.config.checks import check_axes_of
+    """Reject missing models, too short contexts, and shardings and engines that cannot run."""
+    from trainer.config.checks import check_axes_of, check_ranks
     from trainer.ppo.roles import models_of
     from trainer.rollouts.preflight import check_model, check_rollout
     from workers.models.memory_shapes import check_adapter
+    from workers.rollout.build import check_quantization
 
     for role, model in models_of(config).items():
+        check_ranks(config, role, model.sharding)
         check_model(config, model.key, model.model.path)
         check_axes_of(config, role, model)
         check_adapter(model.model, model.head)
+    check_quantization(config.actor_rollout_ref.rollout, config.trainer.device)
     check_rollout(config)
 
 
@@ -114,6 +102,5 @@ SERVE = Recipe(
     placements=presets({"actor_pool": ["actor"], "rollout_pool": ["rollout"]}),
     inactive_roles=unplaced_roles,
     registries=("trainer.ppo.advantages", "workers.losses", "workers.training.optim"),
-    checks=(check,),
     translate=translate,
 )

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from trainer.config.flat import flat_config
 from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import JsonObject
-from trainer.serve.checkpoints import SavedPath, ServedCheckpoints
+from trainer.serve.checkpoints import SavedPath, ServedCheckpoints, expiry
 from trainer.serve.pending import Turns
 from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
 from trainer.serve.wire import Array, training_output
@@ -103,7 +103,7 @@ class TrainingOps:
         self.states: dict[str, str] = {}
         """Name of a state in memory -> the role whose model it is."""
         self._synced: str | None = None
-        self._version = 0
+        self._versions = count(1)
 
     @contextmanager
     def using(self, state: str, role: str) -> Iterator[Any]:
@@ -158,12 +158,6 @@ class TrainingOps:
         outputs = of_datums(datums, result.batch.column(trained.output))
         return training_output(trained.field, outputs, metrics)
 
-    def fail_step(self, model: ServedModel, error: Exception) -> None:
-        """Clear the gradients, and let the next step fail with this error."""
-        model.failure = f"{error}"
-        with self.using(model.name, model.role) as group:
-            group.clear_gradients()
-
     def optim_step(self, model: ServedModel, settings: StepSettings) -> JsonObject:
         """Take an optimizer step, unless a `forward_backward` before it failed."""
         with self.using(model.name, model.role) as group:
@@ -182,55 +176,54 @@ class TrainingOps:
         self, model: ServedModel, path: SavedPath, user_metadata: JsonObject | None, ttl: int | None
     ) -> JsonObject:
         """Write a checkpoint of a model."""
-        self._write(model, model.name, path, {"user_metadata": user_metadata}, ttl)
+        entries = {"user_metadata": user_metadata, "expires_at": expiry(ttl)}
+        self._write(model, model.name, path, **entries)
         metadata = model.metadata(self.trained[model.role].path)
         self.checkpoints.note_run(model.name, {**metadata, "user_metadata": model.user_metadata})
         return {"path": str(path)}
 
-    def _write(
-        self,
-        model: ServedModel,
-        state: str,
-        path: SavedPath,
-        more: JsonObject,
-        ttl: int | None = None,
-    ) -> None:
-        """Write a checkpoint of a model's state, with `more` entries in `checkpoint.json`."""
+    def _write(self, model: ServedModel, state: str, path: SavedPath, **entries: Any) -> None:
+        """Write a checkpoint of a model's state, with these entries in `checkpoint.json`."""
         trained, step = self.trained[model.role], model.num_steps
         config = flat_config(self.config) | {f"{trained.key}.lora_rank": model.rank}
         contents = ["model", "optimizer"] if path.kind == "weights" else ["model"]
-
-        def save(folder: Path) -> None:
-            with self.using(state, model.role) as group:
-                group.save_checkpoint(str(folder / model.role), step, contents)
-
-        self.checkpoints.write(path, step, save, config, model.metadata(trained.path) | more, ttl)
+        metadata = model.metadata(trained.path) | entries
+        with (
+            self.checkpoints.writing(path, step, config, metadata) as folder,
+            self.using(state, model.role) as group,
+        ):
+            group.save_checkpoint(str(folder / model.role), step, contents)
 
     def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> JsonObject:
-        """Load the weights of a checkpoint into a new model, with moments on request."""
-        metadata = self.checkpoints.metadata(path)
+        """Load the weights of a checkpoint into a model, with moments on request.
+
+        A model without a state gets one. The base and the rank must be those of the checkpoint.
+        """
+        metadata, base = self.checkpoints.metadata(path), self.trained[model.role].path
         if path.kind != "weights" and with_optimizer:
             raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
-        with self._lock:
-            if model.name not in self.states:
-                self.create(model)
-            self._read(model, path, with_optimizer)
-        model.num_steps = metadata["num_steps"]
-        return {"path": str(path), "model_id": model.name}
-
-    def _read(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> None:
-        """Read a checkpoint of this server's base and of this rank into a model."""
-        metadata, base = self.checkpoints.metadata(path), self.trained[model.role].path
         saved = metadata["role"], metadata["rank"], metadata["base_model"]
         if saved != (model.role, model.rank, base):
             raise ConfigError(
                 f"{path} has the {saved[0]} of LoRA rank {saved[1]} on {saved[2]}, and this model "
                 f"is the {model.role} of LoRA rank {model.rank} on {base}."
             )
-        with self.using(model.name, model.role) as group:
-            group.load_checkpoint(str(self.checkpoints.state_folder(path) / model.role))
-            if not with_optimizer:
-                group.clear_gradients(forget_moments=True)
+        (folder,) = self.checkpoints.place(path).glob("global_step_*")
+        with self._lock:
+            is_new = model.name not in self.states
+            if is_new:
+                self.create(model)
+            try:
+                with self.using(model.name, model.role) as group:
+                    group.load_checkpoint(str(folder / model.role))
+                    if not with_optimizer:
+                        group.clear_gradients(forget_moments=True)
+            except Exception:
+                if is_new:
+                    self.drop([model.name])
+                raise
+        model.num_steps = metadata["num_steps"]
+        return {"path": str(path), "model_id": model.name}
 
     def snapshot(self, model: ServedModel, name: str) -> JsonObject:
         """Copy the weights to a frozen state; only the newest copies stay in memory."""
@@ -241,7 +234,7 @@ class TrainingOps:
             model.snapshots.append(name)
             while len(model.snapshots) > most:
                 oldest = model.snapshots.pop(0)
-                self._write(model, oldest, self.spilled(model.name, oldest), {})
+                self._write(model, oldest, self.spilled(model.name, oldest))
                 self.drop([oldest])
         return {"sampling_session_id": name}
 
@@ -252,16 +245,9 @@ class TrainingOps:
     def restore_state(self, state: str, path: SavedPath) -> None:
         """Load a state for sampling from its checkpoint if it is not in memory."""
         with self._lock:
-            if state in self.states:
-                return
-            metadata = self.checkpoints.metadata(path)
-            model = ServedModel(state, metadata["role"], metadata["rank"])
-            self.create(model)
-            try:
-                self._read(model, path, with_optimizer=False)
-            except Exception:
-                self.drop([state])
-                raise
+            if state not in self.states:
+                metadata = self.checkpoints.metadata(path)
+                self.load(ServedModel(state, metadata["role"], metadata["rank"]), path, False)
 
     def send_to_rollout(self, state: str) -> None:
         """Send the weights of a state to the rollout if it has others."""
@@ -269,10 +255,9 @@ class TrainingOps:
             if state == self._synced:
                 return
             self._synced = None
-            self._version += 1
             bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
             with self.using(state, "actor"):
-                sync_weights(self.actor, self.rollout, self._version, bucket)
+                sync_weights(self.actor, self.rollout, next(self._versions), bucket)
             self._synced = state
 
     def score(self, state: str, role: str, datums: Sequence[Datum]) -> list[Array]:

@@ -72,11 +72,10 @@ def tensor_of(message: Any, what: str) -> Array:
             return values.reshape(shape) if shape else values
         sparse, (rows, width) = message.sparse_csr, shape
         ends, columns = (np.frombuffer(b, "<i8") for b in (sparse.crow_indices, sparse.col_indices))
-        counts = np.diff(ends)
-        if len(counts) != rows or (counts < 0).any() or width < 0:
+        if len(ends) != rows + 1:
             raise ValueError(f"{len(ends)} row pointers for {rows} rows of {width}")
         dense: Array = np.zeros((rows, width), dtype)
-        places = np.repeat(np.arange(rows), counts)
+        places = np.repeat(np.arange(rows), np.diff(ends))
         dense[places, columns] = np.frombuffer(sparse.values, dtype)
         return dense
     except (KeyError, ValueError, IndexError) as error:
