@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, create_model
+from pydantic import PositiveInt, TypeAdapter, ValidationError, create_model
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -42,7 +42,8 @@ SILENT_S = 1800.0
 """A session without requests for this long ends; the SDK sends a heartbeat every 10 s."""
 CLEANUP_S = 5.0
 """Pause between two runs of the janitor."""
-LARGEST_BODY = 64 * 2**20
+LARGEST = 64 * 2**20
+"""Bytes of the largest body of a request."""
 NO_CANCEL = {"sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
 JSON_OBJECT = TypeAdapter(JsonObject)
 Handler = Callable[..., JsonObject | None]
@@ -130,14 +131,12 @@ class Api:
         key = request.headers.get("x-api-key", "")
         if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
             raise RequestError("the key in X-API-Key is not this server's.", 401)
-        parts, size = [], 0
+        body = bytearray()
         async for part in request.stream():
-            size += len(part)
-            if size > LARGEST_BODY:
-                text = f"the body exceeds {LARGEST_BODY} bytes; send smaller chunks."
-                raise RequestError(text, 413)
-            parts.append(part)
-        return b"".join(parts)
+            body += part
+            if len(body) > LARGEST:
+                raise RequestError(f"the body exceeds {LARGEST} bytes; send smaller chunks.", 413)
+        return bytes(body)
 
     async def _fields(self, request: Request) -> JsonObject:
         """Return the JSON object in the body."""
@@ -165,17 +164,16 @@ class Api:
 
     def capabilities(self) -> JsonObject:
         names = {self.work_queue.base_model: "actor", **{role: role for role in self.ops.scorers}}
-        return {
-            "supported_models": [
-                {
-                    "model_name": name,
-                    "max_context_length": self.work_queue.limits.context,
-                    "trainable": role in self.ops.trained,
-                    "sampleable": role == "actor",
-                }
-                for name, role in names.items()
-            ]
-        }
+        models = [
+            {
+                "model_name": name,
+                "max_context_length": self.work_queue.limits.context,
+                "trainable": role in self.ops.trained,
+                "sampleable": role == "actor",
+            }
+            for name, role in names.items()
+        ]
+        return {"supported_models": models}
 
     def create_session(
         self, user_metadata: b.Metadata = None, display_name: str | None = None
@@ -208,7 +206,7 @@ class Api:
             "display_name": session.display_name,
         }
 
-    def list_sessions(self, limit: NonNegativeInt = 100, offset: NonNegativeInt = 0) -> JsonObject:
+    def list_sessions(self, limit: b.Natural = 100, offset: b.Natural = 0) -> JsonObject:
         return _page("sessions", [*self.sessions.open], limit, offset)
 
     # ----------------------------------------------------------------------------- training
@@ -243,8 +241,8 @@ class Api:
             names = " and ".join(self.ops.trained)
             raise RequestError(f"this server trains {names}; the {role} only scores rows.")
         trained = self.ops.trained[role]
-        if (rank == 0) != (trained.rank == 0):
-            kind = "adapters" if trained.rank else "all weights"
+        if (rank == 0) != (trained.model.lora_rank == 0):
+            kind = "adapters" if trained.model.lora_rank else "all weights"
             raise RequestError(
                 f"this server trains {kind} of the {role}, and rank={rank} asks for something "
                 f"else. Rank 0 is all weights, with {trained.key}.lora_rank=0 at the server's "
@@ -270,7 +268,7 @@ class Api:
 
     def get_info(self, model_id: str) -> JsonObject:
         model = self.sessions.model(model_id)
-        name = self.ops.trained[model.role].path
+        name = self.ops.trained[model.role].model.path
         return {
             "type": "get_info",
             "model_id": model.name,
@@ -392,16 +390,14 @@ class Api:
             **{f"train_{p}": p not in metadata["frozen"] for p in ("mlp", "attn", "unembed")},
         }
 
-    def list_runs(self, limit: NonNegativeInt = 100, offset: NonNegativeInt = 0) -> JsonObject:
+    def list_runs(self, limit: b.Natural = 100, offset: b.Natural = 0) -> JsonObject:
         return _page("training_runs", self.checkpoints.describe_runs(), limit, offset)
 
     def list_of_run(self, run: str) -> JsonObject:
         self.checkpoints.describe_run(run)
         return {"checkpoints": self.checkpoints.describe_all(run)}
 
-    def list_checkpoints(
-        self, limit: NonNegativeInt = 100, offset: NonNegativeInt = 0
-    ) -> JsonObject:
+    def list_checkpoints(self, limit: b.Natural = 100, offset: b.Natural = 0) -> JsonObject:
         return _page("checkpoints", self.checkpoints.describe_all(), limit, offset)
 
     def delete_checkpoint(self, run: str, kind: str, name: str) -> None:
@@ -414,8 +410,7 @@ class Api:
         self.checkpoints.change(SavedPath.of(run, kind, name), public=False)
 
     def set_ttl(self, run: str, kind: str, name: str, ttl_seconds: b.Ttl = None) -> None:
-        expires_at = expiry(ttl_seconds)
-        self.checkpoints.change(SavedPath.of(run, kind, name), expires_at=expires_at)
+        self.checkpoints.change(SavedPath.of(run, kind, name), expires_at=expiry(ttl_seconds))
 
     # ----------------------------------------------------------------------------- sampling
 
@@ -443,7 +438,7 @@ class Api:
     def get_sampler(self, sampler_id: str) -> JsonObject:
         sampler = self.sessions.sampler(sampler_id)
         is_trained = sampler.role in self.ops.trained
-        base = self.ops.trained[sampler.role].path if is_trained else sampler.role
+        base = self.ops.trained[sampler.role].model.path if is_trained else sampler.role
         return {"sampler_id": sampler_id, "base_model": base, "model_path": sampler.shown_path}
 
     def sample(self, body: b.SampleBody) -> JsonObject:
@@ -479,11 +474,8 @@ def body_of(handler: Handler) -> type[b.Body]:
         kind: type[b.Body] = parameters["body"].annotation
         return kind
     fields: Any = {
-        name: (
-            parameter.annotation,
-            ... if parameter.default is parameter.empty else parameter.default,
-        )
-        for name, parameter in parameters.items()
+        name: (p.annotation, ... if p.default is p.empty else p.default)
+        for name, p in parameters.items()
     }
     return create_model(handler.__name__, __base__=b.Body, **fields)
 

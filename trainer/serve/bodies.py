@@ -12,11 +12,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeF
 JsonObject = dict[str, Any]
 Metadata = dict[str, Any] | None
 Below1 = Annotated[float, Field(ge=0, lt=1)]
-TokenId = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0)]
 Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
 """Time to live in seconds, from an hour to ten years; without it, a checkpoint never expires."""
 No = Literal[0]
-Stop = list[TokenId] | list[Annotated[str, Field(min_length=1)]]
+Stop = list[Natural] | list[Annotated[str, Field(min_length=1)]]
 
 
 class Body(BaseModel):

@@ -15,10 +15,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.run_folder.folder import write_marker
 from trainer.serve.bodies import JsonObject
@@ -31,8 +30,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 
 
-@dataclass(frozen=True)
-class SavedPath:
+class SavedPath(NamedTuple):
     """The three parts of a checkpoint's path."""
 
     run: str

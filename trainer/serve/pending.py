@@ -44,11 +44,10 @@ class PendingResult:
 
     def resolve(self, result: bytes | JsonObject) -> None:
         """Set the result; bytes are protobuf. Only the first result counts."""
-        is_protobuf = isinstance(result, bytes)
         body = result if isinstance(result, bytes) else json.dumps(result)
-        media_type = PROTOBUF if is_protobuf else "application/json"
+        kind = PROTOBUF if isinstance(result, bytes) else "application/json"
         with suppress(InvalidStateError):
-            self._future.set_result(Response(body, media_type=media_type))
+            self._future.set_result(Response(body, media_type=kind))
 
     def fail(self, error: BaseException) -> None:
         """Set the error, and whether the user or the server caused it."""

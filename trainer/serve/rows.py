@@ -83,14 +83,9 @@ class Datum:
     inputs: Mapping[str, Array]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the targets."""
-        return self.inputs[TARGETS].shape
-
-    @property
-    def num_rows(self) -> int:
-        """Number of targets per token."""
-        return math.prod(self.shape[1:])
+    def targets(self) -> Array:
+        """[N] or [N, K]: the targets of each token."""
+        return self.inputs[TARGETS]
 
 
 @dataclass(frozen=True)
@@ -194,23 +189,21 @@ def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
     names = {name for datum in datums for name in datum.inputs}
     if MASK in loss.inputs.columns:
         names.add(MASK)
-    ids: list[Sequence[int]] = []
+    rows: list[LMRow] = []
     values: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(names)}
     for number, datum in enumerate(datums):
-        inputs = {MASK: np.ones(datum.shape), **datum.inputs}
+        inputs = {MASK: np.ones_like(datum.targets), **datum.inputs}
         lacking = names - inputs.keys()
         if lacking:
             raise BatchError(f"datum {number} has no {lacking.pop()}, which other datums have.")
-        ids += [datum.tokens] * datum.num_rows
+        for target in np.atleast_2d(datum.targets.T):
+            ids = np.append(datum.tokens, target[-1])
+            rows.append(LMRow(ids, np.ones(len(ids), bool)))
         for name, of_name in values.items():
             of_name += map(torch.tensor, np.atleast_2d(inputs[name].T))
-    targets = [row.long() for row in values.pop(TARGETS)]
-    rows = [
-        LMRow(np.append(tokens, int(target[-1])), np.ones(len(target) + 1, bool))
-        for tokens, target in zip(ids, targets, strict=True)
-    ]
     columns = lm_columns(rows, pad_token_id=0)
-    columns["responses"] = columns["responses"].with_values(torch.cat(targets))
+    targets = torch.cat(values.pop(TARGETS)).long()
+    columns["responses"] = columns["responses"].with_values(targets)
     for name, of_name in values.items():
         columns[name] = columns["responses"].with_values(torch.cat(of_name).float())
     return DataProto.from_dict(columns, meta_info={SETTINGS: loss.settings})
@@ -221,6 +214,7 @@ def of_datums(datums: Sequence[Datum], column: Ragged) -> list[Array]:
     rows = iter(column.rows())
     results = []
     for datum in datums:
-        values = [next(rows).numpy() for _ in range(datum.num_rows)]
-        results.append(np.stack(values, axis=1).reshape(datum.shape))
+        shape = datum.targets.shape
+        values = [next(rows).numpy() for _ in range(math.prod(shape[1:]))]
+        results.append(np.stack(values, axis=1).reshape(shape))
     return results

@@ -72,7 +72,7 @@ class SampleRequest:
     target_log_probs: Array | None = None
     pending: PendingResult = field(init=False)
     sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
-    """Sample number -> its tokens, log-probs, and the reason why it ended."""
+    """Sample number -> its tokens, log-probs, and the reason why it ended; none of a score."""
     since: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -129,7 +129,7 @@ class SampleRequest:
 
     def finish(self) -> None:
         """Send the client its samples, in order."""
-        samples = [self.sequences[place] for place in range(self.body.num_samples)]
+        samples = [self.sequences.get(n, NO_SAMPLE) for n in range(self.body.num_samples)]
         prompt_log_probs = self.prompt_log_probs if self.body.prompt_logprobs else None
         self.pending.resolve(sample_output(samples, prompt_log_probs, self.target_log_probs))
 
@@ -237,7 +237,6 @@ class SamplingLoop:
         """Send requests to the rollout; a role that does not sample has only scores."""
         if batch[0].sampler.role != "actor":
             for request in batch:
-                request.sequences = dict.fromkeys(range(request.body.num_samples), NO_SAMPLE)
                 request.finish()
             return
         if not self._running:

@@ -63,7 +63,7 @@ def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, s
     with started(config, aliases) as work_queue, open_api(work_queue, host, port, token) as url:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: work_queue.stop())
-        kind = "adapters" if work_queue.ops.trained["actor"].rank else "all weights"
+        kind = "adapters" if work_queue.ops.trained["actor"].model.lora_rank else "all weights"
         print(f"{work_queue.base_model} ({kind}) answers at {url}", flush=True)
         if work_queue.notice:
             print(f"notice: {work_queue.notice}", flush=True)

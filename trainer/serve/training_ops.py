@@ -73,9 +73,8 @@ class TrainedRole:
     group: Any
     key: str
     """The section of its model in the configuration."""
-    path: str
-    rank: int
-    """0: all weights are trained."""
+    model: Any
+    """This section; with `lora_rank` 0, all weights are trained."""
     output: str
     """The column that a pass computes."""
     field: str
@@ -91,13 +90,11 @@ class TrainingOps:
         self.scorers = {role: groups[role] for role in groups if role not in ("actor", "rollout")}
         """The other roles that the configuration places: references, critics, reward models."""
         policy, critic = config.actor_rollout_ref.model, config.critic.model
-        key, columns = "actor_rollout_ref.model", ("log_probs", "logprobs")
-        self.trained = {
-            "actor": TrainedRole(self.actor, key, policy.path, policy.lora_rank, *columns)
-        }
+        actor = TrainedRole(self.actor, "actor_rollout_ref.model", policy, "log_probs", "logprobs")
+        self.trained = {"actor": actor}
         if "critic" in groups and issubclass(worker_class(config, "critic"), TrainsStates):
             self.trained["critic"] = TrainedRole(
-                groups["critic"], "critic.model", critic.path, critic.lora_rank, "values", "values"
+                groups["critic"], "critic.model", critic, "values", "values"
             )
         self._lock = threading.RLock()
         self.states: dict[str, str] = {}
@@ -176,9 +173,8 @@ class TrainingOps:
         self, model: ServedModel, path: SavedPath, user_metadata: JsonObject | None, ttl: int | None
     ) -> JsonObject:
         """Write a checkpoint of a model."""
-        entries = {"user_metadata": user_metadata, "expires_at": expiry(ttl)}
-        self._write(model, model.name, path, **entries)
-        metadata = model.metadata(self.trained[model.role].path)
+        self._write(model, model.name, path, user_metadata=user_metadata, expires_at=expiry(ttl))
+        metadata = model.metadata(self.trained[model.role].model.path)
         self.checkpoints.note_run(model.name, {**metadata, "user_metadata": model.user_metadata})
         return {"path": str(path)}
 
@@ -187,7 +183,7 @@ class TrainingOps:
         trained, step = self.trained[model.role], model.num_steps
         config = flat_config(self.config) | {f"{trained.key}.lora_rank": model.rank}
         contents = ["model", "optimizer"] if path.kind == "weights" else ["model"]
-        metadata = model.metadata(trained.path) | entries
+        metadata = model.metadata(trained.model.path) | entries
         with (
             self.checkpoints.writing(path, step, config, metadata) as folder,
             self.using(state, model.role) as group,
@@ -199,7 +195,7 @@ class TrainingOps:
 
         A model without a state gets one. The base and the rank must be those of the checkpoint.
         """
-        metadata, base = self.checkpoints.metadata(path), self.trained[model.role].path
+        metadata, base = self.checkpoints.metadata(path), self.trained[model.role].model.path
         if path.kind != "weights" and with_optimizer:
             raise ConfigError(f"{path} has no optimizer state: it was saved for sampling.")
         saved = metadata["role"], metadata["rank"], metadata["base_model"]

@@ -111,8 +111,7 @@ def training_output(field: str, outputs: Sequence[Array], metrics: Mapping[str, 
         tensor.trailing_shape.extend(trailing_shape)
     for name, value in metrics.items():
         message.metrics.add(key=name, value=value)
-    body: bytes = message.SerializeToString()
-    return body
+    return bytes(message.SerializeToString())
 
 
 def sample_output(
@@ -134,5 +133,4 @@ def sample_output(
         tensor = message.target_prompt_logprobs
         tensor.dense, tensor.dtype = np.asarray(targets, "<f4").tobytes(), FLOAT32
         tensor.shape.extend(targets.shape)
-    body: bytes = message.SerializeToString()
-    return body
+    return bytes(message.SerializeToString())

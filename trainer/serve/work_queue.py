@@ -42,12 +42,11 @@ class WorkQueue:
     """Data on the base model for the API, and the queues of work."""
 
     def __init__(self, config: Any, groups: Any, aliases: Mapping[str, str]) -> None:
-        policy = config.actor_rollout_ref
-        path: str = policy.model.path
+        path, data = config.actor_rollout_ref.model.path, config.data
         folder = model_folder(path, weights=False)
         tokenizer = load_tokenizer(path)
         vocabulary = read_hf_config(folder).get_text_config().vocab_size
-        self.base_model = path
+        self.base_model: str = path
         self.names = {path, str(folder), folder.name}
         """The names by which clients may ask for the model."""
         self.aliases = aliases
@@ -55,9 +54,7 @@ class WorkQueue:
             f"the loss {name} is computed as {other} by this server"
             for name, other in aliases.items()
         )
-        self.limits = Limits(
-            vocabulary, config.data.max_prompt_length, config.data.max_response_length
-        )
+        self.limits = Limits(vocabulary, data.max_prompt_length, data.max_response_length)
         self.eos = tuple(stop_tokens(tokenizer, path))
         self.checkpoints = ServedCheckpoints(Path(config.trainer.default_local_dir))
         self.ops = TrainingOps(config, groups, self.checkpoints)
