@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,36 +24,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 from verl_like.errors import ConfigError
+from workers.parallel.communicate import exchange
 from workers.parallel.placements import local_part
 
 NUM_ARGUMENTS = 3
 """Arguments of the experts' forward pass: hidden states, chosen experts, their weights."""
-
-
-class Exchange(torch.autograd.Function):
-    """Send rows to the ranks of a group: `sent[r]` rows to rank r, in rank order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, sent: list[int], received: list[int], rows: Tensor
-    ) -> Tensor:
-        """Return the rows that the ranks sent here."""
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Send the gradients back to the origin of the rows."""
-        back = _exchange(gradient, ctx.received, ctx.sent, ctx.group)
-        return None, None, None, back
-
-
-def _exchange(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
 
 
 def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -148,7 +122,7 @@ class _Spread:
             tokens.view(num_ranks, num_here).sum(dim=1).tolist() for tokens in (counts, arriving)
         )
 
-        rows = Exchange.apply(self.group, sent, received, hidden[order // chosen.shape[-1]])
+        rows = exchange(hidden[order // chosen.shape[-1]], self.group, sent, received)
         numbers = torch.arange(num_here, device=chosen.device).repeat(num_ranks)
         numbers = numbers.repeat_interleave(arriving)[:, None]
         weights_here = {name: local_part(weight) for name, weight in self.local.named_parameters()}
@@ -158,7 +132,7 @@ class _Spread:
         if not len(rows):  # otherwise the backward pass of this rank would skip the exchange
             nothing = [part.flatten()[:0].sum() for part in (rows, *weights_here.values())]
             done = done + torch.stack(nothing).sum()
-        back = Exchange.apply(self.group, received, sent, done)
+        back = exchange(done, self.group, received, sent)
         # by index, because index_add sums in another order each time on a GPU
         in_place = back.index_select(0, order.argsort()).view(*chosen.shape, -1)
         return (in_place * weights[..., None]).sum(dim=1).to(hidden.dtype)

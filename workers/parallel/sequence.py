@@ -21,11 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from workers.parallel.communicate import communicate, exchange
 
 AttendRows = Callable[..., Tensor]
 """(query, key, value, sinks, positions of the queries; None is all) -> output.
@@ -92,7 +93,7 @@ class SequenceRanks:
         if sinks is not None:
             sinks = sinks.chunk(self.size)[self.group.rank()]
         output = attend(*states, sinks, None)
-        back: Tensor = _AllToAll.apply(output.unflatten(0, (self.size, -1)), self.group)
+        back = exchange(output.unflatten(0, (self.size, -1)), self.group)
         return back.transpose(0, 1).flatten(1, 2)
 
     def _exchanged(self, states: list[Tensor], is_whole: bool = False) -> list[Tensor]:
@@ -105,7 +106,7 @@ class SequenceRanks:
         flat = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1)
         if is_whole:
             flat = flat.expand(self.size, -1, -1)
-        arrived: Tensor = _AllToAll.apply(flat, self.group)
+        arrived = exchange(flat, self.group)
         shapes = [part.shape[2:] for part in parts]
         chunks = arrived.flatten(0, 1).split([math.prod(shape) for shape in shapes], dim=1)
         return [chunk.unflatten(1, shape) for chunk, shape in zip(chunks, shapes, strict=True)]
@@ -132,48 +133,20 @@ class Split:
 
     def gather(self, column: Tensor) -> Tensor:
         """Gather [own positions read, ...] to [positions read, ...] in the order of the row."""
-        gathered: Tensor = _Gather.apply(column, self.counts, self.group)
+        gathered = communicate(
+            column, self._all_rows, lambda grad: grad.split(self.counts)[self.group.rank()]
+        )
         return gathered[self.numbers.argsort().to(column.device)]
+
+    def _all_rows(self, rows: Tensor) -> Tensor:
+        padded = rows.new_zeros(max(1, *self.counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in self.counts]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
 
     def add_up(self, share: Tensor) -> Tensor:
         """Return the sum of the ranks' shares, whose gradient is that of this rank's share."""
         total = share.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total + (share - share.detach())
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchange [ranks, ...]: part r goes to rank r, and is replaced by rank r's part."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
-
-
-def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = parts.contiguous()
-    arrived = torch.empty_like(parts)
-    dist.all_to_all_single(arrived, parts, group=group)
-    return arrived
-
-
-class _Gather(torch.autograd.Function):
-    """Concatenate the rows of all ranks on each rank; only its own rows get a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.counts, ctx.rank = counts, group.rank()
-        padded = rows.new_zeros(max(1, *counts), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.split(ctx.counts)[ctx.rank], None, None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.errors import ConfigError
+from workers.parallel.communicate import communicate
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.placements import local_part
 from workers.parallel.vocabulary import VocabShard
@@ -44,74 +45,6 @@ BEFORE_HEADS = re.compile(r"(q|kv)_a_(proj.*|layernorm)")
 
 USE_OTHERS = ("gemma3n", "gemma4")
 """Prefixes of model types whose layers use the weights of other layers."""
-
-
-class _Copied(torch.autograd.Function):
-    """Pass whole states into split layers; the gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return states.data  # a view and the states would keep each other alive
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-class _AddedUp(torch.autograd.Function):
-    """Sum the parts of the ranks; the gradient of each part is that of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    """Concatenate the columns of all ranks; the following layers compute the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _local_columns(grad, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    """Take the rank's columns of the whole; the inverse of `_Gathered`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _local_columns(whole, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
-
-
-def _sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts, dim=-1)
-
-
-def _local_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return whole.chunk(group.size(), dim=-1)[group.rank()].contiguous()
 
 
 class Whole:
@@ -145,14 +78,29 @@ class Whole:
             return states
         copy: Tensor | None = getattr(states, COPY, None)
         if copy is None:
-            copy = _Copied.apply(states, self.group)
+            # `data`, because a view and the states would keep each other alive
+            copy = communicate(states, lambda whole: whole.data, self._sum)
             setattr(states, COPY, copy)
         return copy
 
     def added_up(self, part: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
-        total: Tensor = _AddedUp.apply(part, self.group)
+        """Return the sum over the ranks; the gradient of each part is that of the sum."""
+        return communicate(part, self._sum, lambda grad: grad)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
         return total
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """Concatenate the columns of all ranks."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.group.size())]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, dim=-1)
+
+    def _local_columns(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.group.size(), dim=-1)[self.group.rank()].contiguous()
 
 
 class PartialWeights(Whole):
@@ -178,8 +126,8 @@ class GatheredColumnLinear(ColumnLinear):
     """A column layer with gathered outputs, because the model splits or norms them differently."""
 
     def leave(self, output: Any) -> Any:
-        """Return whole states."""
-        return _Gathered.apply(output, self.group)
+        """Return whole states; the following layers compute the same on every rank."""
+        return communicate(output, self._gather, self._local_columns)
 
 
 class RowLinear(Whole):
@@ -214,7 +162,8 @@ class SplitRowLinear(RowLinear):
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take the rank's columns of whole states."""
-        return super().enter(layer, (_Split.apply(inputs[0], self.group), *inputs[1:]))
+        columns = communicate(inputs[0], self._local_columns, self._gather)
+        return super().enter(layer, (columns, *inputs[1:]))
 
 
 class VocabularyRows(Whole):
@@ -411,62 +360,83 @@ class NoSplit(ValueError):
 def layers_of(module: Any) -> dict[str, Layer]:
     """Return how layers are computed, by name; unnamed layers are whole on every rank."""
     plan = plan_of(module)
-    prefix = f"{module.base_model_prefix}."
-    if not any(name.startswith(prefix) for name in plan):
-        raise NoSplit(f"transformers has no tensor parallel plan for {module.config.model_type}")
-    is_known = module.config.model_type.startswith(USE_OTHERS)
-    if is_known or any(isinstance(layer, nn.Conv1d) for layer in module.modules()):
-        raise NoSplit(f"layers of {module.config.model_type} compute with weights of other layers")
-
-    used: set[str] = set()
-
-    def style_of(name: str) -> str | None:
-        rule = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        used.update({rule} & plan.keys())
-        return plan.get(rule)
-
+    _check_plan(module, plan)
     layers: dict[str, Layer] = {}
     columns: list[str] = []
     for path, layer in module.named_modules():
         base = getattr(layer, "base_layer", layer)
-        names = {name: style_of(f"{path}.{name}") for name in base._parameters}
-        placements = {}
-        for name, style in names.items():
-            if style is not None and style not in PLACEMENTS:
-                raise NoSplit(
-                    f"the model's plan splits weights of {path} by an unknown style: {style}"
-                )
-            if style is not None:
-                placements[name] = PLACEMENTS[style]
-        style = style_of(path)
-        if style is None:
-            if placements:
-                layers[path] = Layer(Whole, placements)
-            continue
-        kind = STYLES.get(style)
-        if kind is None:
-            raise NoSplit(f"the plan cuts {path} in an unknown way: {style}")
-        if issubclass(kind, ColumnLinear | RowLinear) and not isinstance(base, nn.Linear):
-            other = type(base).__name__
-            raise NoSplit(f"the plan cuts {path} as a linear layer, and it is a {other}")
-        if kind is Experts and (others := base._parameters.keys() - placements.keys()):
-            raise NoSplit(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
-        layers |= _with_adapter(path, layer, kind, placements)
-        columns += [path] if kind is ColumnLinear else []
+        placements = _placements_by_plan(plan, path, base)
+        style = _style_by_plan(plan, path, base, placements)
+        if style is not None:
+            layers |= _with_adapter(path, layer, style, placements)
+            columns += [path] if style is ColumnLinear else []
+        elif placements:
+            layers[path] = Layer(Whole, placements)
+    layers |= _layers_by_words(module)
+    _reject_unused(module, plan, layers)
+    for path in columns:
+        layers |= _siblings_without_rule(module, path.rpartition(".")[0], layers)
+    return layers
 
+
+def _check_plan(module: Any, plan: Mapping[str, str]) -> None:
+    """Reject a model without a plan, and one whose plan does not suffice."""
+    model_type = module.config.model_type
+    if not any(name.startswith(f"{module.base_model_prefix}.") for name in plan):
+        raise NoSplit(f"transformers has no tensor parallel plan for {model_type}")
+    has_convolution = any(isinstance(layer, nn.Conv1d) for layer in module.modules())
+    if has_convolution or model_type.startswith(USE_OTHERS):
+        raise NoSplit(f"layers of {model_type} compute with weights of other layers")
+
+
+def _rule_for(name: str) -> str:
+    """Return the name of the plan's rule for a layer or parameter."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _placements_by_plan(plan: Mapping[str, str], path: str, layer: Any) -> dict[str, Placement]:
+    """Return the placements of the layer's parameters that have rules of their own."""
+    placements = {}
+    for name in layer._parameters:
+        style = plan.get(_rule_for(f"{path}.{name}"))
+        if style is None:
+            continue
+        if style not in PLACEMENTS:
+            raise NoSplit(f"the model's plan splits weights of {path} by an unknown style: {style}")
+        placements[name] = PLACEMENTS[style]
+    return placements
+
+
+def _style_by_plan(
+    plan: Mapping[str, str], path: str, layer: Any, placements: Mapping[str, Placement]
+) -> type[Whole] | None:
+    """Return how the plan computes a layer; None without a rule."""
+    name = plan.get(_rule_for(path))
+    if name is None:
+        return None
+    style = STYLES.get(name)
+    if style is None:
+        raise NoSplit(f"the plan cuts {path} in an unknown way: {name}")
+    if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
+        other = type(layer).__name__
+        raise NoSplit(f"the plan cuts {path} as a linear layer, and it is a {other}")
+    if style is Experts and (others := layer._parameters.keys() - placements.keys()):
+        raise NoSplit(f"the plan has no rule for {', '.join(sorted(others))} of {path}")
+    return style
+
+
+def _layers_by_words(module: Any) -> dict[str, Layer]:
+    """Return embeddings and head, which are split by words, if they are usual layers."""
     embeddings, head = _body(module).get_input_embeddings(), module.get_output_embeddings()
     ends: list[tuple[Any, type[Whole], type]] = [(embeddings, VocabularyRows, nn.Embedding)]
     if len(getattr(head, "base_layer", head).weight) > 1:  # a scalar head has no words
         ends.append((head, ColumnLinear, nn.Linear))
-    if all(isinstance(getattr(end, "base_layer", end), kind) for end, _, kind in ends):
-        paths = {id(layer): path for path, layer in module.named_modules()}
-        for end, style_of_words, _ in ends:
-            layers |= _with_adapter(paths[id(end)], end, style_of_words, {})
-
-    unused = [rule for rule in plan if rule.startswith(prefix) and rule not in used]
-    _reject_unused(module, unused, layers)
-    for path in columns:
-        layers |= _siblings_without_rule(module, path.rpartition(".")[0], layers)
+    if not all(isinstance(getattr(end, "base_layer", end), kind) for end, _, kind in ends):
+        return {}
+    paths = {id(layer): path for path, layer in module.named_modules()}
+    layers: dict[str, Layer] = {}
+    for end, style, _ in ends:
+        layers |= _with_adapter(paths[id(end)], end, style, {})
     return layers
 
 
@@ -490,13 +460,18 @@ def _with_adapter(
     return {base: Layer(style), a: Layer(), b: Layer(style)}
 
 
-def _reject_unused(module: Any, rules: Sequence[str], layers: Mapping[str, Layer]) -> None:
+def _reject_unused(module: Any, plan: Mapping[str, str], layers: Mapping[str, Layer]) -> None:
     """Reject rules for layers that the model does not have, unless other layers replace them.
 
     Layers are of different kinds: some rules of a mixture are for layers without experts.
     """
-    paths = [path for path, _ in module.named_modules()]
-    for rule in rules:
+    paths, used = [], set()
+    for path, layer in module.named_modules():
+        parameters = getattr(layer, "base_layer", layer)._parameters
+        paths.append(path)
+        used |= {_rule_for(name) for name in (path, *(f"{path}.{name}" for name in parameters))}
+    prefix = f"{module.base_model_prefix}."
+    for rule in [rule for rule in plan if rule.startswith(prefix) and rule not in used]:
         place = rule
         while "*" in place and not (there := _matching(place, paths)):
             place = place.rpartition(".")[0]
@@ -542,30 +517,31 @@ def sizes(module: Any, layers: Mapping[str, Layer]) -> dict[str, int]:
         divisible["attention heads"] = heads
         divisible["key-value heads"] = getattr(config, "num_key_value_heads", None) or heads
     words = {id(_body(module).get_input_embeddings()), id(module.get_output_embeddings())}
-    for path, layer in layers.items():
-        child = module.get_submodule(path)
-        for name, weight in child._parameters.items():
-            if weight is not None and id(child) not in words:
-                placement = layer.placement(name, weight)
-                if not isinstance(placement, Replicate):
-                    num_blocks = getattr(placement, "split_factor", 1)
-                    weight_name = re.sub(r"\.\d+(?=\.)", "", f"{path}.{name}")
-                    divisible[f"dim {placement.dim} of {weight_name}"] = (
-                        weight.shape[placement.dim] // num_blocks
-                    )
+    for layer, name, weight, placement in _split_weights(module, layers):
+        if id(layer) not in words:
+            num_blocks = getattr(placement, "split_factor", 1)
+            of_layers = re.sub(r"\.\d+(?=\.)", "", name)
+            size = weight.shape[placement.dim] // num_blocks
+            divisible[f"dim {placement.dim} of {of_layers}"] = size
     return divisible
 
 
 def cut_weights(module: Any) -> set[int]:
     """Return the ids of the parameters that would be split over the ranks."""
-    layers = layers_of(module)
-    ids = set()
-    for path, layer in module.named_modules():
-        rule = layers.get(path, Layer())
+    return {id(weight) for _, _, weight, _ in _split_weights(module, layers_of(module))}
+
+
+def _split_weights(
+    module: Any, layers: Mapping[str, Layer]
+) -> Iterator[tuple[nn.Module, str, Tensor, Any]]:
+    """Yield the layer, name, weight and placement of the parameters that are split."""
+    for path, rule in layers.items():
+        layer = module.get_submodule(path)
         for name, weight in layer._parameters.items():
-            if weight is not None and not isinstance(rule.placement(name, weight), Replicate):
-                ids.add(id(weight))
-    return ids
+            if weight is not None:
+                placement = rule.placement(name, weight)
+                if not isinstance(placement, Replicate):
+                    yield layer, f"{path}.{name}", weight, placement
 
 
 def check(module: Any, tp: int, key: str) -> None:
