@@ -130,8 +130,7 @@ class Trajectories:
         )
         self.engine = model.engine(self.width)
         self.host = EnvironmentHost(spec_of(self.config), step_s)
-        decode = model.tokenizer.decode
-        self.loop = TurnLoop(self.engine, self.host, model.chat(), self.config, decode)
+        self.loop = TurnLoop(self.engine, self.host, model.chat(), self.config)
         self.sampling = SamplingParams(max_tokens=self.width, stop_token_ids=())
 
     def play(self, round_: int) -> list[Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import RolloutError
@@ -50,11 +50,8 @@ class TurnLoop:
         host: EnvironmentHost | RecordedHost,
         chat: TurnRenderer,
         config: EnvironmentConfig,
-        decode: Callable[[list[int]], str],
     ) -> None:
-        """`decode` turns sampled ids into the text that an environment gets."""
-        self._engine, self._host, self._chat = engine, host, chat
-        self._config, self._decode = config, decode
+        self._engine, self._host, self._chat, self._config = engine, host, chat, config
         self._numbers = itertools.count()
         self._trajectories: dict[int, Trajectory] = {}
         """The trajectories that are not taken, by number."""
@@ -84,9 +81,7 @@ class TurnLoop:
                 f"rollout: {self.num_running} trajectories are played with other sampling "
                 "settings; take or abort them first."
             )
-        self._setting = Setting(
-            self._host, self._chat, self._config, self._decode, sampling, self._engine
-        )
+        self._setting = Setting(self._host, self._chat, self._config, sampling, self._engine)
         self._num_open = num_open
         numbers = []
         for start in starts:
@@ -95,7 +90,7 @@ class TurnLoop:
                 last = self._trajectories[numbers[-1]]
                 game = last.game if last.start.game == start.game else number
             self._games[game] = range(game, number + 1)
-            self._trajectories[number] = Trajectory(start, number=number, game=game)
+            self._trajectories[number] = Trajectory(start, self._setting, number=number, game=game)
             numbers.append(number)
         return numbers
 
@@ -117,7 +112,7 @@ class TurnLoop:
                     room = max(0, self._num_open - len(self._open()))
                     for game in sorted({trajectory.game for trajectory in queued[:room]}):
                         for player in self._players(game):
-                            player.open(self._setting)
+                            player.open()
                 has_enough = self._play_on(budget)
                 self._end_games()
                 if has_enough or budget.is_over:
@@ -152,7 +147,7 @@ class TurnLoop:
                 for other in players:
                     if other.state is not TrajectoryState.ENDED:
                         self._drop_request(other)
-                        other.end(cut.ended, self._setting, cut.problem)
+                        other.end(cut.ended, cut.problem)
             if all(t.state is TrajectoryState.ENDED for t in players):
                 self._host.end(game)
                 del self._games[game]
@@ -187,7 +182,7 @@ class TurnLoop:
         observed = self._in(TrajectoryState.OBSERVED)
         all_ids = self._chat.ids_of([trajectory.observation[0] for trajectory in observed])
         for trajectory, ids in zip(observed, all_ids, strict=True):
-            trajectory.read(ids, self._setting)
+            trajectory.read(ids)
         self._end_late()
         self._submit_ready()
         running = {
@@ -199,7 +194,7 @@ class TurnLoop:
         samples = self._engine.take(budget.max_tokens, seconds=seconds, until_one=True)
         is_early = time.monotonic() < until
         for request_id, sample in samples.items():
-            running[request_id].on_sample(sample, self._setting)
+            running[request_id].on_sample(sample)
         if budget.max_tokens is None:
             return False
         most = max(trajectory.num_sampled_in_take for trajectory in self._trajectories.values())
@@ -217,7 +212,7 @@ class TurnLoop:
             for player in self._players(number):
                 if player.start.player in by_player and player.state is TrajectoryState.ENVIRONMENT:
                     player.note_time(self._host.busy_s(number))
-                    player.on_answer(by_player[player.start.player], self._setting)
+                    player.on_answer(by_player[player.start.player])
         return count
 
     def _submit_ready(self) -> None:
@@ -251,9 +246,7 @@ class TurnLoop:
             else:
                 times.environment += seconds
             self._drop_request(trajectory)
-            trajectory.end(
-                LATE, self._setting, f"it took over environment.trajectory_timeout_s={most:g} s"
-            )
+            trajectory.end(LATE, f"it took over environment.trajectory_timeout_s={most:g} s")
 
     def _on_failure(self, game: int, answer: Mapping[str, Any]) -> None:
         """Restart with a fresh environment and the same noise, or end with the problem.
@@ -273,12 +266,12 @@ class TurnLoop:
         has_time = not is_late or not all(other.was_late for other in unfinished)
         if any(player.attempts > self._config.retries for player in failed) or not has_time:
             for player in failed:
-                player.end(answer["reason"], self._setting, str(answer["failed"]))
+                player.end(answer["reason"], str(answer["failed"]))
             return
         self._host.end(game)
         for player in players:
             again = self._trajectories[player.number] = player.restarted()
-            again.open(self._setting)
+            again.open()
 
     def _drop_request(self, trajectory: Trajectory) -> None:
         """Stop generating: an environment's process may end while the engine has the sample."""

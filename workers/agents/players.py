@@ -22,7 +22,6 @@ from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, n
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.columns import PLAYERS, require, split_player_uid
-from workers.rewards.manager import decode_rows
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.batches import NoiseOf
 
@@ -95,11 +94,10 @@ class Players:
             kinds = self._host.kinds
             tools = kinds[""].tools if "" in kinds else []
             chat = TurnRenderer(self._tokenizer, tools, sampling.stop_token_ids)
-            decode = self._decode(bool(tools))
             is_recorded = RECORDED in data.non_tensor_batch
             host = RecordedHost(kinds) if is_recorded else self._host
             self._kinds = host.kinds
-            self._loop = TurnLoop(engine, host, chat, self._config, decode)
+            self._loop = TurnLoop(engine, host, chat, self._config)
         faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
         starts = _starts(data, noise_of, faults, self._kinds)
         return self._loop.submit(starts, sampling, MOST_OPEN)
@@ -114,12 +112,6 @@ class Players:
         """Drop all trajectories."""
         if self._loop is not None:
             self._loop.abort()
-
-    def _decode(self, has_tools: bool) -> Any:
-        """Turn ids into text; calls of tools may be between special tokens."""
-        if has_tools:
-            return lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False)
-        return lambda ids: decode_rows(self._tokenizer, [ids])[0]
 
 
 def _starts(

@@ -72,6 +72,12 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
         for name, environment in loaded.items()
     }
     end.send([None, kinds])
+    _prepare_to_fork(loaded)
+    _fork_on_orders(socket.socket(fileno=descriptor), loaded, spec)
+
+
+def _prepare_to_fork(loaded: Mapping[str, Loaded]) -> None:
+    """Do once what every trajectory's process would do."""
     for environment in loaded.values():
         _ = environment.has_step  # as tools and columns: read here, and in no trajectory's process
         if environment.is_async:
@@ -80,7 +86,11 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
     gc.collect()
     gc.freeze()  # so that garbage collection in a fork does not copy the loaded pages
 
-    orders = socket.socket(fileno=descriptor)
+
+def _fork_on_orders(
+    orders: socket.socket, loaded: Mapping[str, Loaded], spec: EnvironmentSpec
+) -> None:
+    """Start and kill the processes of trajectories, until the other end closes."""
     running: dict[int, int] = {}
     while True:
         ready, _, _ = select.select([orders], [], [], REAP_S)

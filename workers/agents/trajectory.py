@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -93,10 +93,13 @@ class Setting:
     host: EnvironmentHost | RecordedHost
     chat: TurnRenderer
     config: EnvironmentConfig
-    decode: Callable[[list[int]], str]
-    """Converts sampled ids into the text that an environment gets."""
     sampling: SamplingParams
     engine: RolloutEngine
+
+    @property
+    def reads_sampled(self) -> bool:
+        """True if a turn reads the earlier turns as they were sampled."""
+        return self.config.history_tokens == "sampled"
 
 
 @dataclass
@@ -120,6 +123,7 @@ class Trajectory:
     """A trajectory: its sample, the turn number of each token, and its rewards."""
 
     start: TrajectoryStart
+    setting: Setting
     sample: Sample = field(default_factory=lambda: Sample([]))
     turns: list[int] = field(default_factory=list)
     number: int = 0
@@ -187,6 +191,7 @@ class Trajectory:
         tokens = Counter({GIVEN_UP: int(self.sample.is_sampled.sum())})
         return Trajectory(
             self.start,
+            self.setting,
             number=self.number,
             game=self.game,
             attempts=self.attempts + 1,
@@ -195,18 +200,19 @@ class Trajectory:
             faults=self.faults,
         )
 
-    def open(self, setting: Setting) -> None:
+    def open(self) -> None:
         """Open the environment, as its first player; its first answer comes from `reset`."""
         self.state = TrajectoryState.ENVIRONMENT
         self.since = self.began = time.monotonic()
         self.times[-1].asked = time.time()
         if self.number == self.game:
-            setting.host.open(self.game, self.start.seeds, self.start.row)
+            self.setting.host.open(self.game, self.start.seeds, self.start.row)
 
-    def chat_of(self, setting: Setting) -> TurnRenderer:
-        """Return the renderer of chats with the tools of its environment."""
+    @property
+    def renderer(self) -> TurnRenderer:
+        """The renderer of chats with the tools of its environment."""
         tools = self.start.tools
-        return setting.chat if tools is None else setting.chat.with_tools(tools)
+        return self.setting.chat if tools is None else self.setting.chat.with_tools(tools)
 
     @property
     def has_left(self) -> bool:
@@ -215,24 +221,24 @@ class Trajectory:
             "end" in answer for answer in self.answers[-1:]
         )
 
-    def on_answer(self, answer: Mapping[str, Any], setting: Setting) -> None:
+    def on_answer(self, answer: Mapping[str, Any]) -> None:
         """Handle an answer of the environment: the first observation, the next one, or the end."""
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
         if part := answer.get("call_like"):
-            forms = ", ".join(forms_of(str(setting.chat.template))) or "any that is known"
+            forms = ", ".join(forms_of(str(self.setting.chat.template))) or "any that is known"
             warn_once(
                 f"environment: a text with {part!r:.80} looks like a call of a tool. It does not "
                 f"have the form of the chat template ({forms}), so it counts as an answer. Set "
                 "environment.call_parser if it is a call."
             )
         if "request" in answer:
-            self._on_request(answer, setting)
+            self._on_request(answer)
             return
         self.answers.append(answer | {"cut": self.cut} if "end" in answer and self.cut else answer)
         if "text" in answer:
             text = answer["text"]
-            chat = self.chat_of(setting)
+            chat = self.renderer
             self.chat = with_observation(
                 self.start.prompt, None if text is None else chat.escaped(text)
             )
@@ -244,15 +250,15 @@ class Trajectory:
                 (self._last_place(turn), reward) for turn, reward in answer.get("rewards", ())
             ]
             by_environment = MAX_TURNS if answer.get("truncated") else TERMINATED
-            self.end(self.cut or answer.get("cut") or by_environment, setting)
-        elif self.num_turns == setting.config.max_turns:
-            self.end(MAX_TURNS, setting)
+            self.end(self.cut or answer.get("cut") or by_environment)
+        elif self.num_turns == self.setting.config.max_turns:
+            self.end(MAX_TURNS)
         else:
             try:
-                text_and_kind = self._next_text(answer["messages"], setting)
+                text_and_kind = self._next_text(answer["messages"])
                 self.state, self.observation = TrajectoryState.OBSERVED, text_and_kind
             except ConfigError as error:  # the template rejects a sampled or observed message
-                self.end(BROKEN, setting, str(error))
+                self.end(BROKEN, str(error))
 
     def note_time(self, busy_s: float) -> None:
         """Record the arrival of a reply and the seconds that the environment worked on it."""
@@ -262,23 +268,23 @@ class Trajectory:
         times.waiting += seconds - busy_s
         times.heard = time.time()
 
-    def read(self, ids: list[int], setting: Setting) -> None:
+    def read(self, ids: list[int]) -> None:
         """Continue after the observation with these ids; end if there is no room."""
-        width = setting.engine.limits.prompt_width
+        width = self.setting.engine.limits.prompt_width
         if self.num_turns:
             length = len(self.sample.tokens) + len(ids)
-            if length >= setting.sampling.max_tokens:
-                self.end(CUT_BY_LENGTH, setting)
+            if length >= self.setting.sampling.max_tokens:
+                self.end(CUT_BY_LENGTH)
             else:
-                self._continue(ids, self.observation[1], self._end_of_turn(length, setting))
+                self._continue(ids, self.observation[1])
         elif len(ids) > width:
             words = f"it begins with {len(ids)} tokens of prompt and first observation"
             problem = f"{words}, and data.max_prompt_length is {width}: raise it"
-            self.end(BROKEN, setting, problem)
+            self.end(BROKEN, problem)
         else:
-            self._begin(ids, self._end_of_turn(0, setting))
+            self._begin(ids)
 
-    def on_sample(self, sample: Sample, setting: Setting) -> None:
+    def on_sample(self, sample: Sample) -> None:
         """Handle a turn that the engine has finished: send it to the environment."""
         self.times[-1].engine += self.lap()
         self.sample = self.sample.with_last_segment(sample)
@@ -286,32 +292,32 @@ class Trajectory:
         self.turns += [self.num_turns] * len(sampled_ids)
         self.num_turns += 1
         self.num_sampled_in_take += len(sampled_ids)
-        is_full = len(self.sample.tokens) == setting.sampling.max_tokens
+        is_full = len(self.sample.tokens) == self.setting.sampling.max_tokens
         if sample.finish_reason == CUT_BY_LENGTH and is_full:
             self.cut = CUT_BY_LENGTH
             if self.request is None:
-                self.end(CUT_BY_LENGTH, setting)
+                self.end(CUT_BY_LENGTH)
                 return
-        self._tell(sampled_ids, setting)
+        self._tell(sampled_ids)
 
-    def end(self, ended: str, setting: Setting, problem: str = "") -> None:
+    def end(self, ended: str, problem: str = "") -> None:
         """End for this reason, with the reward of a failure if there is a problem."""
         self.state, self.ended, self.problem = TrajectoryState.ENDED, ended, problem
-        if problem and self.num_turns and setting.config.reward_on_failure is not None:
+        if problem and self.num_turns and self.setting.config.reward_on_failure is not None:
             place = self._last_place(self.num_turns - 1)
-            self.rewards.append((place, setting.config.reward_on_failure))
+            self.rewards.append((place, self.setting.config.reward_on_failure))
         else:
             self.is_left_out = bool(problem) or not self.num_turns
         reason = CUT_BY_LENGTH if ended in (CUT_BY_LENGTH, MAX_TURNS) else "stop"
         self.sample = replace(self.sample, finish_reason=reason, kept=None)
         if not self.sample.prompt:  # the trajectory failed before its first observation
-            prompt = self.chat_of(setting).prompt(with_observation(self.start.prompt, None))
+            prompt = self.renderer.prompt(with_observation(self.start.prompt, None))
             self.sample = replace(self.sample, prompt=prompt)
 
-    def _next_text(self, messages: Sequence[Message], setting: Setting) -> tuple[str, bool]:
+    def _next_text(self, messages: Sequence[Message]) -> tuple[str, bool]:
         """Return the text that the next turn reads, and True if it is the whole chat."""
-        chat, stop = self.chat_of(setting), self.sample.stop_token
-        if setting.config.history_tokens == "retokenized":
+        chat, stop = self.renderer, self.sample.stop_token
+        if not self.setting.reads_sampled:
             sampled_ids = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
             turn = chat.turn(sampled_ids, stop, messages)
             rewritten = chat.rewritten(self.chat, turn, stop)
@@ -320,64 +326,68 @@ class Trajectory:
                 return rewritten, True
         return chat.text_between(stop, messages), False
 
-    def _begin(self, prompt: list[int], end_at: int | None) -> None:
+    def _begin(self, prompt: list[int]) -> None:
         key, name = self.start.key, self.start.name
+        end_at = self._end_of_turn(0)
         self.sample = Sample(prompt, key, name, end_at=end_at, kept=KeptStates())
         self.state = TrajectoryState.READY
 
-    def _continue(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> None:
+    def _continue(self, ids: Sequence[int], begins_segment: bool) -> None:
+        end_at = self._end_of_turn(len(self.sample.tokens) + len(ids))
         self.sample = self.sample.with_observed(ids, begins_segment, end_at)
         self.turns += [self.num_turns - 1] * len(ids)
         self.state = TrajectoryState.READY
 
-    def _on_request(self, answer: Mapping[str, Any], setting: Setting) -> None:
+    def _on_request(self, answer: Mapping[str, Any]) -> None:
         """Handle an agent's request: start a turn, or return an error that the agent can handle."""
         request = self.request = answer["request"]
-        reads_sampled = setting.config.history_tokens == "sampled"
-        width, max_tokens = setting.engine.limits.prompt_width, setting.sampling.max_tokens
         try:
-            served = self._served(request["sampling"], setting)
-            chat = setting.chat.with_tools(request["tools"])
-            ids, is_whole = ids_to_read(
-                self.sample, request, answer["messages"], chat, reads_sampled
-            )
-            if ids and not 0 <= min(ids) <= max(ids) < setting.engine.vocab_size:
-                raise RejectedRequest(
-                    f"not all ids are below {setting.engine.vocab_size}", "token_ids"
-                )
-            if not self.sample.prompt:
-                if len(ids) > width:
-                    words = f"{len(ids)} tokens, and data.max_prompt_length is {width}"
-                    raise RejectedRequest(f"the first request has {words}", "messages", TOO_LONG)
-                self._begin(ids, self._end_of_turn(0, setting))
-            elif self.num_turns == setting.config.max_turns:
-                self.cut = MAX_TURNS
-                raise RejectedRequest(
-                    f"all environment.max_turns={self.num_turns} requests are used up"
-                )
-            else:
-                length = len(self.sample.tokens) + len(ids)
-                if length >= max_tokens:
-                    self.cut = CUT_BY_LENGTH
-                    words = "tokens after the first request's, and data.max_response_length is"
-                    raise RejectedRequest(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
-                self._continue(ids, is_whole, self._end_of_turn(length, setting))
-            self.sample = replace(self.sample, stop_strings=stop_strings(served))
-            self.request = {**request, "sampling": served}
+            self._start_turn(request, answer["messages"])
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
             refusal = {"rejected": problem.fields, "is_cut": bool(self.cut)}
-            setting.host.say(self.game, "", **refusal, **self._named)
+            self.setting.host.say(self.game, "", **refusal, **self._named)
             return
-        if request["extends"] and reads_sampled:
+        if request["extends"] and self.setting.reads_sampled:
             request = {**request, "chat": []}  # a replay reads only its messages
         self.answers.append({**answer, "request": request})
 
-    def _served(self, settings: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
+    def _start_turn(self, request: Mapping[str, Any], messages: Sequence[Message]) -> None:
+        """Let the engine sample what the request asks for; reject a request that does not fit."""
+        engine, max_tokens = self.setting.engine, self.setting.sampling.max_tokens
+        served = self._served(request["sampling"])
+        chat = self.setting.chat.with_tools(request["tools"])
+        ids, is_whole = ids_to_read(
+            self.sample, request, messages, chat, self.setting.reads_sampled
+        )
+        if ids and not 0 <= min(ids) <= max(ids) < engine.vocab_size:
+            raise RejectedRequest(f"not all ids are below {engine.vocab_size}", "token_ids")
+        length = len(self.sample.tokens) + len(ids)
+        if not self.sample.prompt:
+            if len(ids) > (width := engine.limits.prompt_width):
+                words = f"{len(ids)} tokens, and data.max_prompt_length is {width}"
+                raise RejectedRequest(f"the first request has {words}", "messages", TOO_LONG)
+            self._begin(ids)
+        elif self.num_turns == self.setting.config.max_turns:
+            self.cut = MAX_TURNS
+            raise RejectedRequest(
+                f"all environment.max_turns={self.num_turns} requests are used up"
+            )
+        elif length >= max_tokens:
+            self.cut = CUT_BY_LENGTH
+            words = "tokens after the first request's, and data.max_response_length is"
+            raise RejectedRequest(f"{length} {words} {max_tokens}", "messages", TOO_LONG)
+        else:
+            self._continue(ids, is_whole)
+        self.sample = replace(self.sample, stop_strings=stop_strings(served))
+        self.request = {**request, "sampling": served}
+
+    def _served(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that a request may set; warn once about overridden ones."""
-        can_stop = setting.engine.decode is not None
-        names = overridden(settings, setting.sampling, setting.config.request_settings, can_stop)
+        can_stop = self.setting.engine.decode is not None
+        of_run, mode = self.setting.sampling, self.setting.config.request_settings
+        names = overridden(settings, of_run, mode, can_stop)
         if names:
             warn_once(
                 f"environment: an agent's requests set {', '.join(sorted(names))}, which the run "
@@ -386,13 +396,13 @@ class Trajectory:
             )
         return {name: value for name, value in settings.items() if name not in names}
 
-    def _end_of_turn(self, length: int, setting: Setting) -> int | None:
+    def _end_of_turn(self, length: int) -> int | None:
         """Return the response length at which a turn ends that begins after `length` tokens."""
         of_agent = None if self.request is None else self.request["max_tokens"]
-        bounds = [n for n in (setting.config.max_tokens_per_turn, of_agent) if n is not None]
+        bounds = [n for n in (self.setting.config.max_tokens_per_turn, of_agent) if n is not None]
         return length + min(bounds) if bounds else None
 
-    def _tell(self, sampled_ids: list[int], setting: Setting) -> None:
+    def _tell(self, sampled_ids: list[int]) -> None:
         """Send a turn to the environment; injected faults affect the first attempt."""
         self.state, delay_s = TrajectoryState.ENVIRONMENT, 0.0
         self.times[-1].asked = time.time()
@@ -401,28 +411,25 @@ class Trajectory:
             struck = [kind for kind in KINDS if faults.strike(kind, key, self.num_turns)]
             self.faults.update(struck)
             if KILL in struck:
-                setting.host.kill(self.game)
+                self.setting.host.kill(self.game)
                 return
             delay_s = faults.delay_s if DELAY in struck else 0.0
-        ids = (
-            sampled_ids[:-1] if sampled_ids[-1] in setting.sampling.stop_token_ids else sampled_ids
-        )
+        is_stopped = sampled_ids[-1] in self.setting.sampling.stop_token_ids
+        ids = sampled_ids[:-1] if is_stopped else sampled_ids
         details = self._named
-        if self.request is not None:
-            text = setting.chat.with_tools(self.request["tools"]).text_of(ids)
-            details |= self._details(len(sampled_ids), setting)
-        elif self.start.tools is not None:
-            text = self.chat_of(setting).text_of(ids)
+        if self.request is None:
+            renderer = self.renderer
         else:
-            text = setting.decode(ids)
-        setting.host.say(self.game, text, delay_s, **details)
+            renderer = self.setting.chat.with_tools(self.request["tools"])
+            details |= self._details(len(sampled_ids))
+        self.setting.host.say(self.game, renderer.text_of(ids), delay_s, **details)
 
     @property
     def _named(self) -> dict[str, Any]:
         """The name of the player as an argument, if there are several."""
         return {"player": self.start.player} if self.start.player else {}
 
-    def _details(self, num_sampled: int, setting: Setting) -> dict[str, Any]:
+    def _details(self, num_sampled: int) -> dict[str, Any]:
         """Return details of an agent's answer in addition to the text."""
         sample = self.sample
         details = {
@@ -435,7 +442,7 @@ class Trajectory:
         if request.get("ids") is None and not served.get("logprobs"):
             return details
         ids = sample.tokens[-num_sampled:].tolist()
-        texts = [setting.decode([token]) for token in ids]
+        texts = [self.setting.chat.text_of([token]) for token in ids]
         log_probs = sample.log_probs[-num_sampled:].tolist()
         return details | {"ids": ids, "texts": texts, "log_probs": log_probs}
 

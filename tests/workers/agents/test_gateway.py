@@ -65,7 +65,7 @@ def play(tokenizer: Any, model: Any, host: EnvironmentHost) -> Play:
         chat = TurnRenderer(tokenizer, [], stops)
         engine = fresh_engine(model)
         engine.decode = decode
-        loop = TurnLoop(engine, on, chat, config, tokenizer.decode)
+        loop = TurnLoop(engine, on, chat, config)
         starts = []
         for number in range(num):
             row = {"number": number, "agent": name, "arguments": arguments, **columns}

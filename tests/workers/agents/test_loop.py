@@ -70,7 +70,7 @@ def play(tokenizer: Any, model: Any) -> Iterator[Play]:
         stops = (tokenizer.eos_token_id,)
         chat = TurnRenderer(tokenizer, [], stops)
         engine = fresh_engine(model, replace(LIMITS, max_num_seqs=slots))
-        loop = TurnLoop(engine, host, chat, config, tokenizer.decode)
+        loop = TurnLoop(engine, host, chat, config)
         starts = []
         for number in range(num):
             row, key = {"number": number}, noise_key(0, "uid", number)
@@ -421,7 +421,7 @@ def test_one_whose_process_ends_while_it_is_drawn_is_begun_anew(
     stops = (tokenizer.eos_token_id,)
     engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
     config = EnvironmentConfig(max_tokens_per_turn=6, retries=1)
-    loop = TurnLoop(engine, Scripted(), chat, config, tokenizer.decode)
+    loop = TurnLoop(engine, Scripted(), chat, config)
     start = TrajectoryStart("a", {}, (0, 1), noise_key(0, "uid", 0), "sample 0")
     (one,) = loop.play([start], SamplingParams(max_tokens=WIDTH, stop_token_ids=stops), 1)
     assert (one.attempts, one.ended, one.num_turns) == (2, "terminated", 1)
@@ -434,7 +434,7 @@ def test_a_text_like_a_call_in_another_form_is_noted_once(
     stops = (tokenizer.eos_token_id,)
     engine, chat = fresh_engine(model), TurnRenderer(tokenizer, [], stops)
     answers = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
-    loop = TurnLoop(engine, RecordedHost({}), chat, EnvironmentConfig(), tokenizer.decode)
+    loop = TurnLoop(engine, RecordedHost({}), chat, EnvironmentConfig())
     starts = [
         TrajectoryStart(
             "a", {RECORDED: answers}, (0, 1), noise_key(0, "uid", number), f"sample {number}"

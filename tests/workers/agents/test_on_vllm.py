@@ -63,18 +63,24 @@ def expected_log_probs(model: Any, sample: Sample) -> torch.Tensor:
 
 
 def test_trajectories_call_tools_and_their_log_probs_are_the_trainers(
-    engine: Any, host: EnvironmentHost, tokenizer: Any, models: list[Any]
+    engine: Any,
+    host: EnvironmentHost,
+    tokenizer: Any,
+    models: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four responses count as calls, whatever was sampled."""
     load(engine, models[0], 3)
     stops, said = (tokenizer.eos_token_id,), []
 
-    def decode(ids: list[int]) -> str:
+    def text_of(ids: list[int]) -> str:
         said.append(ids)
         return CALL if len(said) <= 4 else "go on"
 
     config = EnvironmentConfig(max_tokens_per_turn=20, step_timeout_s=60.0, retries=0)
-    loop = TurnLoop(engine, host, TurnRenderer(tokenizer, [], stops), config, decode)
+    chat = TurnRenderer(tokenizer, [], stops)
+    monkeypatch.setattr(chat, "text_of", text_of)
+    loop = TurnLoop(engine, host, chat, config)
     starts = [TrajectoryStart("a", {"number": n}, (n, n), n, f"sample {n}") for n in range(4)]
     sampling = SamplingParams(
         max_tokens=WIDTH, stop_token_ids=stops, top_k=20, truncated_log_probs=True

@@ -41,7 +41,7 @@ def play(tokenizer: Any, model: Any) -> Play:
         chat = TurnRenderer(tokenizer, [], stops)
         path = name if ":" in name else f"{HERE}:{name}"
         with closing(EnvironmentHost(EnvironmentSpec(path, kwargs or {}), 20.0)) as host:
-            loop = TurnLoop(fresh_engine(model), host, chat, config, tokenizer.decode)
+            loop = TurnLoop(fresh_engine(model), host, chat, config)
             starts = []
             for game in range(num):
                 for player in players:
@@ -63,8 +63,7 @@ def said_by(trajectory: Trajectory, tokenizer: Any) -> list[str]:
     drawn, turns = drawn_of(trajectory), torch.tensor(trajectory.turns)
     tokens = trajectory.sample.tokens
     texts = [tokens[drawn & (turns == n)].tolist() for n in range(trajectory.num_turns)]
-    eos = tokenizer.eos_token_id
-    return [tokenizer.decode([token for token in ids if token != eos]) for ids in texts]
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["in turn", "at once"])

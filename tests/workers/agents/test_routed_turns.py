@@ -46,7 +46,7 @@ def loop_of(model: Any, template: str = "", **more: Any) -> Iterator[TurnLoop]:
     chat, engine = TurnRenderer(tokenizer, [], (2,)), fresh_engine(model, LIMITS)
     load(engine, model, 3)
     try:
-        yield TurnLoop(engine, host, chat, config, tokenizer.decode)
+        yield TurnLoop(engine, host, chat, config)
     finally:
         host.close()
 

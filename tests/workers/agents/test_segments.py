@@ -84,7 +84,7 @@ def play(model: Any) -> Iterator[Play]:
         limits = EngineLimits(prompt_width=PROMPT, response_width=width, kv_cache_gb=0.5)
         chat = TurnRenderer(tokenizer, [], stops)
         engine = fresh_engine(model, limits)
-        loop = TurnLoop(engine, host, chat, config, tokenizer.decode)
+        loop = TurnLoop(engine, host, chat, config)
         starts = []
         for number in range(num):
             key = noise_key(0, "uid", number)
@@ -129,8 +129,8 @@ def batch_of(played: list[Trajectory]) -> DataProto:
 def apart(played: list[Trajectory]) -> DataProto:
     """Return every segment as a separate row."""
     parts = [part for one in played for part in parts_of(one.sample)]
-    start = played[0].start
-    return batch_of([Trajectory(start, part, [0] * len(part.tokens)) for part in parts])
+    start, setting = played[0].start, played[0].setting
+    return batch_of([Trajectory(start, setting, part, [0] * len(part.tokens)) for part in parts])
 
 
 def drawn(batch: DataProto, name: str) -> torch.Tensor:

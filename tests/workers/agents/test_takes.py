@@ -39,7 +39,7 @@ def looped(tokenizer: Any, model: Any) -> Iterator[Looped]:
         )
         hosts.append(EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}", kwargs or {}), 5.0))
         chat, engine = TurnRenderer(tokenizer, [], (tokenizer.eos_token_id,)), fresh_engine(model)
-        return TurnLoop(engine, hosts[-1], chat, config, tokenizer.decode), engine
+        return TurnLoop(engine, hosts[-1], chat, config), engine
 
     yield made
     for host in hosts:
@@ -165,7 +165,7 @@ def test_a_trajectory_that_gets_no_process_is_begun_anew_and_ends_no_other(
     with closing(
         EnvironmentHost(EnvironmentSpec("tests.workers.agents.forks:Count"), 20.0)
     ) as host:
-        loop = TurnLoop(fresh_engine(model), host, chat, config, tokenizer.decode)
+        loop = TurnLoop(fresh_engine(model), host, chat, config)
         found = loop.play(starts(0, 4), sampling(tokenizer), OPEN)
     assert [one.problem for one in found] == [""] * 4
     assert sorted(one.attempts for one in found) == [1, 1, 1, 2]
