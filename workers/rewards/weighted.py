@@ -269,7 +269,15 @@ class WeightedScores:
             step_ends = torch.where(skipped[:, None], last, step_ends)
             extras[SKIPPED] = skipped.double().numpy()
             metrics["reward/num_skipped"] = float(skipped.sum())
-        # the sum may be infinite in float32, although each reward is finite
+        self._check_finite(total)
+        columns = {
+            "token_level_scores": format_like(self._mask_format, total),
+            "step_ends": format_like(self._mask_format, step_ends),
+        }
+        return DataProto.from_dict(columns, extras), metrics
+
+    def _check_finite(self, total: Tensor) -> None:
+        """Reject sums that are infinite in float32, although each reward is finite."""
         wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
         if wrong:
             named = ", ".join(str(self._uids[row]) for row in wrong[:NAMED])
@@ -279,11 +287,6 @@ class WeightedScores:
                 f"{', …' if len(wrong) > NAMED else ''}. Make the reward or its weight smaller; a "
                 "model that gives NaN is broken."
             )
-        columns = {
-            "token_level_scores": format_like(self._mask_format, total),
-            "step_ends": format_like(self._mask_format, step_ends),
-        }
-        return DataProto.from_dict(columns, extras), metrics
 
     def _answer(self, future: Future[Scored], timeout: float | None) -> Scored:
         """Wait for a function or server, with checks for lost workers, which no call detects."""

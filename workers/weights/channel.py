@@ -117,29 +117,14 @@ def pack(
     number = filled = 0
     entries: list[list[Any]] = []
     memory = room(0, limit)
-
-    def finished() -> Bucket:
-        nonlocal number, filled, entries
-        bucket = Bucket(entries, memory[:filled])
-        unhashed = [place for place, entry in enumerate(entries) if entry[3] is None]
-        if unhashed:
-            if bucket.payload.is_cpu:
-                torch.cuda.current_stream().synchronize()
-            with watch.running():
-                contents = bucket.contents()
-                hashes = hashes_of([contents[place] for place in unhashed])
-            for place, value in zip(unhashed, hashes, strict=True):
-                entries[place][3] = value
-        number, filled, entries = number + 1, 0, []
-        return bucket
-
     for name, tensor in tensors:
         content = byte_view(tensor)
         entry = [name, str(tensor.dtype), list(tensor.shape), None]
         start = aligned(filled)
         if entries and start + len(content) > limit:
-            yield finished()
-            start, memory = 0, room(number, limit)
+            yield _hashed(Bucket(entries, memory[:filled]), watch)
+            number, filled, start, entries = number + 1, 0, 0, []
+            memory = room(number, limit)
         if len(content) > limit and lends and content.device == memory.device:
             with watch.running():
                 entry[3] = hash_of(content)
@@ -156,7 +141,21 @@ def pack(
         else:
             place.copy_(content, non_blocking=True)
     if entries:
-        yield finished()
+        yield _hashed(Bucket(entries, memory[:filled]), watch)
+
+
+def _hashed(bucket: Bucket, watch: Stopwatch) -> Bucket:
+    """Add the hashes that the copies did not compute."""
+    unhashed = [place for place, entry in enumerate(bucket.entries) if entry[3] is None]
+    if unhashed:
+        if bucket.payload.is_cpu:
+            torch.cuda.current_stream().synchronize()
+        with watch.running():
+            contents = bucket.contents()
+            hashes = hashes_of([contents[place] for place in unhashed])
+        for place, value in zip(unhashed, hashes, strict=True):
+            bucket.entries[place][3] = value
+    return bucket
 
 
 class Channel:
