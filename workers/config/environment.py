@@ -43,60 +43,40 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the class or function. With several environments: a dict by name."""
     tools: list[str] = key(factory=list, allows="FILE.py:FUNCTION, or package.module:FUNCTION")
     """Functions that the policy can call; in short `tools=[...]`."""
-    call_parser: str | None = key(
-        None, allows="the name of a format, or FILE.py:FUNCTION", read_when=HAS_ENVIRONMENT
-    )
+    call_parser: str | None = key(None, allows="the name of a format, or FILE.py:FUNCTION")
     """Format of tool calls, or your parser; null: the format that the chat template implies."""
     request_settings: str = key(
-        "serve",
-        choices=("serve", "override", "reject"),
-        read_when=HAS_ENVIRONMENT,
-        may_change_on_resume=True,
+        "serve", choices=("serve", "override", "reject"), may_change_on_resume=True
     )
     """Sampling settings in an agent's requests. `serve`: use the supported ones; `override`: use
     the run's; `reject`: reject those that differ from the run's.
     """
-    endpoint: str | None = key(
-        None, allows="ADDRESS:PORT", hint="or null", read_when=HAS_ENVIRONMENT
-    )
+    endpoint: str | None = key(None, allows="ADDRESS:PORT", hint="or null")
     """Address where agents in containers or on other machines reach the policy, such as
     0.0.0.0:8000. Each rollout process takes the first free port from there.
     """
-    repeated_requests: str = key("sample", choices=("sample", "reuse"), read_when=HAS_ENVIRONMENT)
+    repeated_requests: str = key("sample", choices=("sample", "reuse"))
     """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.
     """
-    max_turns: int = key(8, above=0, read_when=HAS_ENVIRONMENT)
+    max_turns: int = key(8, above=0)
     """Largest number of turns per trajectory."""
     max_tokens_per_turn: int | None = key(
-        None, above=0, hint="or null for what is left of the response", read_when=HAS_ENVIRONMENT
+        None, above=0, hint="or null for what is left of the response"
     )
     """Largest number of tokens per turn; null: what is left of the response."""
-    history_tokens: str = key(
-        "sampled", choices=("sampled", "retokenized"), read_when=HAS_ENVIRONMENT
-    )
+    history_tokens: str = key("sampled", choices=("sampled", "retokenized"))
     """Older turns in a turn's prompt. `sampled`: the sampled tokens; `retokenized`: as the chat
     template writes them now.
     """
-    step_timeout_s: float = key(30.0, above=0, read_when=HAS_ENVIRONMENT, may_change_on_resume=True)
+    step_timeout_s: float = key(30.0, above=0, may_change_on_resume=True)
     """Timeout of a reply in seconds."""
-    trajectory_timeout_s: float = key(
-        600.0, above=0, read_when=HAS_ENVIRONMENT, may_change_on_resume=True
-    )
+    trajectory_timeout_s: float = key(600.0, above=0, may_change_on_resume=True)
     """Timeout of a trajectory in seconds."""
-    retries: int = key(2, at_least=0, read_when=HAS_ENVIRONMENT, may_change_on_resume=True)
+    retries: int = key(2, at_least=0, may_change_on_resume=True)
     """Restarts of a failed environment per trajectory."""
-    reward_on_failure: float | None = key(
-        None,
-        allows="a number",
-        read_when=HAS_ENVIRONMENT,
-        may_change_on_resume=True,
-    )
+    reward_on_failure: float | None = key(None, allows="a number", may_change_on_resume=True)
     """Reward of failed trajectories; null leaves them out of the update."""
-    max_failed_share: float = key(
-        0.5, at_least=0, at_most=1, read_when=HAS_ENVIRONMENT, may_change_on_resume=True
-    )
+    max_failed_share: float = key(0.5, at_least=0, at_most=1, may_change_on_resume=True)
     """Share of failed trajectories in a batch above which the run ends."""
-    sandbox: dict[str, Any] = key(
-        factory=dict, options=Sandbox, read_when=HAS_ENVIRONMENT, may_change_on_resume=True
-    )
+    sandbox: dict[str, Any] = key(factory=dict, options=Sandbox, may_change_on_resume=True)
     """Limits of the environments' processes."""

@@ -8,16 +8,23 @@ from typing import Any
 from verl_like.config_key import Section, When, entry_takes, key, unless, when
 from workers.config.conditions import SAVES, is_bare_config
 
-STRATEGIES = (
-    "single",
-    "ddp",
-    "fsdp",
-    "fsdp+offload",
-    "shard_grad_op",
-    "shard_grad_op+offload",
-    "fsdp_offload",
-)
-"""Ways to distribute a model over ranks; fsdp_offload is fsdp+offload."""
+STRATEGIES: dict[str, tuple[str, bool]] = {
+    "single": ("single", False),
+    "ddp": ("ddp", False),
+    "fsdp": ("fsdp", False),
+    "fsdp+offload": ("fsdp", True),
+    "shard_grad_op": ("shard_grad_op", False),
+    "shard_grad_op+offload": ("shard_grad_op", True),
+    "fsdp_offload": ("fsdp", True),
+}
+"""Ways to distribute a model over ranks: its sharding, and True if shards and moments are offloaded
+to host memory.
+
+fsdp shards weights, gradients and optimizer state, and gathers the weights of a layer for its
+forward pass and again for its backward pass (ZeRO-3). shard_grad_op gathers them once per
+mini-batch and keeps them whole until the last backward pass; gradients and optimizer state are
+still sharded (ZeRO-2). Between calls both store only shards.
+"""
 STRATEGIES_ELSEWHERE = {
     "naive": "single",
     "no_shard": "ddp",
@@ -72,7 +79,10 @@ class ShardedConfig(Section):
     """A model that is trained by several ranks."""
 
     strategy: str = key(
-        "fsdp", choices=STRATEGIES, elsewhere=STRATEGIES_ELSEWHERE, may_change_on_resume=True
+        "fsdp",
+        choices=tuple(STRATEGIES),
+        elsewhere=STRATEGIES_ELSEWHERE,
+        may_change_on_resume=True,
     )
     """Distribution of the model over ranks."""
 

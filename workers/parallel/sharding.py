@@ -9,27 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError, nearest_divisors
+from workers.config.model import STRATEGIES
 from workers.parallel.dims import ParallelDims
 
 if TYPE_CHECKING:
     from workers.config import FrozenFSDPConfig, FSDPConfig, ParallelConfig
-
-STRATEGIES: dict[str, tuple[str, bool]] = {
-    "single": ("single", False),
-    "ddp": ("ddp", False),
-    "fsdp": ("fsdp", False),
-    "fsdp+offload": ("fsdp", True),
-    "fsdp_offload": ("fsdp", True),
-    "shard_grad_op": ("shard_grad_op", False),
-    "shard_grad_op+offload": ("shard_grad_op", True),
-}
-"""Name -> sharding of the model, and True if shards and moments are offloaded to host memory.
-
-fsdp shards weights, gradients and optimizer state, and gathers the weights of a layer for its
-forward pass and again for its backward pass (ZeRO-3). shard_grad_op gathers them once per
-mini-batch and keeps them whole until the last backward pass; gradients and optimizer state are
-still sharded (ZeRO-2). Between calls both store only shards.
-"""
 
 SMALL_ELEMENTS = 16 * 2**20
 """Largest model that is one unit of FSDP2: 64 MiB in float32, and again for gradients."""

@@ -123,9 +123,7 @@ def test_a_value_with_a_meaning_of_its_own_is_let_through() -> None:
 def test_choices_are_the_names_that_the_code_knows() -> None:
     from trainer.run_folder import tracking
     from workers.losses import aggregate, kl
-    from workers.parallel import sharding
 
-    assert set(STRATEGIES) == set(sharding.STRATEGIES)
     assert set(LOSS_AGG_MODES) == set(aggregate.AGGREGATIONS)
     assert {name.removesuffix("+") for name in KL_ESTIMATORS} == set(kl.KL_ESTIMATORS)
     assert set(TRACKERS) == set(tracking.BUILT_IN)
