@@ -80,6 +80,13 @@ def head_size(hf_config: Any) -> int:
     return size
 
 
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Return (query heads, key-value heads, head size); without attention, there are no heads."""
+    heads: int = getattr(config, "num_attention_heads", None) or 0
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size
+
+
 def has_sinks(module: Any) -> bool:
     """True if heads have a sink, which takes part in every softmax, as in gpt-oss.
 

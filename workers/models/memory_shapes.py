@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from workers.models.attention import heads_of
 from workers.models.causal_lm import Head, body_of, empty_model
 from workers.models.folder import model_folder
 from workers.models.lora import add_adapter
@@ -290,9 +291,7 @@ def cached_widths(config: Any) -> tuple[int, int]:
     """
     if getattr(config, "kv_lora_rank", None):
         return config.qk_rope_head_dim, config.kv_lora_rank
-    heads = getattr(config, "num_attention_heads", None) or 0  # a model without attention has none
-    size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    _, groups, size = heads_of(config)
     if getattr(config, "multi_query", False) and not getattr(
         config, "new_decoder_architecture", False
     ):

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from verl_like.process.machine import memory_gb
+from workers.models.attention import heads_of
 from workers.models.causal_lm import body_of
 from workers.training.microbatch import Rows, all_reduce
 from workers.training.packing import needed_lengths, split_segments
@@ -132,8 +133,7 @@ def expert_share(config: Any) -> float:
 
 def attention_width(config: Any) -> int:
     """Number of query values per token in a layer, over all heads."""
-    heads: int = config.num_attention_heads
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, _, size = heads_of(config)
     return heads * size
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from workers.models.attention import heads_of
 from workers.models.quantize import Int8Weight, is_quantized
-from workers.rollout.native.kv_cache import SlotCache, Slots, heads_of, slot_width
+from workers.rollout.native.kv_cache import SlotCache, Slots, slot_width
 
 PREFIXES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Prefixes of supported classes: grouped attention, rotary halves, RMS norms, a gated MLP."""
@@ -182,13 +183,14 @@ class DirectForward:
 
         rotation = self._rotation(self.angles[:width].repeat(rows, 1, 1))
         hidden = self.embedding[ids.flatten()]
+        num_columns = min(width, self.slots.width - 1)  # the rest is padding
         for layer, stored in zip(self.layers, self.cache.slot_layers, strict=True):
             queries, keys, values = layer.project(hidden, self.size)
             queries, keys, values = (
                 part.unflatten(0, (rows, width)).transpose(1, 2)
                 for part in (_rotated(queries, rotation), _rotated(keys, rotation), values)
             )
-            stored.put_prompts(keys, values, sources, first)
+            stored.fill(first, keys, values, sources, num_columns)
 
             attended = scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=self.scale, enable_gqa=True

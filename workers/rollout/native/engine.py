@@ -108,7 +108,7 @@ class NativeEngine(ModuleEngine):
         if scheduler.is_empty:
             self._scheduler = None
             # Memory with non-finite numbers is not reused: see `CacheMemory`.
-            if scheduler.all_finite and scheduler.cache is not None:
+            if scheduler.all_finite:
                 scheduler.cache.release()
                 scheduler.memory.end()
                 self.cache_memory = scheduler.memory

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from verl_like.errors import RolloutError
+from workers.models.attention import heads_of
 from workers.models.memory_shapes import cached_widths
 from workers.rollout.sample import States
 
@@ -51,13 +52,6 @@ def places_of(numbers: Sequence[int], device: torch.device) -> Places:
 def whole_blocks(count: int) -> int:
     """Round `count` up to a multiple of `BLOCK`."""
     return -(-count // BLOCK) * BLOCK
-
-
-def heads_of(config: Any) -> tuple[int, int, int]:
-    """Return (query heads, key-value heads, head size) of a model."""
-    heads: int = config.num_attention_heads
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, size
 
 
 def min_window(config: Any) -> int:
@@ -259,18 +253,6 @@ class SlotLayer(CacheLayerMixin):
         stored[slots.sources, :, slots.targets] = new.squeeze(2)
         return stored[: len(slots.sources)]
 
-    def put_prompts(self, keys: Tensor, values: Tensor, sources: Tensor, first: int) -> None:
-        """Copy the states of prompts `sources` into the slots from `first` on.
-
-        Keys and values are [prompts, heads, columns, size].
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        width = min(keys.shape[2], self.slots.width - 1)  # the rest is padding
-        target = (slice(first, first + len(sources)), slice(None), slice(1, 1 + width))
-        self.keys[target] = keys[sources, :, :width]
-        self.values[target] = values[sources, :, :width]
-
     def copies_of(self, slots: Places, count: int) -> tuple[Tensor, Tensor] | None:
         """Return keys and values of the first `count` tokens of slots, or None without any."""
         if not self.is_initialized:
@@ -278,10 +260,8 @@ class SlotLayer(CacheLayerMixin):
         keys, values = (part[slots, :, 1 : 1 + count] for part in (self.keys, self.values))
         return (keys.clone(), values.clone()) if isinstance(slots, slice) else (keys, values)
 
-    def restore_states(
-        self, first: int, keys: Tensor, values: Tensor, rows: Places, count: int
-    ) -> None:
-        """Fill slots from `first` on with these rows of copied states, `count` tokens each."""
+    def fill(self, first: int, keys: Tensor, values: Tensor, rows: Places, count: int) -> None:
+        """Fill slots from `first` on with these rows of states, `count` tokens each."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         keys, values = keys[rows, :, :count], values[rows, :, :count]
@@ -360,7 +340,7 @@ class SlotCache(Cache):
         """Fill slots from `first` on with these rows of copied states, `count` tokens each."""
         for layer, part in zip(self.slot_layers, states.layers, strict=True):
             if part is not None:
-                layer.restore_states(first, *part, rows, count)
+                layer.fill(first, *part, rows, count)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others in every layer."""

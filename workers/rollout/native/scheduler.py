@@ -106,10 +106,19 @@ class Scheduler:
         self.noted: RecordedChoices | None = None
         self.waiting: deque[_Waiting] = deque()
         self.num_active = self.longest = self.max_active = 0
-        self.cache: SlotCache | None = None
-        self.forward: DirectForward | ModuleForward | None = None
+        least = min_window(self.config)
+        slots = Slots(0, least, least, self.device, memory)
+        self.cache = SlotCache(self.config.num_hidden_layers, slots)
+        self._forward: DirectForward | ModuleForward | None = None
         self.all_finite = True
         self._finished: dict[int, Sample] = {}
+
+    @property
+    def forward(self) -> DirectForward | ModuleForward:
+        """The forward pass over the current weights and slots."""
+        if self._forward is None:
+            self._forward = self.forward_class(self.engine.module, self.cache)
+        return self._forward
 
     @property
     def is_empty(self) -> bool:
@@ -186,17 +195,11 @@ class Scheduler:
         longest = max((len(entry.sample.prompt) for entry in self.waiting), default=0)
         longest = max(longest, *self.table.prompt_lengths[: self.num_active].tolist(), 0)
         widest = slot_width(self.config, longest, self.sampling.max_tokens)
-        if self.cache is None:
-            least = min_window(self.config)
-            slots = Slots(num_slots, widest, least, self.device, self.memory)
-            self.cache = SlotCache(self.config.num_hidden_layers, slots)
-        elif num_slots > self.cache.slots.num_slots or widest > len(self.cache.slots.columns):
+        if num_slots > self.cache.slots.num_slots or widest > len(self.cache.slots.columns):
             self.cache.grow(num_slots, widest, self.num_active)
-            self.forward = None
+            self._forward = None
         if num_slots > len(self.table.numbers):
             self.table = self.table.grown(num_slots, self.sampling)
-        if self.forward is None:
-            self.forward = self.forward_class(self.engine.module, self.cache)
 
     def _take_newer_weights(self) -> None:
         """Continue the running samples with the current weights.
@@ -205,7 +208,7 @@ class Scheduler:
         """
         if self.engine.version == self.version:
             return
-        self.version, self.forward = self.engine.version, None
+        self.version, self._forward = self.engine.version, None
         if self.engine.limits.keep_kv_cache:
             return
         active = self._take_out(np.arange(self.num_active), ["abort"] * self.num_active)
@@ -222,7 +225,6 @@ class Scheduler:
             group.append((self.waiting.popleft(), cached))
         if not group:
             return
-        assert self.cache is not None, "made before the first pass"
         longest = max(len(cached.read) for _, cached in group)
         self.cache.fit(max(longest, self.longest) + 2, self.num_active)
         self.longest = max(self.longest, longest - 1)  # a group may be read before a decode
@@ -265,8 +267,6 @@ class Scheduler:
 
     def _prefill(self, group: Sequence[_Waiting]) -> None:
         """Run one pass over the distinct prompts of the group; samples of one prompt share it."""
-        assert self.cache is not None, "made before the first pass"
-        assert self.forward is not None, "made before the first pass"
         texts = [entry.text for entry in group]
         distinct = list(dict.fromkeys(texts))
         row_of = {text: row for row, text in enumerate(distinct)}
@@ -297,8 +297,6 @@ class Scheduler:
 
         The other slots, up to the number of rows of a pass, are computed and ignored.
         """
-        assert self.cache is not None, "made before the first pass"
-        assert self.forward is not None, "made before the first pass"
         table = self.table
         rows = np.arange(min(rows_of_pass(self.num_active, self.fewest_rows), len(table.numbers)))
         steps = np.maximum(table.lengths[rows] - 1, 0)
@@ -369,7 +367,6 @@ class Scheduler:
         stays[emptied] = False
         movers = left + stays[left:].nonzero()[0]
         if len(gaps):
-            assert self.cache is not None, "slots were filled"
             self.cache.move(*(torch.from_numpy(slots).to(self.device) for slots in (movers, gaps)))
             table.move(movers, gaps)
         self.num_active = left
@@ -384,7 +381,6 @@ class Scheduler:
         asking = slots[[sample.kept is not None for sample in table.samples[slots]]]
         if not len(asking):
             return {}
-        assert self.cache is not None, "slots were filled"
         counts = table.prompt_lengths[asking] + table.lengths[asking] - 1
         longest = int(counts.max())
         fitting = asking[: self.kept_memory.num_fitting(self.cache.num_bytes(longest))]
