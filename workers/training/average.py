@@ -21,7 +21,7 @@ from workers.parallel.collectives import Ranks
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import FileCopies
 from workers.training.shards import read_shards, write_shards
-from workers.weights.module_writer import raise_problems
+from workers.weights.module_writer import ExpectedTensors
 
 
 class WeightAverage:
@@ -101,26 +101,15 @@ class MovingAverageEngine(TrainEngine):
         targets = dict(named_state(self.module))
         buffers = {name for name, _ in persistent_buffers(self.module)}
         elsewhere = dict(named_state(self.whole_module)).keys() - targets.keys()
-        unknown, unfit = [], []
+        expected = ExpectedTensors({name: weight.shape for name, weight in targets.items()})
         for name, whole in tensors:
-            target = targets.pop(name, None)
-            if name in elsewhere:
+            if name in elsewhere or not expected.fits(name, whole):
                 continue
-            if target is None:
-                unknown.append(name)
-            elif target.shape != whole.shape:
-                unfit.append(f"{name} (is {list(target.shape)}, was sent {list(whole.shape)})")
-            elif name in buffers:
-                target.copy_(whole)
+            if name in buffers:
+                targets[name].copy_(whole)
             else:
-                self._move(name, target, whole)
-
-        raise_problems(
-            "frozen model",
-            missing=list(targets),
-            unknown=unknown,
-            **{"of another shape": unfit},
-        )
+                self._move(name, targets[name], whole)
+        expected.verify("frozen model")
 
     def _move(self, name: str, weight: Tensor, whole: Tensor) -> None:
         """Move this rank's rows of one parameter."""

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor, nn
 
 from verl_like.errors import WeightSyncError
 from workers.weights.checksum import words_of
+
+
+class ExpectedTensors:
+    """Compares arriving tensors with the names and shapes that are expected."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.shapes = shapes
+        self.arrived: set[str] = set()
+        self.unknown: list[str] = []
+        self.unfit: list[str] = []
+
+    def fits(self, name: str, tensor: Tensor) -> bool:
+        """Note that a tensor has arrived; True if its name and shape are expected."""
+        self.arrived.add(name)
+        shape = self.shapes.get(name)
+        if shape is None:
+            self.unknown.append(name)
+        elif shape != tensor.shape:
+            self.unfit.append(f"{name} (is {list(shape)}, was sent {list(tensor.shape)})")
+        return shape == tensor.shape
+
+    def verify(self, who: str, **other_problems: list[str]) -> None:
+        """Raise one error that lists all problems, after all tensors have arrived."""
+        missing = [name for name in self.shapes if name not in self.arrived]
+        other = {"of another shape": self.unfit, **other_problems}
+        raise_problems(who, missing=missing, unknown=self.unknown, **other)
 
 
 class ModuleWriter:
@@ -21,23 +50,18 @@ class ModuleWriter:
 
     def __init__(self, module: nn.Module) -> None:
         self.targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
-        self.received: set[int] = set()
-        self.extra: list[str] = []
-        self.unfit: list[str] = []
+        first_names = {id(weight): name for name, weight in reversed(self.targets.items())}
+        self.first_names = {name: first_names[id(weight)] for name, weight in self.targets.items()}
+        shapes = {self.first_names[name]: weight.shape for name, weight in self.targets.items()}
+        self.expected = ExpectedTensors(shapes)
         self.changed: list[str] = []
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
         """Copy one full tensor; if the dtype differs, compare the result."""
-        target = self.targets.get(name)
-        if target is None:
-            self.extra.append(name)
-            return
-        self.received.add(id(target))
-        if target.shape != tensor.shape:
-            self.unfit.append(f"{name} (is {list(target.shape)}, was sent {list(tensor.shape)})")
+        if not self.expected.fits(self.first_names.get(name, name), tensor):
             return
 
-        weight = target.detach()
+        weight = self.targets[name].detach()
         weight.copy_(tensor)
         if weight.dtype == tensor.dtype:
             return
@@ -48,10 +72,7 @@ class ModuleWriter:
 
     def verify(self, who: str) -> None:
         """Raise one error that lists all problems."""
-        first_names = {id(weight): name for name, weight in reversed(self.targets.items())}
-        missing = [name for key, name in first_names.items() if key not in self.received][::-1]
-        other = {"of another shape": self.unfit, "that lost bits": self.changed}
-        raise_problems(who, missing=missing, unknown=self.extra, **other)
+        self.expected.verify(who, **{"that lost bits": self.changed})
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from workers.models.lora import add_adapter, is_adapter, save_adapter
 from workers.rollout.vllm.setup import meta_model
 from workers.weights.checksum import checksum_of
-from workers.weights.module_writer import raise_problems
+from workers.weights.module_writer import ExpectedTensors
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig
@@ -44,17 +44,10 @@ class AdapterFiles:
         Raise a `WeightSyncError` if tensors are missing or do not fit.
         """
         arrived = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
-        unfit = [
-            f"{name} (is {list(shape)}, was sent {list(arrived[name].shape)})"
-            for name, shape in self.shapes.items()
-            if name in arrived and arrived[name].shape != shape
-        ]
-        raise_problems(
-            "adapter",
-            missing=[name for name in self.shapes if name not in arrived],
-            unknown=[name for name in arrived if name not in self.shapes],
-            **{"of another shape": unfit},
-        )
+        expected = ExpectedTensors(self.shapes)
+        for name, tensor in arrived.items():
+            expected.fits(name, tensor)
+        expected.verify("adapter")
         self.checksum = checksum_of(arrived.items())
         with tempfile.TemporaryDirectory(prefix="verl-like-adapter-") as folder:
             save_adapter(Path(folder), self.module, self.config, arrived.items())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workers.rollout.vllm.setup import ExpectedWeights
 from workers.weights.checksum import NumberedTensor, checksum_of_hashes, float32_hash
-from workers.weights.module_writer import raise_problems
+from workers.weights.module_writer import ExpectedTensors
 
 
 @dataclass
@@ -56,8 +56,7 @@ class Handover:
     def __init__(self, expected: ExpectedWeights) -> None:
         self.expected = expected
         self._hashes: dict[str, NumberedTensor] = {}
-        self._unknown: list[str] = []
-        self._unfit: list[str] = []
+        self._arriving = ExpectedTensors(expected.shapes)
 
     def checkpoint_tensors(
         self, tensors: Iterable[tuple[str, Tensor]]
@@ -68,15 +67,9 @@ class Handover:
     def _fitting(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for sent_name, tensor in tensors:
             name = self.expected.tied.get(sent_name, sent_name)
-            shape = self.expected.shapes.get(name)
-            if shape is None:
-                self._unknown.append(name)
-                continue
-            self._hashes[name] = tensor.shape, float32_hash(tensor)
-            if shape == tensor.shape:
+            if self._arriving.fits(name, tensor):
+                self._hashes[name] = tensor.shape, float32_hash(tensor)
                 yield name, tensor
-            else:
-                self._unfit.append(f"{name} (is {list(shape)}, was sent {list(tensor.shape)})")
 
     def verify(self, arrivals: list[Arrivals]) -> None:
         """Raise a `WeightSyncError` that lists all problems.
@@ -85,12 +78,9 @@ class Handover:
         """
         unplaced = set.intersection(*(set(rank.unplaced) for rank in arrivals))
         words = arrivals[0].unplaced
-        raise_problems(
+        self._arriving.verify(
             "engine",
-            missing=[name for name in self.expected.shapes if name not in self._hashes],
-            unknown=self._unknown,
             **{
-                "of another shape": self._unfit,
                 "that vLLM's model has no place for": [f"{n}{words[n]}" for n in sorted(unplaced)],
                 "changed on their way": sorted({n for rank in arrivals for n in rank.changed}),
             },
