@@ -32,7 +32,6 @@ from workers.training.microbatch import (
     micro_batches,
     spread,
 )
-from workers.training.packing import Feed
 from workers.training.readings import TOKENS, Reading
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Passes:
         pass_outputs: PassOutputs = {}
 
         def compute(columns: RowColumns, num_real: int) -> None:
-            for name, column in self.outputs(columns, wanted).items():
+            for name, column in self.reading.outputs(columns, wanted).items():
                 pass_outputs.setdefault(name, []).append(column[:num_real])
 
         cuts = self.cut(rows.columns, budget)
@@ -96,7 +95,7 @@ class Passes:
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED}
 
         def compute(columns: RowColumns, num_real: int) -> Tensor:
-            outputs = self.outputs(columns, loss.wanted)
+            outputs = self.reading.outputs(columns, loss.wanted)
             if pass_outputs is not None:
                 for name, column in outputs.items():
                     pass_outputs.setdefault(name, []).append(detached(column[:num_real]))
@@ -121,19 +120,11 @@ class Passes:
             model.layers.train(self, batches, compute, loss)
         return totals
 
-    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
-        """Return the outputs of one forward pass over a micro-batch."""
-        return self.reading.outputs(self.model, columns, wanted)
-
     def cut(self, columns: RowColumns, budget: Budget) -> Cuts:
         """Return the rows of every micro-batch."""
-        cuts, lengths = self.reading.cut(self.model, columns, budget)
+        cuts, lengths = self.reading.cut(columns, budget)
         # by tokens, at least as many micro-batches as stages, so that all stages have work
         return cuts if budget.tokens is None else spread(cuts, lengths, self.model.dims.pp)
-
-    def feeds(self, columns: RowColumns) -> list[Feed]:
-        """Return the arguments of every forward pass over a micro-batch."""
-        return self.reading.feeds(self.model, columns)
 
     def begin_backward(self, is_last: bool, waits: bool = False) -> None:
         """Prepare a backward pass; `is_last` marks the last one of a mini-batch.

@@ -2,7 +2,7 @@
 
 Example:
 
-    reading.outputs(passes, columns, wanted)     # of one micro-batch; its passes run here
+    reading.outputs(columns, wanted)     # of one micro-batch; its passes run here
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl_like.batch.ragged import Column, Ragged, join_ragged
 from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
-from workers.training.lm_head import TokenOutputs, token_columns
+from workers.training.lm_head import DEFAULT, TokenOutputs, token_columns
 from workers.training.microbatch import Budget, RowColumns, cut
 from workers.training.packing import Feed, last_token_reads, read, response_reads
 
@@ -36,29 +36,29 @@ class Reading:
     """Columns that a forward pass reads."""
     folder_settings: Mapping[str, Any] = {}
     """Fields that `config.json` of an exported folder has in addition to the model's fields."""
+    model: Model
 
     def begin(self, model: Model) -> None:
-        """Called once with the loaded model; does nothing by default."""
+        """Called once with the loaded model."""
+        self.model = model
 
     def reads(self, columns: RowColumns) -> Ragged:
         """Mark the tokens at which the head is computed."""
         return response_reads(columns)
 
-    def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
+    def feeds(self, columns: RowColumns) -> list[Feed]:
         """Return the arguments of the forward passes over a micro-batch: one pass."""
-        return [model.feed(columns, self.reads(columns))]
+        return [self.model.feed(columns, self.reads(columns))]
 
-    def cut(
-        self, model: Model, columns: RowColumns, budget: Budget
-    ) -> tuple[list[list[int]], list[int]]:
+    def cut(self, columns: RowColumns, budget: Budget) -> tuple[list[list[int]], list[int]]:
         """Return the rows of every micro-batch, and the number of tokens per row."""
         reads = self.reads(columns)
-        cuts = model.row_passes.cut(columns["input_ids"], reads, budget)
-        return cuts, model.row_passes.lengths(reads)
+        rows = self.model.row_passes
+        return rows.cut(columns["input_ids"], reads, budget), rows.lengths(reads)
 
-    def outputs(self, model: Model, columns: RowColumns, wanted: TokenOutputs) -> RowColumns:
+    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass; return [rows, R] columns, zero outside the response mask."""
-        device = model.device
+        model, device = self.model, self.model.device
         mask = columns["response_mask"]
         inside = mask.values != 0
         feed = model.feed(columns, self.reads(columns))
@@ -99,6 +99,7 @@ class RowScores(Reading):
 
     def begin(self, model: Model) -> None:
         """Look up the position of the score in the model's folder."""
+        super().begin(model)
         if self.score_at is None:
             self.score_at = getattr(model.module.config, "score_at", "last_token")
         if self.score_at not in SCORE_AT:
@@ -116,9 +117,9 @@ class RowScores(Reading):
             return every
         return last_token_reads(columns)
 
-    def outputs(self, model: Model, columns: RowColumns, wanted: TokenOutputs) -> RowColumns:
+    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass; return `scores` [rows]."""
-        device = model.device
+        model, device = self.model, self.model.device
         reads = self.reads(columns)
         feed = model.feed(columns, reads)
         numbers = feed.gathered({"": read(model.module, feed)[:, 0].float()})[""]
@@ -144,6 +145,7 @@ class Pairs(Reading):
 
     def begin(self, model: Model) -> None:
         """Pass the loaded model to the reading of rows."""
+        super().begin(model)
         self.of_rows.begin(model)
         self.folder_settings = self.of_rows.folder_settings
 
@@ -151,16 +153,14 @@ class Pairs(Reading):
         """Mark the tokens of both sides at which the head is computed."""
         return self.of_rows.reads(rows_of_pairs(columns))
 
-    def feeds(self, model: Model, columns: RowColumns) -> list[Feed]:
+    def feeds(self, columns: RowColumns) -> list[Feed]:
         """Return the arguments of every forward pass over a micro-batch of pairs."""
-        parts = _passes_of_pairs(model, columns)
-        return [model.feed(part, self.of_rows.reads(part)) for part in parts]
+        parts = self._passes(columns)
+        return [self.model.feed(part, self.of_rows.reads(part)) for part in parts]
 
-    def cut(
-        self, model: Model, columns: RowColumns, budget: Budget
-    ) -> tuple[list[list[int]], list[int]]:
+    def cut(self, columns: RowColumns, budget: Budget) -> tuple[list[list[int]], list[int]]:
         """Return the pairs of every micro-batch, and the number of tokens per pair."""
-        rows = model.row_passes
+        rows = self.model.row_passes
         of_pairs = torch.tensor(rows.lengths(self.reads(columns))).view(-1, 2)
         are_padded = rows.kind == "padded"
         # with padding, a pair costs twice its longer side
@@ -169,28 +169,27 @@ class Pairs(Reading):
         budget = rows.of_all_ranks(budget)
         return cut(lengths, budget, rectangles=are_padded, single=rows.apart), lengths
 
-    def outputs(self, model: Model, columns: RowColumns, wanted: TokenOutputs) -> RowColumns:
+    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass over both sides; return [pairs, 2, ...] columns."""
-        parts = _passes_of_pairs(model, columns)
-        outputs = [self.of_rows.outputs(model, part, wanted) for part in parts]
+        parts = self._passes(columns)
+        outputs = [self.of_rows.outputs(part, wanted) for part in parts]
         if len(outputs) == 1:
             return {name: column.unflatten(0, (-1, 2)) for name, column in outputs[0].items()}
         chosen, rejected = outputs
         return {name: _paired(chosen[name], rejected[name]) for name in chosen}
 
+    def _passes(self, columns: RowColumns) -> list[RowColumns]:
+        """Return the rows of both sides, or of each side alone if rows may not share a pass."""
+        sides = rows_of_pairs(columns)
+        if not self.model.row_passes.apart:
+            return [sides]
+        places = [torch.arange(side, len(sides["input_ids"]), 2) for side in (0, 1)]
+        return [{name: c.index_select(0, rows) for name, c in sides.items()} for rows in places]
+
 
 def rows_of_pairs(columns: RowColumns) -> RowColumns:
     """Return the [pairs, 2, T] columns as [2 * pairs, T]: chosen and rejected alternate."""
     return {name: c.flatten() for name, c in columns.items() if isinstance(c, Ragged)}
-
-
-def _passes_of_pairs(model: Model, columns: RowColumns) -> list[RowColumns]:
-    """Return the rows of both sides, or of each side separately if rows may not share a pass."""
-    sides = rows_of_pairs(columns)
-    if not model.row_passes.apart:
-        return [sides]
-    places = [torch.arange(side, len(sides["input_ids"]), 2) for side in (0, 1)]
-    return [{name: c.index_select(0, rows) for name, c in sides.items()} for rows in places]
 
 
 def _paired(chosen: Column, rejected: Column) -> Column:

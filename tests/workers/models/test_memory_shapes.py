@@ -156,7 +156,7 @@ def test_an_update_holds_what_the_shapes_say(small: Path, worker: ActorWorker) -
     engine, shapes = worker.engine, shapes_of(small / "model")
     with engine.running():
         kept, log_probs = kept_by(
-            lambda: engine.passes.outputs(columns())["log_probs"].values, engine.parameters()
+            lambda: engine.reading.outputs(columns())["log_probs"].values, engine.parameters()
         )
         log_probs.sum().backward()
     tokens, reads = ROWS * (PROMPT + RESPONSE), ROWS * RESPONSE
@@ -182,7 +182,7 @@ def held_by_a_rank(small: Path) -> tuple[int, int]:
     actor.init_model(1)
     own: Any = [local_shard(weight) for weight in actor.engine.parameters()]
     with actor.engine.running():
-        kept, _ = kept_by(lambda: actor.engine.passes.outputs(columns())["log_probs"].values, own)
+        kept, _ = kept_by(lambda: actor.engine.reading.outputs(columns())["log_probs"].values, own)
     return sum(weight.nbytes for weight in own), kept
 
 

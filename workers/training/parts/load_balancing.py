@@ -85,7 +85,7 @@ class LoadBalancing(ModelPart):
                 counts.append(counted if num_real else torch.zeros_like(counted))
 
         def run(columns: RowColumns, _: int) -> None:
-            passes.outputs(columns)
+            passes.reading.outputs(columns)
 
         passes.run(batch.columns, passes.cut(batch.columns, budget), run, count)
         num_layers, num_tokens, shares = 0, 0, None

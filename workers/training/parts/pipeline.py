@@ -145,7 +145,7 @@ class PipelineLayers:
             if not action.is_forward:
                 num_left -= 1
                 if self.runs_again:
-                    passes.feeds(columns)
+                    passes.reading.feeds(columns)
                 waits = len(self.pipeline.waiting) > 1
                 passes.begin_backward(is_last=num_left == 0, waits=waits)
                 self.pipeline.backward(action)
@@ -166,7 +166,7 @@ class PipelineLayers:
     ) -> list[Tensor]:
         """Return the states for the next stage, and the term that this stage adds to the loss."""
         module = self.model.module
-        states = [module(**model_inputs(module, feed)) for feed in passes.feeds(columns)]
+        states = [module(**model_inputs(module, feed)) for feed in passes.reading.feeds(columns)]
         if loss is not None and loss.of_stage is not None:
             states += loss.of_stage(columns)
         return states
@@ -176,7 +176,7 @@ class PipelineLayers:
         if self.pipeline.stage_of(action) == 0:
             return []
         width = self.model.module.config.get_text_config().hidden_size
-        feeds = passes.feeds(columns)
+        feeds = passes.reading.feeds(columns)
         return [(*feed.inputs["input_ids"].shape, width) for feed in feeds]
 
     def from_last(self, result: Any) -> Any:
