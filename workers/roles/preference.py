@@ -30,7 +30,29 @@ def reading_of(config: PreferenceWorkerConfig) -> Reading:
     return Reading() if loss_reads(config, "desirable") else Pairs(Reading())
 
 
-class PreferenceWorker(RowWorker):
+class ComputesReference(ModelWorker):
+    """Computes the log-probs of the reference: its model without adapters.
+
+    A model that is trained without adapters is the reference only before its first optimizer step.
+    """
+
+    engine: TrainEngine
+    budget: Budget
+
+    @register(dispatch_mode=TRAIN, readonly=True)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Return `response_log_probs` of the model without its adapters."""
+        with adapter_off(self.engine.module):
+            return response_log_probs(self.engine, data, self.budget)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reference_checksum(self) -> str:
+        """Return a hash of the weights that `compute_ref_log_prob` uses."""
+        with adapter_off(self.engine.module):
+            return self.engine.weights_checksum()
+
+
+class PreferenceWorker(RowWorker, ComputesReference):
     """Learns from pairs or labelled rows; before training it is the reference."""
 
     loss_name = "preference"
@@ -67,32 +89,13 @@ class PreferenceWorker(RowWorker):
         """Return `response_log_probs`, [pairs, 2] or [rows]: sums over tokens."""
         return response_log_probs(self.engine, data, self.budget)
 
-    @register(dispatch_mode=TRAIN, readonly=True)
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Return `response_log_probs` of the model without its adapters.
 
-        That model is the reference. A model that is trained without adapters is the reference only
-        before its first optimizer step.
-        """
-        with adapter_off(self.engine.module):
-            return response_log_probs(self.engine, data, self.budget)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def reference_checksum(self) -> str:
-        """Return a hash of the weights that `compute_ref_log_prob` uses."""
-        with adapter_off(self.engine.module):
-            return self.engine.weights_checksum()
-
-
-class PreferenceReferenceWorker(ModelWorker):
+class PreferenceReferenceWorker(ComputesReference):
     """The reference, if it has a separate folder."""
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         super().__init__()
-        data = config.data
-        self.budget = Budget.of(
-            data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
-        )
+        self.budget = Budget.of(config.data)
         self.engine = self.engine_of(
             self.role_model(config), TrainEngine, reading=reading_of(config)
         )
@@ -110,16 +113,6 @@ class PreferenceReferenceWorker(ModelWorker):
             config.model.strategy,
             parallel=config.parallel,
         )
-
-    @register(dispatch_mode=TRAIN, readonly=True)
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Return `response_log_probs`, as from the model in training."""
-        return response_log_probs(self.engine, data, self.budget)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def reference_checksum(self) -> str:
-        """Return a hash of the full weights."""
-        return self.engine.weights_checksum()
 
 
 def response_log_probs(engine: TrainEngine, data: DataProto, budget: Budget) -> DataProto:

@@ -42,10 +42,7 @@ class RowWorker(Checkpointed, ModelWorker):
     def __init__(self, config: RowWorkerConfig) -> None:
         super().__init__()
         self.config = config
-        data = config.data
-        self.budget = Budget.of(
-            data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu
-        )
+        self.budget = Budget.of(config.data)
         self.engine = self.engine_of(
             self.role_model(config),
             TrainEngine,

@@ -30,6 +30,7 @@ from workers.config import LARGEST_PASS, tokens_per_pass
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from workers.config import WorkersConfig
+    from workers.config.rows import RowDataConfig
     from workers.losses.aggregate import Denominators
 
 Columns = dict[str, Tensor]
@@ -46,9 +47,11 @@ class Budget:
     tokens: int | None = None
 
     @classmethod
-    def of(cls, use_dynamic_bsz: bool, rows: int, tokens: int) -> Budget:
-        """Return the budget of a role's section: tokens if `use_dynamic_bsz`, otherwise rows."""
-        return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
+    def of(cls, data: RowDataConfig) -> Budget:
+        """Return the budget of a recipe's passes: tokens if `use_dynamic_bsz`, otherwise rows."""
+        if data.use_dynamic_bsz:
+            return cls(tokens=data.max_token_len_per_gpu)
+        return cls(rows=data.micro_batch_size_per_gpu)
 
     def halved(self) -> Budget | None:
         """Return half of this budget, or None if it is one row or one token."""
