@@ -87,11 +87,8 @@ class RolloutCorrection:
     def of(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
         """Build the correction that the section describes; raise on impossible settings."""
         bounds = weight_bounds(str(settings.rollout_is_threshold))
-        veto, least, meaning = (
-            settings.rollout_token_veto_threshold,
-            1.0,
-            "the ratio of equal policies",
-        )
+        veto = settings.rollout_token_veto_threshold
+        least, meaning = 1.0, "the ratio of equal policies"
         if settings.rollout_is is not None and bounds.lower is not None:
             least, meaning = bounds.lower, "the lower rollout_is_threshold"
         if veto is not None and not 0 < veto < least:

@@ -72,19 +72,16 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
     A trailing + returns the same value with the gradient of k2 (straight-through).
     """
-    estimate = _estimator(kl_penalty.removesuffix("+"), kl_penalty)
+    name = kl_penalty.removesuffix("+")
+    if name not in KL_ESTIMATORS:
+        raise ConfigError(
+            f"unknown KL estimator {kl_penalty!r}. Known: {', '.join(KL_ESTIMATORS)}, also with a "
+            f"trailing +.{nearest(name, KL_ESTIMATORS)}"
+        )
     log_ratio = logprob - ref_logprob
-    if not kl_penalty.endswith("+"):
-        return estimate(log_ratio)
+    estimate = KL_ESTIMATORS[name](log_ratio)
+    if name == kl_penalty:
+        return estimate
 
     gradient = k2(log_ratio)
-    return gradient - gradient.detach() + estimate(log_ratio).detach()
-
-
-def _estimator(name: str, full_name: str) -> Callable[[Tensor], Tensor]:
-    if name in KL_ESTIMATORS:
-        return KL_ESTIMATORS[name]
-    raise ConfigError(
-        f"unknown KL estimator {full_name!r}. Known: {', '.join(KL_ESTIMATORS)}, also with a "
-        f"trailing +.{nearest(name, KL_ESTIMATORS)}"
-    )
+    return gradient - gradient.detach() + estimate.detach()

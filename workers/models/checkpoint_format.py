@@ -34,7 +34,7 @@ class WeightGroup:
     names: tuple[str, ...]
     stored: dict[str, torch.Size]
     """Names and shapes in the checkpoint."""
-    transforms: Transforms
+    to_module: _Conversions
 
     @property
     def is_same(self) -> bool:
@@ -44,7 +44,7 @@ class WeightGroup:
     def read(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Return the module's weights from the tensors of the checkpoint."""
         tensors = {name: read(name) for name in self.stored}
-        return tensors if self.is_same else self.transforms.to_module(tensors)
+        return tensors if self.is_same else self.to_module.convert(tensors)
 
     @property
     def stacked(self) -> list[list[str]] | None:
@@ -60,7 +60,7 @@ class WeightGroup:
             return None
         numbers = torch.arange(float(len(self.stored) * 6)).view(-1, 2, 3)
         small = dict(zip(self.stored, numbers, strict=True))
-        (converted,) = self.transforms.to_module(small).values()
+        (converted,) = self.to_module.convert(small).values()
         if converted.shape[::2] != (len(experts), 3):
             return None
         for place, names in experts.items():
@@ -76,34 +76,9 @@ def _expert_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-class Transforms:
-    """The transformers conversions of one model type, in both directions."""
+class _Conversions:
+    """The transformers conversions of one model type, in one direction."""
 
-    def __init__(self, model: Any) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange
-
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        # the prefix of a folder's names is determined at lookup
-        conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
-        backward = [c.reverse_transform() for c in reversed(conversions)]
-        self._to_module = _Direction(model, conversions, is_reverse=False)
-        self._to_stored = _Direction(model, backward, is_reverse=True)
-
-    def key_of(self, name: str) -> str:
-        """Return a key that is equal for weights that are converted together."""
-        return self._to_stored.rename(name)[0]
-
-    def to_stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the checkpoint tensors for these weights of the module."""
-        return self._to_stored.convert(tensors)
-
-    def to_module(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the module's weights from all checkpoint tensors of their group."""
-        return self._to_module.convert(tensors)
-
-
-class _Direction:
     def __init__(self, model: Any, transforms: list[Any], is_reverse: bool) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -141,21 +116,34 @@ class _Direction:
         return converted
 
 
+def conversions_of(model: Any) -> tuple[_Conversions, _Conversions]:
+    """Return the conversions to the module's weights, and those to the checkpoint's tensors."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    forward = get_model_conversion_mapping(model, add_legacy=False)
+    # the prefix of a folder's names is determined at lookup
+    forward = [c for c in forward if not isinstance(c, PrefixChange)]
+    backward = [c.reverse_transform() for c in reversed(forward)]
+    return _Conversions(model, forward, False), _Conversions(model, backward, True)
+
+
 class CheckpointFormat:
     """The groups of a causal LM's weights."""
 
     def __init__(self, model: Any) -> None:
-        self.transforms = Transforms(model)
+        to_module, self.to_stored = conversions_of(model)
         together: dict[str, dict[str, Tensor]] = {}
         for name, weight in named_state(model):
             empty = torch.empty(weight.shape, device="meta")
-            together.setdefault(self.transforms.key_of(name), {})[name] = empty
+            key, _ = self.to_stored.rename(name)  # equal for weights that are converted together
+            together.setdefault(key, {})[name] = empty
 
         self.groups: dict[str, WeightGroup] = {}
         for members in together.values():
-            converted = self.transforms.to_stored(members)
+            converted = self.to_stored.convert(members)
             stored = {name: tensor.shape for name, tensor in converted.items()}
-            group = WeightGroup(tuple(members), stored, self.transforms)
+            group = WeightGroup(tuple(members), stored, to_module)
             self.groups |= dict.fromkeys(members, group)
 
         self.names = {name for group in self.groups.values() for name in group.stored}
@@ -178,7 +166,7 @@ class CheckpointFormat:
             come = waiting.setdefault(group.names, {})
             come[name] = tensor.clone() if len(group.names) > 1 else tensor
             if len(come) == len(group.names):
-                yield from self.transforms.to_stored(waiting.pop(group.names)).items()
+                yield from self.to_stored.convert(waiting.pop(group.names)).items()
 
 
 def checkpoint_format(model_path: str) -> CheckpointFormat:

@@ -17,6 +17,7 @@ wrong. So each class is first tested on a small model.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl_like.errors import ConfigError
+from workers.models.routing import ROUTERS
 from workers.models.support.proof import Support, relative_error
 from workers.models.support.stand_in import VOCABULARY
 
@@ -38,8 +40,6 @@ NUM_TOKENS = 40
 """Tokens of the test row."""
 ROWS_AT_ONCE = 1024
 """Rows of a weight that are quantized at a time, to bound the memory."""
-ROUTERS = ("gate", "router")
-"""Names of layers that choose between experts; if they were rounded, they would choose others."""
 
 
 class Int8Weight(Tensor):
@@ -170,16 +170,13 @@ def int8_linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -
 
 def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers, by name, whose weights `quantize_linears` turns into int8."""
-    shared: dict[int, int] = {}
-    for child in module.modules():
-        for weight in child._parameters.values():
-            shared[id(weight)] = shared.get(id(weight), 0) + 1
-
+    everywhere = (child._parameters.values() for child in module.modules())
+    num_uses = Counter(id(weight) for weights in everywhere for weight in weights)
     find_head: Any = getattr(module, "get_output_embeddings", lambda: None)
     head = find_head()
     for name, child in module.named_modules():
         is_plain = type(child) is nn.Linear and child is not head
-        if is_plain and shared[id(child.weight)] == 1 and name.rpartition(".")[2] not in ROUTERS:
+        if is_plain and num_uses[id(child.weight)] == 1 and name.rpartition(".")[2] not in ROUTERS:
             yield name, child
 
 

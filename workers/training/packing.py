@@ -148,38 +148,31 @@ def packed_feed(
     """
     tokens, lengths = _needed(columns, reads, whole)
     rows = [length for length in lengths.tolist() if length]
+    split = is_real = None
     if ranks is None:
         layout = RowLayout(rows, device)
         shared = share_prefixes(tokens, rows, device) if shares else None
         if shared is not None:
             layout = shared.layout
             tokens = {name: values[shared.computed] for name, values in tokens.items()}
-        inputs = _token_inputs(tokens, device)
-        return Feed(
-            {**inputs, "row_layout": layout},
-            to_device(tokens["reads"].nonzero().squeeze(1), device),
-            routed=_choices(tokens.get(ROUTED), device),
-        )
-
-    num_real = sum(rows)
-    padding = ranks.padded(num_real) - num_real
-    for name, values in tokens.items():
-        tokens[name] = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
-    split = ranks.split(tokens["reads"])
-    mine = {name: values[split.places] for name, values in tokens.items()}
-    inputs = _token_inputs(mine, device)
-    layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
+        reads_here = tokens["reads"].nonzero().squeeze(1)
+    else:
+        num_real = sum(rows)
+        padding = ranks.padded(num_real) - num_real
+        for name, values in tokens.items():
+            tokens[name] = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
+        split = ranks.split(tokens["reads"])
+        tokens = {name: values[split.places] for name, values in tokens.items()}
+        layout = RowLayout([*rows, padding] if padding else rows, device, ranks)
+        reads_here, is_real = split.reads, to_device(split.places < num_real, device)
+    inputs = {name: to_device(tokens[name][None], device) for name in ("input_ids", "position_ids")}
     return Feed(
         {**inputs, "row_layout": layout},
-        to_device(split.reads, device),
+        to_device(reads_here, device),
         split=split,
-        is_real=to_device(split.places < num_real, device),
-        routed=_choices(mine.get(ROUTED), device),
+        is_real=is_real,
+        routed=_choices(tokens.get(ROUTED), device),
     )
-
-
-def _token_inputs(tokens: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
-    return {name: to_device(tokens[name][None], device) for name in ("input_ids", "position_ids")}
 
 
 def _choices(counted: Tensor | None, device: torch.device) -> Tensor | None:
