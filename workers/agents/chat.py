@@ -178,7 +178,10 @@ class TurnRenderer:
         """Reject a text in which an observation is missing, literally and as JSON."""
         for message in observations:
             content = str(message["content"]).strip()
-            forms = content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (0, 1))
+            forms = (
+                content,
+                *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)),
+            )
             if not any(form in text for form in forms) and not message.get("tool_calls"):
                 way_out = ", or an environment without tools" * (message["role"] == "tool")
                 raise ConfigError(

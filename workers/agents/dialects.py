@@ -142,7 +142,8 @@ def _message_events(answer: Body) -> list[Body]:
     events: list[Body] = [{"type": "message_start", "message": start}]
     for index, block in enumerate(answer["content"]):
         if block["type"] == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty: Body = {"text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
             arguments = json.dumps(block["input"])
             empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
@@ -202,7 +203,7 @@ def _response(whole: Body) -> Body:
     calls = message.get("tool_calls", ())
     output: list[Body] = []
     if message["content"] or not calls:
-        part = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        part: Body = {"type": "output_text", "text": message["content"] or "", "annotations": []}
         item = {"type": "message", "id": f"msg_{whole['id']}", "role": "assistant"}
         output.append({**item, "status": "completed", "content": [{**part, "logprobs": []}]})
     for call in calls:
@@ -242,7 +243,7 @@ def _response_events(answer: Body) -> list[Body]:
     ]
     for index, item in enumerate(answer["output"]):
         is_text = item["type"] == "message"
-        empty = {"content": []} if is_text else {"arguments": ""}
+        empty: Body = {"content": []} if is_text else {"arguments": ""}
         of_item = {"output_index": index}
         added = {**item, **empty, "status": "in_progress"}
         events.append({"type": "response.output_item.added", **of_item, "item": added})

@@ -216,7 +216,7 @@ class EnvironmentSpec:
 class Loaded:
     """The loaded class and functions of a spec."""
 
-    cls: type | None
+    cls: type[Any] | None
     kwargs: Mapping[str, Any]
     functions: Sequence[Tool]
     parse: Parser = parse
@@ -356,7 +356,7 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
         return cls
     if not own_id:
         raise ConfigError(f"environment={path}: add an id to it, {path}:ID.")
-    adapted = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
+    adapted: type[Adapter] = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
     adapted.prepare()
     _check_signatures(adapted, path, {})
     return adapted

@@ -37,7 +37,7 @@ class Faults:
 
     def strike(self, kind: str, key: int, answer: int) -> bool:
         """Return True if this reply gets a fault of this kind."""
-        chance = getattr(self, kind)
+        chance: float = getattr(self, kind)
         return chance > 0 and Random(f"{self.seed}/{kind}/{key}/{answer}").random() < chance
 
 

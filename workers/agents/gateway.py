@@ -58,7 +58,7 @@ LONGEST_BODY = 2**22
 
 NUMBER, INTEGER, TEXT = ({"type": kind} for kind in ("number", "integer", "string"))
 OBJECTS = {"type": "array", "items": {"type": "object"}}
-KINDS = {
+KINDS: dict[str, Mapping[str, Any]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
     **dict.fromkeys(("top_k", "min_tokens"), INTEGER),
     "stop": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
@@ -546,7 +546,7 @@ def _text_of(content: Any) -> str:
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise RejectedRequest(f"content is not a text: {content!r:.80}", "messages")
-    return "".join(texts)
+    return "".join(map(str, texts))
 
 
 def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -693,7 +693,7 @@ class _AgentHandler(BaseHTTPRequestHandler):
             if not isinstance(problem, RejectedRequest):
                 problem = RejectedRequest(f"it cannot be answered: {problem!r:.200}")
             self.close_connection = True  # the body may not have been read
-            error = {"type": "invalid_request_error", **problem.fields}
+            error: dict[str, Any] = {"type": "invalid_request_error", **problem.fields}
             self._send(error.pop("status"), {"type": "error", "error": error})
 
     def _models(self, session: AgentSession, path: str) -> None:

@@ -154,7 +154,8 @@ class EnvironmentHost:
             raise ConfigError(problem)
         self.kinds = {name: Kind(*fields) for name, fields in kinds.items()}
         self._orders.setblocking(True)  # the channel is a copy with its own deadlines
-        for end in (self._orders, *handles):
+        ends: list[socket.socket | int] = [self._orders, *handles]
+        for end in ends:
             self._selector.register(end, selectors.EVENT_READ, None)
 
     def _replace_host(self) -> None:

@@ -58,6 +58,7 @@ class TurnLoop:
         self._games: dict[int, range] = {}
         """Numbers of the trajectories of each open environment, one per player."""
         self._num_waits = 0
+        self._setting: Setting
 
     @property
     def num_running(self) -> int:
@@ -83,7 +84,7 @@ class TurnLoop:
             )
         self._setting = Setting(self._host, self._chat, self._config, sampling, self._engine)
         self._num_open = num_open
-        numbers = []
+        numbers: list[int] = []
         for start in starts:
             number = game = next(self._numbers)
             if start.player and numbers:

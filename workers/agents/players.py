@@ -141,7 +141,7 @@ def _starts(
         if place:  # the first player's environment
             if len(starts) < place or starts[-place].game != (game, index):
                 raise RolloutError(f"rollout: {name} is missing the other players {players}.")
-            row = starts[-place].row
+            row = dict(starts[-place].row)
         seeds = noise_of(game, OF_ALL), noise_of(game, index)
         tools = None if kind == "" else kinds[kind].tools
         start = TrajectoryStart(row["prompt"], row, seeds, key, name, faults)

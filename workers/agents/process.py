@@ -27,7 +27,7 @@ from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Pla
 from workers.rewards.channel import FunctionEnd
 from workers.rewards.process import in_words, place_of
 
-FROM_JSON = json.JSONDecoder().scan_once
+FROM_JSON = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 TO_JSON = json.JSONEncoder().encode
 ROOM_FOR_ONE = socket.CMSG_SPACE(struct.calcsize("@i"))
 """Bytes of a file descriptor in an ancillary message."""

@@ -31,7 +31,13 @@ from workers.agents.calls import ToolCall
 LONGEST_ANSWER = 100_000
 """Maximum characters of a tool's reply."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", dict: "object"}
-ACCEPTS = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "object": dict}
+ACCEPTS: dict[str, Any] = {
+    "integer": int,
+    "number": (int, float),
+    "string": str,
+    "boolean": bool,
+    "object": dict,
+}
 
 
 @dataclass(frozen=True)

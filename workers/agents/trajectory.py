@@ -235,7 +235,8 @@ class Trajectory:
         if "request" in answer:
             self._on_request(answer)
             return
-        self.answers.append(answer | {"cut": self.cut} if "end" in answer and self.cut else answer)
+        is_cut = "end" in answer and self.cut
+        self.answers.append({**answer, "cut": self.cut} if is_cut else answer)
         if "text" in answer:
             text = answer["text"]
             chat = self.renderer

@@ -18,7 +18,7 @@ SAVE_EVERY_MINUTES = 30.0
 
 
 def _asks_for_validations(_: Any, run: Any) -> bool:
-    return run.trainer.val_before_train or run.trainer.test_freq >= 0
+    return bool(run.trainer.val_before_train or run.trainer.test_freq >= 0)
 
 
 def has_teacher(run: Any) -> bool:

@@ -81,7 +81,7 @@ def onednn_linears(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for child in module.modules():
             if type(child) is nn.Linear and "forward" not in vars(child):
-                child.forward = MethodType(_linear_forward, child)
+                setattr(child, "forward", MethodType(_linear_forward, child))  # noqa: B010
                 stack.callback(delattr, child, "forward")
         yield
 

@@ -140,7 +140,7 @@ def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
     Use it for a loss with many branches and a short derivative: autograd would save and
     backpropagate through every branch.
     """
-    result: Tensor = _WithSlope.apply(value.detach(), slope.detach(), variable)
+    result: Tensor = _WithSlope.apply(value.detach(), slope.detach(), variable)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -19,7 +19,7 @@ LARGEST_LOG_RATIO = 20.0
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, inside: Tensor) -> Tensor:
     """Return log(policy / old policy), clamped; zero and without gradient outside the mask."""
-    log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, inside)
+    log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, inside)  # type: ignore[no-untyped-call]
     return log_r
 
 

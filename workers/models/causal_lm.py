@@ -170,10 +170,12 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is None or parameter.is_meta:
             return None
         empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        empty._is_hf_initialized = True  # transformers must not initialize it: it has no memory
+        # transformers must not initialize it: it has no memory
+        empty._is_hf_initialized = True  # type: ignore[attr-defined]
         return empty
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    # torch declares that hooks return nothing, but uses what they return
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         with free_immediately():
             yield

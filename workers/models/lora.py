@@ -101,7 +101,7 @@ def _is_taken_for_experts(body: Any, layer: str) -> bool:
         convert_peft_config_for_transformers(lora, body, None)
     except ValueError:  # peft got only part of the weights that it treats as fused
         return True
-    return layer not in lora.target_modules
+    return layer not in (lora.target_modules or ())
 
 
 def _say_what_experts_lack(body: Any) -> None:
@@ -271,7 +271,7 @@ def is_adapter(name: str) -> bool:
 
 def _linear_layers(module: nn.Module) -> list[str]:
     """Return the last name components of linear layers, without duplicates."""
-    names = {}
+    names: dict[str, None] = {}
     for name, child in module.named_modules():
         if _is_linear(child):
             names[name.rpartition(".")[2]] = None

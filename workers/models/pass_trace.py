@@ -152,7 +152,7 @@ class Alive(TorchDispatchMode):
     """
 
     def __init__(self, hidden_size: int, weights: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.hidden_size = hidden_size
         self.moments: list[Bytes] = []
         self._left_out = {_storage(weight) for weight in weights}
@@ -231,7 +231,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _FusedAttention.apply(query, key, value), None
+    return _FusedAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
 
 
 def _no_mask(**_: Any) -> None:

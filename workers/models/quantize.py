@@ -58,7 +58,7 @@ class Int8Weight(Tensor):
     def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Weight:
         """Create a wrapper with the weight's shape, type and device, and no memory of its own."""
         shape = (numbers.shape[1], numbers.shape[0])
-        weight: Int8Weight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        weight: Int8Weight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=numbers.device
         )
         return weight
@@ -113,7 +113,7 @@ class Int8Weight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run other operations as the docstring of the class says."""
@@ -122,7 +122,8 @@ class Int8Weight(Tensor):
             return cls(first.numbers, first.scales, first.dtype)
         if func is aten.empty_like.default:
             device = kwargs.get("device") or first.device
-            return cls.empty(*first.shape, dtype=first.dtype, device=device)
+            out_width, in_width = first.shape
+            return cls.empty(out_width, in_width, first.dtype, device)
         if func is aten.copy_.default and isinstance(first, Int8Weight):
             write(first, args[1])
             return first
@@ -207,7 +208,8 @@ def check_quantizable(module: nn.Module) -> None:
 def _make_room(layer: nn.Linear) -> None:
     """Replace the layer's weight by an empty int8 weight."""
     weight = layer.weight
-    room = Int8Weight.empty(*weight.shape, dtype=weight.dtype, device=weight.device)
+    out_width, in_width = weight.shape
+    room = Int8Weight.empty(out_width, in_width, weight.dtype, weight.device)
     layer.weight = nn.Parameter(room, requires_grad=False)
 
 

@@ -42,7 +42,7 @@ class FileWriter:
         with path.open("wb") as file:
             file.write(header)
             for tensor in tensors:
-                file.write(memoryview(byte_view(tensor).cpu().numpy()))
+                file.write(byte_view(tensor).cpu().numpy().data)
 
     def rename(self, path: Path, name: Path) -> None:
         """Rename a file that was added."""

@@ -31,9 +31,9 @@ class Ranks:
         try:
             result = work()
         except CAUGHT as error:
-            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
             first_line = str(error).splitlines()[0] if str(error) else ""
-            text = f"rank {self.mine}: {kind}{first_line}".rstrip(".")
+            text = f"rank {self.mine}: {name}{first_line}".rstrip(".")
             problem = text, isinstance(error, DamagedCheckpointError)
 
         outcomes = self._gather((result, problem))

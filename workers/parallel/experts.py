@@ -88,8 +88,9 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:
         for name, weight in list(experts.named_parameters(recurse=False)):
             spread = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-        experts.num_experts = int(experts.num_experts) // size  # type: ignore[arg-type]
-        experts.forward = _Spread(experts, group)  # type: ignore[method-assign]
+        layer: Any = experts
+        layer.num_experts = int(layer.num_experts) // size
+        layer.forward = _Spread(experts, group)
 
 
 class _LocalExperts(nn.Module):
@@ -113,7 +114,7 @@ class _Spread:
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts; `hidden` is [tokens, width], the others are [tokens, choices]."""
-        num_here, num_ranks = self.local.experts.num_experts, self.group.size()
+        num_here, num_ranks = int(self.local.experts.num_experts), self.group.size()  # type: ignore[arg-type]
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=num_here * num_ranks)
         arriving = torch.empty_like(counts)
@@ -135,4 +136,5 @@ class _Spread:
         back = exchange(done, self.group, received, sent)
         # by index, because index_add sums in another order each time on a GPU
         in_place = back.index_select(0, order.argsort()).view(*chosen.shape, -1)
-        return (in_place * weights[..., None]).sum(dim=1).to(hidden.dtype)
+        summed: Tensor = (in_place * weights[..., None]).sum(dim=1).to(hidden.dtype)
+        return summed

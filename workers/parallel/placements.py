@@ -49,7 +49,8 @@ class AxisSplit:
     def as_rows(self, tensor: Tensor) -> Tensor:
         """Move the split dimension first, with packed weights next to each other."""
         size = tensor.shape[self.dim] // self.packed
-        return tensor.unflatten(self.dim, (self.packed, size)).movedim(self.dim + 1, 0)
+        rows: Tensor = tensor.unflatten(self.dim, (self.packed, size)).movedim(self.dim + 1, 0)
+        return rows
 
     def undo_rows(self, rows: Tensor) -> Tensor:
         """Undo `as_rows`."""

@@ -282,7 +282,8 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
                 continue
             placement = rule.placement(name, weight)
             whole = distributed.setdefault(id(weight), _distributed(weight, mesh, placement))
-            assert whole.data.placements == (placement,), f"{path}.{name} is tied and differs"
+            placements = getattr(whole.data, "placements")  # noqa: B009 - of a DTensor
+            assert placements == (placement,), f"{path}.{name} is tied and differs"
             layer._parameters[name] = whole
             if style.partial:
                 partial.append((layer, name))
@@ -330,7 +331,7 @@ def _hook(layer: nn.Module, style: Whole) -> None:
 def _distributed(weight: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """Return the weight as a DTensor with its local part."""
     part = weight.detach()
-    if not isinstance(placement, Replicate):
+    if isinstance(placement, Shard | _StridedShard):
         dim, count = placement.dim, mesh.size()
         cuts = []
         for block in part.chunk(getattr(placement, "split_factor", 1), dim):

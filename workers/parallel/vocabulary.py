@@ -123,7 +123,7 @@ def token_stats(
 
     The backward pass overwrites the logits; sums of squared probabilities have no gradient.
     """
-    stats = _Stats.apply(logits, labels, vocab, temperature, entropy, sum_pi_squared)
+    stats = _Stats.apply(logits, labels, vocab, temperature, entropy, sum_pi_squared)  # type: ignore[no-untyped-call]
     wanted = {"log_probs": True, "entropys": entropy, "sum_pi_squared": sum_pi_squared}
     return {
         name: column

@@ -87,7 +87,8 @@ def _read_test(test: ast.expr) -> Check | None:
             return None
         relative = tolerances.get("rel_tol", ast.Constant(1e-9))
         absolute = tolerances.get("abs_tol", ast.Constant(0.0))
-        return _check(*test.args, CLOSE, relative, absolute)
+        left, right = test.args
+        return _check(left, right, CLOSE, relative, absolute)
     arguments = [*test.args, *(word.value for word in test.keywords)]
     is_of_program = _needs_program(test.func) and not any(map(_needs_program, arguments))
     return Check(ast.unparse(test), (), TRUE) if is_of_program else None

@@ -66,7 +66,7 @@ def run_tests(
         ways = "reward.trust_programs=true, `serve-reward --trust-programs`, or trust_programs=True"
         raise ConfigError(f"ground_truth has {open_assert!r:.200}: {NOT_TRUSTED.format(way=ways)}")
     kind, inputs, expected = _read_tests(tests, num_tests, is_open=open_assert is not None)
-    limits = {"time_s": time_s, "total_s": total_s, "memory_gb": memory_gb}
+    limits: dict[str, Any] = {"time_s": time_s, "total_s": total_s, "memory_gb": memory_gb}
     runner = _runners[network]
     code, function = code_of(solution_str), str(tests.get("fn_name") or "")
     if not code.strip():
@@ -82,7 +82,7 @@ def run_tests(
 
 
 def _evaluate(
-    runner: _Runner, checks: list[Check], limits: Mapping[str, float]
+    runner: _Runner, checks: list[Check], limits: Mapping[str, Any]
 ) -> list[tuple[Check, list[Any]]]:
     """Return each check with its expected values, which are computed without the program."""
     values = {}
@@ -104,6 +104,8 @@ def _read_tests(
     tests: Mapping[str, Any], most: int, is_open: bool
 ) -> tuple[str, list[Any], list[Any]]:
     """Return (kind, inputs, expected outputs) of the first tests."""
+    inputs: list[Any]
+    outputs: list[Any]
     if "asserts" in tests:
         lines = [str(line) for line in tests["asserts"]][:most]
         if is_open:
@@ -163,7 +165,8 @@ def is_expected(kind: str, output: str, expected: Any) -> bool:
         return True
     if kind == "value":
         check, wanted = expected
-        return check.holds(value_of(output), wanted)
+        holds: bool = check.holds(value_of(output), wanted)
+        return holds
     if kind == "stdin":
         return _alike(output.split(), _text(expected).split())
     try:

@@ -11,7 +11,7 @@ several rewards.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -168,7 +168,7 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
         "uid": columns.get("uid", rows),
         "num_tokens": count_ones(batch, "response_mask").tolist(),
     }
-    others = columns.get("row_columns", [{}] * len(batch))
+    others: Iterable[Mapping[str, Any]] = columns.get("row_columns", [{}] * len(batch))
     values = zip(*fields.values(), strict=True)
     return [
         {**other, **dict(zip(fields, row, strict=True))}

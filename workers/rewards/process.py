@@ -17,8 +17,9 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -150,15 +151,15 @@ class Calls:
         else:
             for number, sample in samples:
                 self._spec.sandbox.allow_cpu()
-                put(number, self._outcome(lambda sample=sample: self._call(sample)))
+                put(number, self._outcome(partial(self._call, sample)))
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
         """Return every sample's outcome, for a function that takes them all at once."""
         try:
-            results = self._call.whole_batch(samples)
+            results: Any = self._call.whole_batch(samples)
             if inspect.isawaitable(results):
                 results = asyncio.run(self._within_deadline(results))
-            if not isinstance(results, Sized):
+            if not hasattr(results, "__len__"):
                 raise ValueError(f"the reward function returned {results!r:.200}{NO_REWARD}")
             if len(results) != len(samples):
                 raise ValueError(
@@ -168,13 +169,16 @@ class Calls:
             return [(None, {}, LATE)] * len(samples)
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return [self._failed(err)] * len(samples)
-        return [self._outcome(lambda result=result: result) for result in results]
+        return [self._outcome_of(result) for result in results]
 
     def _outcome(self, score: Callable[[], Any]) -> Outcome:
         try:
             return read_outcome(score())
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return self._failed(err)
+
+    def _outcome_of(self, result: Any) -> Outcome:
+        return self._outcome(lambda: result)
 
     def _failed(self, err: BaseException) -> Outcome:
         return None, {}, in_words(err, self._withheld) + place_of(err)
@@ -186,7 +190,7 @@ class Calls:
             async with places:
                 try:
                     result = await self._within_deadline(self._call(sample))
-                    outcome = self._outcome(lambda: result)
+                    outcome = self._outcome_of(result)
                 except TimeoutError:
                     outcome = None, {}, LATE
                 except BaseException as err:  # noqa: BLE001 - a user's function may raise anything

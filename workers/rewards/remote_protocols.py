@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from workers.config import RewardConfig
 from workers.rewards.call import Sample
@@ -22,7 +22,7 @@ Answer: {solution_str}"""
 class RemoteProtocol(Protocol):
     """Builds requests for one kind of server, and reads its replies."""
 
-    largest_batch: int | None
+    largest_batch: ClassVar[int | None]
     """Maximum samples per request; None uses the configuration."""
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
@@ -35,7 +35,7 @@ class RemoteProtocol(Protocol):
 class VerlLikeProtocol:
     """`{"samples": [row, ...]}` -> `{"outcomes": [{"score": 1.0, ...} | {"error": "..."}]}`."""
 
-    largest_batch = None
+    largest_batch: ClassVar[int | None] = None
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """Return the rows as a function in process would get them."""
@@ -52,7 +52,7 @@ class VerlLikeProtocol:
 class OpenRLHFProtocol:
     """`{"query", "prompts", "labels"}` -> `{"rewards": [...]}`, with `extra_logs` if there are."""
 
-    largest_batch = None
+    largest_batch: ClassVar[int | None] = None
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """Return prompts with responses as queries, and the labels."""
@@ -83,7 +83,7 @@ class OpenRLHFProtocol:
 class JudgeProtocol:
     """A chat completion per sample; the first number in the reply is the score."""
 
-    largest_batch = 1
+    largest_batch: ClassVar[int | None] = 1
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """Return the filled template as a user message, with greedy decoding."""

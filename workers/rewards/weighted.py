@@ -197,8 +197,9 @@ class Rewards:
         """
         futures = []
         for part in self.parts:
-            is_model = part.manager is None
-            futures.append(call_model(part.config) if is_model else part.manager.remote(batch))
+            manager = part.manager
+            scores = call_model(part.config) if manager is None else manager.remote(batch)
+            futures.append(scores)
         return WeightedScores(self, batch, futures, normalize, check)
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self, total_steps: int) -> None:
+    def init_model(self, total_steps: int = 0) -> None:
         """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
@@ -109,7 +109,8 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
             wanted = TokenOutputs(self.temperature, entropy=True, sum_pi_squared=wants_squares)
-            outputs = self.engine.forward_rows(data, self.log_prob_budget, wanted, self.routed)
+            budget = self.log_prob_budget or self.budget
+            outputs = self.engine.forward_rows(data, budget, wanted, self.routed)
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return Result(DataProto.from_dict(columns), mfu)
 

@@ -45,6 +45,8 @@ def value_budget(config: WorkersConfig) -> Budget:
 class CriticWorker(Checkpointed, WeightSender, ModelWorker):
     """Predicts, before each response token, the return that will follow."""
 
+    engine: TrainEngine
+
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.config = config.critic
@@ -171,7 +173,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values`, and `value_version`, the version of the weights."""
         columns = self.forward(data)
-        version = torch.full((len(data),), self.engine.version)
+        version = torch.full((len(data),), self.engine.version or 0)
         return DataProto.from_dict({**columns.columns, "value_version": version})
 
     @register(dispatch_mode=VERB, readonly=True)

@@ -78,7 +78,7 @@ class ModelWorker(Worker):
         self, model: RoleModel, engine_class: Callable[..., EngineT], **settings: Any
     ) -> EngineT:
         """Return a training engine of the role's model, and divide calls by its axes."""
-        engine: Any = model.engine(engine_class, **settings)
+        engine = model.engine(engine_class, **settings)
         self.split_calls_by(engine)
         return engine
 

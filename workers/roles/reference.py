@@ -69,7 +69,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
+    def init_model(self, total_steps: int = 0) -> None:
         """Load the policy without an optimizer.
 
         Next to an actor with adapters, call it after the actor's `init_model`.
@@ -131,4 +131,5 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
     def weights_checksum(self) -> str:
         """Return a hash of the full weights."""
         with adapter_off(self.engine.module):
-            return self.engine.weights_checksum()
+            checksum: str = self.engine.weights_checksum()
+            return checksum

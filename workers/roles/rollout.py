@@ -76,6 +76,8 @@ class RolloutWorker(WeightReceiver, Worker):
     The noise of a sample is keyed by seed, uid and sample index.
     """
 
+    engine: RolloutEngine
+
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         name = engine_for(config.actor_rollout_ref.rollout, self.device.type)
@@ -265,7 +267,7 @@ class RolloutWorker(WeightReceiver, Worker):
             )
         self.engine.wake_up()
         if not self.engine.owns_weights:
-            if self.engine.module is not actor.engine.module:
+            if getattr(self.engine, "module", None) is not actor.engine.module:
                 raise WeightSyncError(
                     "the actor was built again after the rollout; call rollout.init_model again."
                 )

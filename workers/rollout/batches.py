@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sa
             f"{prompt_width}; pad them to that width on the left (and do not generate a "
             "batch twice)."
         )
+    prompts: Sequence[Tensor]
     if isinstance(ids, Ragged):
         prompts = ids.rows()
     else:
@@ -144,7 +146,12 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
     mask = read_columns(batch, "response_mask")["response_mask"]
     is_observed = batch.padded("token_versions") < 0
     prompts = _rows(batch, "prompts", of_response=False)
-    named = prompts, _rows(batch, "responses"), _rows(batch, "token_versions"), _segments(batch)
+    named: Sequence[Sequence[Any]] = (
+        prompts,
+        _rows(batch, "responses"),
+        _rows(batch, "token_versions"),
+        _segments(batch),
+    )
     expected = read_columns(batch, COLUMN)[COLUMN].tolist()
     wrong = [
         row

@@ -79,9 +79,10 @@ def sample_tokens(
     Many rows are computed in parts, so the memory does not grow with them.
     """
     num_rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
-    parts = [logits.split(num_rows), noise.split(num_rows)]
-    places = [None] * len(parts[0]) if positions is None else positions.split(num_rows)
-    drawn = [_choose(*part, sampling, place) for *part, place in zip(*parts, places, strict=True)]
+    parts = logits.split(num_rows)
+    places = [None] * len(parts) if positions is None else positions.split(num_rows)
+    chunks = zip(parts, noise.split(num_rows), places, strict=True)
+    drawn = [_choose(part, noise_of, sampling, place) for part, noise_of, place in chunks]
     if len(drawn) == 1:
         return drawn[0]
     tokens, log_probs = zip(*drawn, strict=True)
@@ -294,7 +295,7 @@ def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
                 f"actor_rollout_ref.rollout.sampling_kwargs names {name!r}; valid: "
                 f"{valid}.{nearest(name, EXTRA_SAMPLING)}"
             )
-    sections = {"rollout": config, "rollout.val_kwargs": config.validation}
+    sections: dict[str, Any] = {"rollout": config, "rollout.val_kwargs": config.validation}
     for name, section in sections.items():
         drawn = {key: getattr(section, key) for key in DRAWN_BY} if section.do_sample else {}
         try:

@@ -219,7 +219,9 @@ def packed_attention(
 
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     scoring = _Scores(scaling, local, softcap)
-    attend = partial(_attend_rows, layout=row_layout, scoring=scoring, kernel=kernel)
+    attend: Callable[..., Tensor] = partial(
+        _attend_rows, layout=row_layout, scoring=scoring, kernel=kernel
+    )
     if row_layout.ranks is not None:
         output = row_layout.ranks.attend(query, key, value, s_aux, attend)
     elif row_layout.copies is not None:
@@ -293,10 +295,11 @@ def _attend_places(
     ):
         begin = int(ends[row[0]]) - layout.lengths[int(row[0])]
         end, here = int(places_here[-1]) + 1, slice(done, done + len(places_here))
-        states = (
+        queries, keys, values = (
             part.transpose(0, 1)[None] for part in (query[here], key[begin:end], value[begin:end])
         )
-        outputs.append(_attention(*states, sinks, scoring).squeeze(0).transpose(0, 1))
+        output = _attention(queries, keys, values, sinks, scoring)
+        outputs.append(output.squeeze(0).transpose(0, 1))
         done += len(places_here)
     return torch.cat(outputs)
 
@@ -316,7 +319,8 @@ def _attend(
             states = states.index_select(0, rectangle.gather)
         rows = states.reshape(rectangle.num_rows, rectangle.width, *states.shape[1:])
         shaped.append(rows.transpose(1, 2))
-    output = _attention(*shaped, sinks, scoring)
+    queries, keys, values = shaped
+    output = _attention(queries, keys, values, sinks, scoring)
     flat = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
     return flat if rectangle.scatter is None else flat.index_select(0, rectangle.scatter)
 
@@ -433,7 +437,7 @@ def _attention_by(kernel: VarlenKernel | None, compiled: bool) -> Callable[..., 
     """Return one function per kernel: another function object would recompile compiled layers."""
     attention: Callable[..., Any] = partial(packed_attention, kernel=kernel)
     if compiled:  # no compiled graph includes attention
-        attention = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+        attention = torch.compiler.disable(attention)
     return attention
 
 

@@ -154,10 +154,11 @@ class Checkpointed(BackgroundSaves):
             tensors = weights(engine) | state | averaged
             ranks.run_on_all(lambda: read_shards(tensors, shards))
             parameters = dict(engine.module.named_parameters())
-            engine.optimizer.state.clear()
+            optimizer = _optimizer_of(engine)
+            optimizer.state.clear()
             for full_name, value in state.items():
                 _, key, name = full_name.split(".", 2)
-                engine.optimizer.state[parameters[name]][key] = value
+                optimizer.state[parameters[name]][key] = value
             if average is not None and not averaged:
                 logger.warning("%s holds no moving average: it starts from the weights.", folder)
                 average.restart()
@@ -209,7 +210,7 @@ def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
     """
     state = {}
     for name, parameter in engine.module.named_parameters():
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
+        for key, value in _optimizer_of(engine).state.get(parameter, {}).items():
             full_name = f"optimizer.{key}.{name}"
             is_tensor = isinstance(value, Tensor)
             if not is_tensor or value.shape not in (torch.Size(), parameter.shape):
@@ -223,11 +224,16 @@ def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
     return state
 
 
+def _optimizer_of(engine: TrainEngine) -> torch.optim.Optimizer:
+    assert engine.optimizer is not None, "only trained engines save the state of an optimizer"
+    return engine.optimizer
+
+
 def empty_optimizer_state(engine: TrainEngine, saved: dict[str, Any]) -> dict[str, Tensor]:
     """Return empty tensors to read the saved state into, sharded like their weights."""
     parameters = dict(engine.module.named_parameters())
     elsewhere = dict(engine.whole_module.named_parameters()).keys() - parameters.keys()
-    groups = engine.optimizer.param_groups
+    groups = _optimizer_of(engine).param_groups
     # Fused optimizers keep their scalars on the device of the weights, others on the CPU.
     on_weight_device = any(group.get("fused") or group.get("capturable") for group in groups)
 

@@ -84,7 +84,7 @@ def trained_module(checkpoint: Path, model_config: ModelConfig, of_average: bool
     saved = stored_tensors(checkpoint / "shards")
     has_adapter = model_config.lora_rank > 0
 
-    head = "scalar" if f"model.{SCORE}" in saved else "token"
+    head: Head = "scalar" if f"model.{SCORE}" in saved else "token"
     module = empty_model(model_config, head, CPU)
     if has_adapter:
         add_adapter(module, model_config)

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -180,7 +180,8 @@ class TrainEngine(Model):
         """
         rows = self.take(data, loss.columns)
         batch = mini_batch(rows, 0, 1, self.groups.data, self.device)
-        batch = replace(batch, **(denominators or {}))
+        counts: Mapping[str, Any] = denominators or {}
+        batch = replace(batch, **counts)
         pass_outputs: PassOutputs = {}
         with self.running(self.optimizer):
             metrics = self.forward_backward(batch, budget, loss, pass_outputs)

@@ -249,7 +249,7 @@ class _FileCopy:
     @property
     def contents(self) -> memoryview:
         """The bytes of the file, without a copy."""
-        return memoryview(self.bytes.numpy())[: self.num_bytes]
+        return self.bytes.numpy().data[: self.num_bytes]
 
     def fill(self, header: bytes, tensors: Sequence[Tensor]) -> None:
         """Copy everything; later changes of the tensors have no effect."""

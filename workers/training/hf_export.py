@@ -113,7 +113,7 @@ def _write_weights(
         writer.rename(drafts[0][0], folder / "model.safetensors")
         return
 
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(drafts, 1):
         file_name = f"model-{number:05d}-of-{len(drafts):05d}.safetensors"
         writer.rename(path, folder / file_name)

@@ -144,7 +144,7 @@ def _in_chunks(
     def forward(**inputs: Any) -> tuple[Tensor, ...]:
         head = _Head(module, model_forward, inputs)
         states = picked(head.run_body(), feed)
-        columns: Any = _Chunks.apply(head, compute, names, labels, num_rows, states, *head.weights)
+        columns: Any = _Chunks.apply(head, compute, names, labels, num_rows, states, *head.weights)  # type: ignore[no-untyped-call]
         return tuple(columns)
 
     with replaced_forward(module, forward):
@@ -306,7 +306,7 @@ def _accumulate_into(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
     weight, multiply = local_shard(layer.weight), layer.forward
 
     def forward(states: Tensor) -> Tensor:
-        result: Tensor = _AccumulatingLinear.apply(states, weight, multiply, sums)
+        result: Tensor = _AccumulatingLinear.apply(states, weight, multiply, sums)  # type: ignore[no-untyped-call]
         return result
 
     with replaced_forward(layer, forward):

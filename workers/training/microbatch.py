@@ -138,7 +138,8 @@ class Rows:
         mask: Ragged = self.columns["response_mask"]
         values = torch.zeros(len(mask.values))
         places = mask.with_values(torch.arange(len(values))).index_select(0, rows).values
-        values[places] = torch.cat([chunk.values for chunk in chunks]).float().cpu()
+        ragged = [chunk for chunk in chunks if isinstance(chunk, Ragged)]
+        values[places] = torch.cat([chunk.values for chunk in ragged]).float().cpu()
         restored: Ragged = mask.with_values(values)
         num_padded = len(self.mask) - len(self)
         if not isinstance(self.mask, Ragged):

@@ -55,7 +55,8 @@ class MatrixDecayAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add one group of the matrices and one of the vectors."""
-        matrices, vectors = [], []
+        matrices: list[Tensor] = []
+        vectors: list[Tensor] = []
         for parameter in param_group["params"]:
             (matrices if parameter.dim() >= 2 else vectors).append(parameter)
         if matrices:

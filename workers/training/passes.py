@@ -210,7 +210,7 @@ def backward(total: Tensor) -> None:
 
     A non-finite loss has a gradient of NaN, even if its formula clamps.
     """
-    total.backward(1 + (total - total).detach())  # type: ignore[no-untyped-call]
+    total.backward(1 + (total - total).detach())
 
 
 logger = logging.getLogger(__name__)

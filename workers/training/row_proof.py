@@ -324,10 +324,10 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
             for row, actual in zip(
                 rows, numbers.split([len(expected[r]) for r in rows]), strict=True
             ):
-                error = relative_error(actual, expected[row])
-                if error > LARGEST_ERROR:
+                off_by = relative_error(actual, expected[row])
+                if off_by > LARGEST_ERROR:
                     return (
                         f"a row of {LENGTHS[row]} tokens in a small model of its class is off by "
-                        f"{error:.0e}"
+                        f"{off_by:.0e}"
                     )
     return ""

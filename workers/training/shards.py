@@ -88,7 +88,9 @@ DAMAGE = (
 
 def stored_tensors(folder: Path) -> dict[str, Any]:
     """Return `size`, `properties.dtype` and `chunks` of every tensor in a folder of shards."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
+        HuggingFaceStorageReader,
+    )
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -105,7 +107,8 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
                 f"{path} is not a shard of a checkpoint: its header is {header!r:.80}"
             )
     try:
-        tensors = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        tensors: dict[str, Any] = dict(metadata.state_dict_metadata)
         broken = [name for name, tensor in tensors.items() if not _is_covered(tensor.size, tensor)]
     except DAMAGE as error:
         raise _damaged(folder, error) from error

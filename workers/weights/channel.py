@@ -119,7 +119,7 @@ def pack(
     memory = room(0, limit)
     for name, tensor in tensors:
         content = byte_view(tensor)
-        entry = [name, str(tensor.dtype), list(tensor.shape), None]
+        entry: list[Any] = [name, str(tensor.dtype), list(tensor.shape), None]
         start = aligned(filled)
         if entries and start + len(content) > limit:
             yield _hashed(Bucket(entries, memory[:filled]), watch)

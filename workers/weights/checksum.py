@@ -46,7 +46,7 @@ def hash_of(payload: Tensor) -> int:
 def hashes_of(payloads: Sequence[Tensor]) -> list[int]:
     """Return `hash_of` each tensor; hashes on a device are fetched together, 8 bytes each."""
     if not payloads or payloads[0].is_cpu:
-        return [xxhash.xxh3_64_intdigest(payload.numpy()) for payload in payloads]
+        return [xxhash.xxh3_64_intdigest(payload.numpy().data) for payload in payloads]
     numbers = torch.stack([hash_on_device(payload) for payload in payloads])
     values: list[int] = to_host(numbers).tolist()
     return values
@@ -103,7 +103,7 @@ def copy_hashed(into: Tensor, source: Tensor) -> int:
     for start in range(0, len(content), CHUNK):
         chunk = content[start : start + CHUNK]
         target[start : start + CHUNK] = chunk
-        hasher.update(chunk)
+        hasher.update(chunk.data)
     return hasher.intdigest()
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verl_like.errors import WeightSyncError
 from verl_like.process.info import environment, new_secret
@@ -60,12 +61,12 @@ class Address:
     def __str__(self) -> str:
         return f"{self.place}/{self.number}/{self.secret}"
 
-    def part_of(self, store: dist.TCPStore) -> SignedStore:
+    def part_of(self, store: TCPStore) -> SignedStore:
         """Return the part of the store at `place` that belongs to this sync."""
         return SignedStore(store, self.secret, f"sync {self.number}")
 
 
-def open_weight_store(toward: str = "") -> tuple[dist.TCPStore, str]:
+def open_weight_store(toward: str = "") -> tuple[TCPStore, str]:
     """Open a store on a free port; return it and its `host:port`, which host `toward` can reach.
 
     By default the processes of this run can reach it: on one machine over loopback.
@@ -78,19 +79,20 @@ def open_weight_store(toward: str = "") -> tuple[dist.TCPStore, str]:
     return store, f"{host}:{store.port}"
 
 
-def join_weight_store(place: str) -> dist.TCPStore:
+def join_weight_store(place: str) -> TCPStore:
     """Connect to the sender's store, from another process or over another connection.
 
     Torch tries a port for 20 s or more; if nobody listens any longer, the sender is gone.
     """
     host, _, port = place.rpartition(":")
-    join = partial(dist.TCPStore, host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
+    join = partial(TCPStore, host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
     joining = call_in_thread("joining its store", join)
     with name_errors(f"cannot reach the sender's store at {place}"):
         while not wait([joining], LOOK_S).done:
             with suppress(TimeoutError):
                 socket.create_connection((host, int(port)), LOOK_S).close()
-        return joining.result()
+        store: TCPStore = joining.result()
+        return store
 
 
 @dataclass
@@ -130,8 +132,8 @@ class Connections:
         """Set the receivers' host in `toward` if they are not processes of this run."""
         self._toward = toward
         self._by_receivers: dict[str, Connection] = {}
-        self._stores: list[tuple[str, dist.TCPStore]] = []
-        self._own_store: tuple[dist.TCPStore, str] | None = None
+        self._stores: list[tuple[str, TCPStore]] = []
+        self._own_store: tuple[TCPStore, str] | None = None
         self._num_addresses = 0
         self._opening = threading.Lock()
         """Several threads request addresses."""
@@ -271,10 +273,10 @@ def form_groups(
 ) -> Connection:
     """Create the groups of ranks that are all connected."""
     with name_errors("the group of sender and receivers did not form"):
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = JOIN_TIMEOUT
         options._devices = _gloo_devices(store.host)
-        own_store = dist.PrefixStore("weights", store)
+        own_store = PrefixStore("weights", store)
         group = form_group(partial(dist.ProcessGroupGloo, own_store, rank, size, options), store)
         connection = Connection(address.place, address.number, size, group)
         if has_own_gpus:
@@ -297,7 +299,7 @@ def _gloo_devices(host: str) -> list[Any]:
     return [gloo.create_device(interface=name) for name in names.split(",")]
 
 
-def group_of_gpus(store: dist.Store, rank: int, size: int) -> Any:
+def group_of_gpus(store: Store, rank: int, size: int) -> Any:
     """Create the NCCL group, which needs a separate GPU for every rank.
 
     If a rank is lost, the error of gloo names it, so NCCL's limit is longer. Torch may only abort

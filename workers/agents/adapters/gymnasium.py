@@ -57,7 +57,7 @@ class Gymnasium(Adapter):
         """Act by the last numbers of the text."""
         import numpy as np
 
-        space = self._env.action_space
+        space: Any = self._env.action_space
         size = int(np.prod(space.shape))
         numbers = [float(number) for number in NUMBER.findall(text)[-size:]]
         if len(numbers) < size or not np.isfinite(numbers).all():
@@ -72,7 +72,7 @@ class Gymnasium(Adapter):
         return Turn(self._shown(observation), float(reward))
 
     def _ask(self) -> str:
-        space = self._env.action_space
+        space: Any = self._env.action_space
         if space.shape:
             return f"Say {' x '.join(map(str, space.shape))} numbers of {space}."
         return f"Say a number from {space.start} to {space.start + space.n - 1}."
@@ -81,4 +81,4 @@ class Gymnasium(Adapter):
         shown = json.dumps(observation, default=lambda array: array.tolist())
         if self._env.render_mode != "ansi":
             return shown
-        return f"{shown}\n{HIGHLIGHTED.sub(BRACKETS, self._env.render()).strip()}"
+        return f"{shown}\n{HIGHLIGHTED.sub(BRACKETS, str(self._env.render())).strip()}"

@@ -72,7 +72,7 @@ class Harbor(Adapter):
         """
         done = self._run(command, "agent")
         ending = f"\n[exit code {done.returncode}]" if done.returncode else ""
-        return done.stdout + ending
+        return str(done.stdout) + ending
 
     def get_reward(self) -> float:
         """Run the tests, which write a reward."""

@@ -38,7 +38,7 @@ class SkyRLGym(Adapter):
 
         truth = {"method": "rule", "ground_truth": row.get("ground_truth")}
         extras = {"reward_spec": truth, **row}
-        config = OmegaConf.create(self.kwargs)
+        config = OmegaConf.create(dict(self.kwargs))
         self._env = skyrl_gym.make(self.id, env_config=config, extras=extras)
         prompt = row["prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

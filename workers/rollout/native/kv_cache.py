@@ -225,7 +225,7 @@ class SlotLayer(CacheLayerMixin):
     values: Tensor
 
     def __init__(self, slots: Slots) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.slots = slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

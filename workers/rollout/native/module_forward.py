@@ -127,7 +127,7 @@ def grouped_attention(
 
 def grouped_mask(*args: Any, q_length: int, **kwargs: Any) -> Tensor | None:
     """Return the boolean mask of "sdpa", or for one query a mask to add, shared by all layers."""
-    mask: Tensor | None = sdpa_mask(*args, q_length=q_length, **kwargs)
+    mask: Tensor | None = sdpa_mask(*args, **(kwargs | {"q_length": q_length}))
     if q_length > 1 or mask is None:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)

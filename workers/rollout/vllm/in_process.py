@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 import torch
@@ -47,7 +47,8 @@ class InProcessVllm:
                 "disable_custom_all_reduce": True,
                 "async_scheduling": not settings.notes_routing,
             }
-        launched, num_ranks = nullcontext(), 1
+        launched: AbstractContextManager[None] = nullcontext()
+        num_ranks = 1
         if self.lockstep is not None:
             launched, num_ranks = self.lockstep.launched(), self.lockstep.size
             options["async_scheduling"] = False

@@ -274,7 +274,8 @@ class WorkerExtension:
         """Load the LoRA adapter in this folder, in place of the previous one."""
         from vllm.lora.request import LoRARequest
 
-        self.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
+        worker: Any = self  # vLLM mixes this class into its worker
+        worker.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
 
     def receive_load(self, address: str, num_ranks: int) -> None:
         """Load all weights from a client of vLLM's server; every rank gets a copy."""
@@ -323,9 +324,10 @@ class WorkerExtension:
         packed weight, because vLLM treats it as a layer without new weights.
         """
         for layer in model.modules():
+            packed: Any = layer
             packs = hasattr(layer, "cpu_linear") and layer not in self._processed
-            if packs and layer.weight.dim() == 2:
-                method: Any = layer.quant_method
+            if packs and packed.weight.dim() == 2:
+                method: Any = packed.quant_method
                 method.process_weights_after_loading(layer)
 
 
@@ -367,7 +369,7 @@ def _forget_expert_kernels(model: nn.Module) -> None:
     which would leave weights unpacked. On CUDA nothing is packed, and graphs refer to the kernel.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         weight = next(module.parameters(recurse=False), None)
         if weight is not None and weight.device.type == "cpu" and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
