@@ -49,10 +49,10 @@ from trainer.serve.training_ops import ServedModel
 from trainer.serve.wire import PROTOBUF, sample_output
 from trainer.serve.work_queue import WorkQueue
 from workers.roles.served import client_loss
-from workers.training.optim import StepSettings
+from workers.training.optim import OptimStepSettings
 
 ROWS, LENGTH, DRAWN = 64, 128, 64
-STEP = StepSettings(lr=1e-5, grad_clip=1.0, ends_update=False)
+STEP = OptimStepSettings(lr=1e-5, grad_clip=1.0, ends_update=False)
 
 
 def memory_mb() -> float:

@@ -273,8 +273,8 @@ def _values(key: Key, default: Any, doc: str) -> str:
     for value in ("null", "-1", "0"):  # the meaning says what it does
         if re.search(rf"(^|[\s(]){value}\b", doc):
             words = re.sub(rf", (or |where )?{value}\b.*", "", words)
-    for in_words, in_signs in SIGNS:
-        words = re.sub(in_words, in_signs, words) if key.range else words
+    for text, sign in SIGNS:
+        words = re.sub(text, sign, words) if key.range else words
     if key.is_optional and default is not None and not re.search("null", words + doc):
         words = f"{words}, or null"
     words = re.sub(rf"(^|, ){re.escape(str(default))}(?=,|$)", "", words).removeprefix(", ")

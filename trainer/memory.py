@@ -41,7 +41,7 @@ def describe_axes(config: RunConfig, models: Mapping[str, RoleModel]) -> dict[st
     """Describe the axes of every role whose ranks have several."""
     pools = expand_roles(config.role_mapping)
     words = {
-        role: dims_of(sum(config.resource_pool_spec[pools[role]]), model.sharding).in_words()
+        role: dims_of(sum(config.resource_pool_spec[pools[role]]), model.sharding).describe()
         for role, model in models.items()
     }
     return {role: text for role, text in words.items() if text}

@@ -187,7 +187,7 @@ def exit_on_error(folder: str | Path = "") -> Iterator[None]:
     except VerlLikeError as err:
         if isinstance(err, CallbackError):
             _show(err.__cause__ or err)  # the place in the user's code
-        sys.exit(f"error: {printable(mask_text(_in_words(err)))}")
+        sys.exit(f"error: {printable(mask_text(_describe_error(err)))}")
     except Exception as err:  # noqa: BLE001 - the process edge
         if isinstance(err, OSError) and err.errno == errno.ENOSPC:
             sys.exit(f"error: no room for the run in {folder}: {err}. Make room; {GOES_ON}.")
@@ -195,7 +195,7 @@ def exit_on_error(folder: str | Path = "") -> Iterator[None]:
         sys.exit(1)
 
 
-def _in_words(err: BaseException) -> str:
+def _describe_error(err: BaseException) -> str:
     """Return the message, and a line per note: why there was no retry, and other failures."""
     notes = (note.strip().partition("\n")[0] for note in getattr(err, "__notes__", []))
     return "\n  ".join([str(err), *notes])

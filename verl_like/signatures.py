@@ -48,7 +48,7 @@ def check_call(function: Any, subject: str, call: CallSignature) -> None:
     except TypeError as error:
         kind = "by name with" if call.by_name and not call.by_position else "with"
         raise ConfigError(
-            f"{subject} takes {in_words(signature)}, but is called {kind} {call}: {error}. "
+            f"{subject} takes {format_signature(signature)}, but is called {kind} {call}: {error}. "
             "Change its parameters, or give the others a default."
         ) from error
 
@@ -112,7 +112,7 @@ def signature_of(function: Any) -> inspect.Signature | None:
         return None
 
 
-def in_words(signature: inspect.Signature) -> str:
+def format_signature(signature: inspect.Signature) -> str:
     """Return the parameters without their types, as in code."""
     bare = [
         parameter.replace(annotation=inspect.Parameter.empty)

@@ -122,7 +122,7 @@ COLUMNS: dict[str, Column] = {
             "chosen_tokens",
             "[rows, R]",
             "bool",
-            "the driver's choose_tokens (for clip_cov, kl_cov)",
+            "the driver's add_chosen_tokens (for clip_cov, kl_cov)",
         ),
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
         Column("sample_number", "[rows]", "int64", "the driver's balance (if it shuffles)"),
@@ -208,8 +208,8 @@ def player_uid(uid: str, player: str) -> str:
 
 def split_player_uid(uid: str) -> tuple[str, str]:
     """Split a player's uid into the prompt's uid and the player."""
-    game, _, player = uid.partition(":")
-    return game, player
+    prompt_uid, _, player = uid.partition(":")
+    return prompt_uid, player
 
 
 def require(batch: DataProto, *names: str) -> None:

@@ -14,12 +14,20 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from trainer.run_folder.metrics import reduce_metrics
-from verl_like import DataProto, Dispatch, FSDPConfig, PPOTrainer, Worker, read_columns, register
+from verl_like import (
+    DataProto,
+    Dispatch,
+    FSDPConfig,
+    PPOTrainer,
+    ScoreEngine,
+    Worker,
+    read_columns,
+    reduce_metrics,
+    register,
+)
 from workers.config import critic_model, critic_optim
 from workers.roles.critic import value_budget
 from workers.training.loss import Loss
-from workers.training.score_engine import ScoreEngine
 from workers.training.update import update
 
 GOOD = 0.5

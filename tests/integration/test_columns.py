@@ -17,7 +17,7 @@ from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
 from trainer.ppo import stages
 from trainer.ppo.stages import PPOTrainer
-from trainer.ppo.update import choose_tokens_of
+from trainer.ppo.update import add_chosen_tokens
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from workers.agents import Environment, TrajectoryEnd
@@ -59,7 +59,7 @@ class Recorder:
             method = name.partition(".")[2]
             patch.setattr(cls, method, self.noting_result(name, getattr(cls, method)))
         patch.setattr(PPOTrainer, "generate", self.noting_argument(PPOTrainer.generate))
-        patch.setattr(stages, "choose_tokens_of", self.noting_samples)
+        patch.setattr(stages, "add_chosen_tokens", self.noting_samples)
 
     def noting_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -79,7 +79,7 @@ class Recorder:
         return noted
 
     def noting_samples(self, *args: Any) -> DataProto:
-        batch = choose_tokens_of(*args)
+        batch = add_chosen_tokens(*args)
         self.given["update_actor"] = columns_of(batch)
         return batch
 

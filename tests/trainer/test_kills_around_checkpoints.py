@@ -100,7 +100,7 @@ WIDE: list[Cell] = [
 ]
 
 
-def in_words(cell: Cell) -> str:
+def describe(cell: Cell) -> str:
     recipe, more, roles = cell
     (placement,) = [key for key in more if key.startswith("placement=")] or [""]
     return "-".join([recipe.name, *placement.split("=")[1:], *roles]).replace("/", ":")
@@ -182,7 +182,7 @@ def all_runs() -> list[Any]:
         marks = [pytest.mark.ray] if backend == "ray" else []
         if cell in WIDE or (backend == "ray" and APART[0] in cell[1]):
             marks.append(pytest.mark.slow)
-        found.append(pytest.param(cell, backend, marks=marks, id=f"{in_words(cell)}-{backend}"))
+        found.append(pytest.param(cell, backend, marks=marks, id=f"{describe(cell)}-{backend}"))
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
-from trainer.async_training.samplers import Sampler
+from trainer.async_training.samplers import BatchSampler
 from trainer.launch import check_trainer
 from trainer.ppo import PPOTrainer
 from trainer.ppo.compute_advantage import check_columns
@@ -49,17 +49,17 @@ class NarrowTracker(SilentTracker):
     def write(self, metrics: dict[str, float]) -> None: ...
 
 
-class EmptySampler(Sampler):
+class EmptySampler(BatchSampler):
     pass
 
 
-class AskingSampler(Sampler):
+class AskingSampler(BatchSampler):
     def __init__(self, size: int) -> None: ...
 
     def choose(self, view: Any) -> Any: ...
 
 
-class NarrowSampler(Sampler):
+class NarrowSampler(BatchSampler):
     def choose(self) -> Any: ...
 
 

@@ -25,7 +25,7 @@ from trainer.record import Metrics
 from trainer.rollouts.rollouts import join_results, with_responses
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from verl_like.calls.result import Result
+from verl_like.calls.result import CallResult
 from verl_like.errors import WorkerDiedError
 from workers.columns import rm_column, select_reads
 from workers.config import has_environment
@@ -188,7 +188,7 @@ def score_samples(
         futures.append(getattr(group, method).remote(sent))
     results = []
     for kind, answer in zip(roles, gather(*futures), strict=True):
-        result = Result.of(answer)
+        result = CallResult.of(answer)
         if kind not in METHODS:
             result.batch.rename("rm_scores", rm_column(kind))
         results.append(result)

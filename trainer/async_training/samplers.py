@@ -1,7 +1,7 @@
 """Queued chunks of samples, and the samplers that choose a batch from them.
 
     @SAMPLERS.register("newest_first")
-    class NewestFirst(Sampler):
+    class NewestFirst(BatchSampler):
         def choose(self, view: BufferView) -> SelectedBatch: ...
 
 Set `async_training.sampler` to the dotted path of your own sampler. The buffer calls it whenever
@@ -133,7 +133,7 @@ class SelectedBatch:
     dropped: list[tuple[SampleChunk, str]] = field(default_factory=list)
 
 
-class Sampler(ABC):
+class BatchSampler(ABC):
     """Chooses the chunks of a batch. It has no state: the same view gives the same batch."""
 
     @abstractmethod
@@ -145,21 +145,21 @@ class SamplerError(VerlLikeError, RuntimeError):
     """A sampler's choice is not a batch, or is too old."""
 
 
-def chosen(sampler: Sampler, view: BufferView) -> SelectedBatch:
+def chosen(sampler: BatchSampler, view: BufferView) -> SelectedBatch:
     """Return the sampler's choice; raise unless it is one batch or empty, and not too old."""
     batch, name = sampler.choose(view), type(sampler).__name__
     num_samples = num_samples_of(batch.selected)
     if batch.selected and num_samples != view.num_samples:
         raise SamplerError(
             f"the sampler {name} took {num_samples} samples for a batch of {view.num_samples}: "
-            "trainer.async_training.samplers.select_exactly selects exactly one batch, or nothing."
+            "verl_like.select_chunks selects exactly one batch, or nothing."
         )
     oldest = min((chunk.version for chunk in batch.selected), default=view.version)
     if view.version - oldest > view.max_staleness:
         raise SamplerError(
             f"the sampler {name} took samples of version {oldest} for the update of version "
             f"{view.version}, and async_training.max_staleness={view.max_staleness}: it "
-            "held these samples back too long. trainer.async_training.samplers.most_urgent_first "
+            "held these samples back too long. verl_like.urgent_chunks_first "
             "puts the samples that a batch must contain first."
         )
     return batch
@@ -167,19 +167,18 @@ def chosen(sampler: Sampler, view: BufferView) -> SelectedBatch:
 
 def _check(sampler: Any, subject: str) -> None:
     """Reject an object that is not a sampler class, or that needs arguments."""
-    if not (isinstance(sampler, type) and issubclass(sampler, Sampler)):
+    if not (isinstance(sampler, type) and issubclass(sampler, BatchSampler)):
         raise ConfigError(
-            f"{subject} is not a sampler class: make it a subclass of "
-            "trainer.async_training.samplers.Sampler."
+            f"{subject} is not a sampler class: make it a subclass of verl_like.BatchSampler."
         )
-    check_methods(sampler, Sampler, subject)
+    check_methods(sampler, BatchSampler, subject)
     check_call(sampler, subject, CallSignature())
 
 
-SAMPLERS: Registry[type[Sampler]] = Registry("sampler", _check)
+SAMPLERS: Registry[type[BatchSampler]] = Registry("sampler", _check)
 
 
-def select_exactly(chunks: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:
+def select_chunks(chunks: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:
     """Return the first chunks that add up to exactly `num_samples` samples, or none."""
     taken: list[SampleChunk] = []
     for chunk in chunks:
@@ -189,7 +188,7 @@ def select_exactly(chunks: Iterable[SampleChunk], num_samples: int) -> list[Samp
     return [] if num_samples else taken
 
 
-def most_urgent_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[SampleChunk] | None:
+def urgent_chunks_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[SampleChunk] | None:
     """Return `ready`, with the chunks first that would be too stale for the next batch.
 
     All samples of a version that remain can then still be used before they become too stale. Return
@@ -214,21 +213,21 @@ def most_urgent_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[Sa
 
 def _in_time(view: BufferView, ready: Sequence[SampleChunk]) -> SelectedBatch:
     """Choose the first chunks, after the chunks that would be too stale for the next batch."""
-    ordered = most_urgent_first(view, ready)
+    ordered = urgent_chunks_first(view, ready)
     return (
         SelectedBatch()
         if ordered is None
-        else SelectedBatch(select_exactly(ordered, view.num_samples))
+        else SelectedBatch(select_chunks(ordered, view.num_samples))
     )
 
 
 @SAMPLERS.register("in_order")
-class InOrder(Sampler):
+class InOrder(BatchSampler):
     """Uses prompts in order, and waits for slow chunks."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the chunks with the lowest numbers, once all of them are finished."""
-        taken = select_exactly(sorted(view.ready, key=lambda chunk: chunk.number), view.num_samples)
+        taken = select_chunks(sorted(view.ready, key=lambda chunk: chunk.number), view.num_samples)
         waits = any(
             chunk.number < taken[-1].number
             for chunk in [*view.in_progress, *view.orphaned]
@@ -238,7 +237,7 @@ class InOrder(Sampler):
 
 
 @SAMPLERS.register("random")
-class RandomOrder(Sampler):
+class RandomOrder(BatchSampler):
     """Chooses chunks at random, seeded by the run's seed and the batch's number."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
@@ -248,7 +247,7 @@ class RandomOrder(Sampler):
 
 
 @SAMPLERS.register("ready_first")
-class ReadyFirst(Sampler):
+class ReadyFirst(BatchSampler):
     """Uses chunks as they finish.
 
     Long responses finish later, so the lengths in a batch are biased.
@@ -260,7 +259,7 @@ class ReadyFirst(Sampler):
 
 
 @SAMPLERS.register("version_window")
-class VersionWindow(Sampler):
+class VersionWindow(BatchSampler):
     """Drops old chunks, in addition to the limit of `async_training.max_staleness`."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
@@ -268,5 +267,5 @@ class VersionWindow(Sampler):
         window = view.max_staleness if view.drop_older_than is None else view.drop_older_than
         inside = sorted(view.ready, key=lambda chunk: chunk.version)
         dropped = [chunk for chunk in inside if chunk.version < view.version - window]
-        taken = select_exactly(inside[len(dropped) :], view.num_samples)
+        taken = select_chunks(inside[len(dropped) :], view.num_samples)
         return SelectedBatch(taken, [(chunk, f"older than {window} versions") for chunk in dropped])

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
@@ -177,7 +177,7 @@ BEST_OF_N = Recipe(
     schema=BestOfNConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="best_of_n",
-    placements=presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
+    placements=placement_presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     checks=(check,),

@@ -24,7 +24,7 @@ from trainer.ppo.config import AlgorithmConfig
 from trainer.preference.recipe import PreferenceConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_object
-from verl_like.signatures import in_words, is_required, signature_of
+from verl_like.signatures import format_signature, is_required, signature_of
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.aggregate import Denominators
 from workers.losses.lm import compute_lm_loss
@@ -195,8 +195,8 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     filled = fits[kind]
     if missing := [parameter for parameter in filled if not filled[parameter]]:
         raise ConfigError(
-            f"{name} takes {in_words(signature)}, but for --kind {kind} these parameters are "
-            f"missing or unknown: {', '.join(missing)}. Known are "
+            f"{name} takes {format_signature(signature)}, but for --kind {kind} these parameters "
+            f"are missing or unknown: {', '.join(missing)}. Known are "
             f"{', '.join([*_columns(kind), *counts_of()])}, and all settings: "
             "rename the parameter, give it a default, or set it by --set NAME=VALUE."
         )

@@ -2,7 +2,7 @@
 
     SFT = Recipe(
         name="sft", schema=SFTConfig, config_dir=Path(__file__).parent, config_name="sft_trainer",
-        placements=presets({"model_pool": ["actor"], "judge_pool": ["judge"]}),
+        placements=placement_presets({"model_pool": ["actor"], "judge_pool": ["judge"]}),
     )
     config = load_config(["data.train_files=x"], SFT)
 
@@ -109,7 +109,7 @@ class Recipe(Generic[C]):
         return replace(self, own_folder=folder, config_name=main or self.config_name)
 
 
-def presets(split: Mapping[str, Sequence[str]]) -> Placements:
+def placement_presets(split: Mapping[str, Sequence[str]]) -> Placements:
     """Return the presets of a recipe whose `placement=split` puts roles on these pools.
 
     `colocate` puts all of them on one pool, `standalone` puts each on its own.

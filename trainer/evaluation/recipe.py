@@ -13,7 +13,7 @@ from trainer.best_of_n.recipe import (
     SamplingOnlyConfig,
     inactive_roles,
 )
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import TrainerConfig
 from trainer.ppo.recipe import extra_roles
 from trainer.ppo.verl import translate
@@ -75,7 +75,7 @@ EVAL = Recipe(
     schema=EvaluationConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="evaluation",
-    placements=presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
+    placements=placement_presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
     inactive_roles=inactive_roles,
     extra_roles=extra_roles,
     checks=(check,),

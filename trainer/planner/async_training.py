@@ -43,7 +43,7 @@ class AsyncPlacement(PlannedPlacement):
         return trainer.gpus + self.setup.num_generators * generator.gpus
 
     @property
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """Roles and GPUs of the trainer and of each generator."""
         trainer, generator = self.pools
         generators = self.setup.num_generators

@@ -103,7 +103,7 @@ class PlannedPlacement:
         return self.step, self.gpus
 
     @property
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """Roles and GPUs of every pool in words."""
         return " | ".join(f"{' + '.join(pool.roles)} on {pool.gpus}" for pool in self.pools)
 

@@ -66,7 +66,7 @@ def split_valid(
         if error is None:
             best.append(placement)
         else:
-            rejected.append(f"{placement.in_words}: {error}")
+            rejected.append(f"{placement.summary}: {error}")
         if len(best) == SHOWN:
             break
     return best, rejected
@@ -105,7 +105,7 @@ def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[tuple[str, ...]]:
     for number, placement in enumerate(best, 1):
         most = max(pool.bytes for pool in placement.pools) / GIB
         stages = [f"{seconds:.1f}" for seconds in placement.seconds]
-        words = placement.in_words
+        words = placement.summary
         if len(job.roles) == 1:
             words = ", ".join([words, *layout_keys(placement)])
         cells = f"{placement.step:.1f}", *stages, f"{most:.0f}", placement.limit(job.stages), words
@@ -125,7 +125,7 @@ def _other_partitions(
             at = max(range(len(slower)), key=slower.__getitem__)
             pool = max(placement.pools, key=lambda pool: pool.seconds[at])
             yield (
-                f"{placement.step:.1f} s, {placement.in_words}: {job.stages[at]} of "
+                f"{placement.step:.1f} s, {placement.summary}: {job.stages[at]} of "
                 f"{' + '.join(pool.roles)} takes {slower[at]:.1f} s more"
             )
 

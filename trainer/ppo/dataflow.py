@@ -188,14 +188,14 @@ def _by_stage(
     return [[node for node in nodes if node in members and node.stage == of] for of in stages]
 
 
-def _in_words(group: Sequence[CallNode], between: str) -> str:
+def _describe_calls(group: Sequence[CallNode], between: str) -> str:
     """Describe nodes as `a, then b ‖ c`: pools in parallel, the calls of a pool in order."""
     places = dict.fromkeys(node.place for node in group)
     calls = ([node.name for node in group if node.place == place] for place in places)
     return between.join(", then ".join(of_place) for of_place in calls)
 
 
-def _pairs_in_words(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, list[str]]:
+def _describe_pairs(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return title -> lines, one line per stage whose calls are independent of each other."""
     pairs: dict[str, list[tuple[CallNode, CallNode]]] = {
         CONCURRENT_TITLE: [],
@@ -207,7 +207,7 @@ def _pairs_in_words(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> d
         pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))
     return {
         title: [
-            f"  {of[0].stage}: {_in_words(of, ', then ' if title == INLINE else ' ‖ ')}"
+            f"  {of[0].stage}: {_describe_calls(of, ', then ' if title == INLINE else ' ‖ ')}"
             for of in _by_stage(nodes, node_pairs)
         ]
         for title, node_pairs in pairs.items()
@@ -217,7 +217,7 @@ def _pairs_in_words(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> d
 def overlaps(config: PPOConfig) -> str:
     """Describe the calls of a step that run at the same time, and the stages that run inline."""
     nodes = step_nodes(config)
-    pairs = _pairs_in_words(nodes, edges(nodes))
+    pairs = _describe_pairs(nodes, edges(nodes))
     lines = [f"{CONCURRENT_TITLE} in{line.removeprefix(' ')}" for line in pairs[CONCURRENT_TITLE]]
     if pairs[INLINE]:
         stages = ", ".join(line.split(":")[0].strip() for line in pairs[INLINE])
@@ -242,7 +242,7 @@ def describe(
         rows.append((node.stage, node.name, node.pool, ", ".join(after[node.name]) or "nothing"))
     lines = draw_table(rows, max_columns, num_titles=2)
 
-    for title, shown in _pairs_in_words(nodes, after).items():
+    for title, shown in _describe_pairs(nodes, after).items():
         if shown or title != INLINE:
             lines += [f"{title}:", *shown] if shown else [f"{title}: nothing"]
 

@@ -32,14 +32,14 @@ from trainer.ppo.sample import FILTERED, balance, collect_groups, greedy_scores
 from trainer.ppo.score import policy_is_current
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.sync import PolicyWeights, RolloutWeights, averaged_weights, update_reference
-from trainer.ppo.update import EntropyController, choose_tokens_of, filters, rows_per_update
+from trainer.ppo.update import EntropyController, add_chosen_tokens, filters, rows_per_update
 from trainer.record import Metrics, Run
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles
 from trainer.rollouts.samples import repeat_prompts
 from trainer.run_folder.metrics import headline, reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from verl_like.calls.result import Result
+from verl_like.calls.result import CallResult
 from workers.columns import has_column
 from workers.rewards.weighted import Rewards
 
@@ -174,7 +174,7 @@ class PPOTrainer(Trainer):
             batch, filtered = row_filter.run(batch)
             metrics |= filtered
             self.call_hook("on_filter", row_filter.reason, batch)
-        batch = choose_tokens_of(batch, config, step)
+        batch = add_chosen_tokens(batch, config, step)
 
         calls = []
         if "critic" in self.groups:
@@ -191,7 +191,7 @@ class PPOTrainer(Trainer):
         finally:
             results = gather(*calls)
         for result in results:
-            metrics |= reduce_metrics(Result.of(result).metrics)
+            metrics |= reduce_metrics(CallResult.of(result).metrics)
         return metrics | self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))
 
     # ------------------------------------------------------------------------------ 5. sync

@@ -82,11 +82,11 @@ def filters(
     return chosen
 
 
-def choose_tokens_of(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
+def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
     """Mark the tokens that the run's policy loss selects, if it selects any."""
     policy = config.actor_rollout_ref
     bypasses = config.algorithm.rollout_correction.bypass_mode
-    return choose_tokens(
+    return add_chosen_tokens_of_loss(
         batch,
         policy.actor,
         policy.actor.ppo_mini_batch_size * policy.rollout.n,
@@ -96,7 +96,7 @@ def choose_tokens_of(batch: DataProto, config: PPOConfig, step: int) -> DataProt
     )
 
 
-def choose_tokens(
+def add_chosen_tokens_of_loss(
     batch: DataProto,
     actor: ActorConfig,
     mini_batch_size: int,

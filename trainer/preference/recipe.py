@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows import config as rows
 from trainer.rows.config import RowConfig
@@ -95,7 +95,7 @@ DPO = Recipe(
     schema=PreferenceConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="preference_trainer",
-    placements=presets({"preference_pool": ["preference"], "ref_pool": ["ref"]}),
+    placements=placement_presets({"preference_pool": ["preference"], "ref_pool": ["ref"]}),
     inactive_roles=inactive_roles,
     registries=("workers.losses.preference", rows.OPTIMIZERS),
     checks=(rows.check_rows_config, check_preference_config),

@@ -146,17 +146,17 @@ def describe_faults(folder: Path) -> list[str]:
         if line["kind"] != LEDGER:
             kinds[line["kind"]] += line.get("count", 1)
     faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
-    ledgers = [_ledger_in_words(line) for line in lines if line["kind"] == LEDGER]
+    ledgers = [_describe_ledger(line) for line in lines if line["kind"] == LEDGER]
     return ["; ".join([f"injected faults: {faults}", *ledgers[-1:]])]
 
 
-def _ledger_in_words(line: dict[str, Any]) -> str:
+def _describe_ledger(line: dict[str, Any]) -> str:
     outcomes = [f"{line[name]} {name}" for name in OUTCOMES]
     words = f"steps: {line['started']} started = {' + '.join(outcomes)}"
-    return f"{words}; {_samples_in_words(line['samples'])}" if "samples" in line else words
+    return f"{words}; {_describe_samples(line['samples'])}" if "samples" in line else words
 
 
-def _samples_in_words(samples: dict[str, Any]) -> str:
+def _describe_samples(samples: dict[str, Any]) -> str:
     dropped = samples["dropped"]
     reasons = "".join(f" ({reason}: {count})" for reason, count in dropped.items())
     return (

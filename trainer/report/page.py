@@ -51,7 +51,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         if failure is None:
             note.unlink(missing_ok=True)
         else:
-            text = mask_text(_in_words(failure))
+            text = mask_text(_describe_failure(failure))
             note.write_text(text, encoding="utf-8", errors="backslashreplace")
         data = read_run(folder)
         width = terminal_width()
@@ -64,7 +64,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
         logger.exception("the report could not be written; try: verl-like report %s", folder)
 
 
-def _in_words(failure: BaseException) -> str:
+def _describe_failure(failure: BaseException) -> str:
     if isinstance(failure, KeyboardInterrupt):
         return f"{failure}.\n" if str(failure).startswith(STOPPED) else f"{STOPPED}Ctrl-C.\n"
     return "".join(traceback.format_exception(failure))

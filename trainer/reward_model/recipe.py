@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows import config as rows
 from trainer.rows.config import RowConfig
@@ -37,7 +37,7 @@ REWARD_MODEL = Recipe(
     schema=RewardModelRunConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="reward_model_trainer",
-    placements=presets({"global_pool": ["reward_model"]}),
+    placements=placement_presets({"global_pool": ["reward_model"]}),
     registries=("workers.losses.pairwise", rows.OPTIMIZERS),
     checks=(rows.check_rows_config, rows.check_pairs_fit),
 )

@@ -71,12 +71,12 @@ def try_rewards(
     beside = f", and the values {', '.join(names)}" if names else ""
     line = (
         f"Reward check: {len(batch)} rows with their ground truth as response; "
-        f"{_range_in_words(float(scores.min()), float(scores.max()))}{beside}"
+        f"{_describe_scores(float(scores.min()), float(scores.max()))}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]
 
 
-def _range_in_words(least: float, most: float) -> str:
+def _describe_scores(least: float, most: float) -> str:
     """Describe the scores of ground truths; say what it means if none is above zero."""
     if least < most:
         return f"scores from {least:.4g} to {most:.4g}"

@@ -18,7 +18,7 @@ from trainer.rollouts.samples import thin_old_samples, thin_samples, write_sampl
 from trainer.rollouts.turns import waits_for_environments
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.result import Result
+from verl_like.calls.result import CallResult
 from verl_like.errors import LostSamplesError
 from workers.agents.players import ROW_COLUMNS
 from workers.columns import has_column, read_columns, rm_column, select_reads
@@ -176,7 +176,7 @@ def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, M
     """Return the batch with the columns that calls returned, and one number for each metric."""
     batch = batch.select()
     metrics: Metrics = {}
-    for result in map(Result.of, results):
+    for result in map(CallResult.of, results):
         metrics |= reduce_metrics(result.metrics)
         if result.batch is not None:
             batch = batch.union(result.batch)

@@ -328,7 +328,7 @@ def make_tracking(
     workers = config.role_workers
     of_own_roles = tuple(f"{r}/" for r in workers if not workers[r].startswith("workers."))
 
-    def words_of(metrics: Mapping[str, float]) -> Sequence[str]:
+    def console_headline(metrics: Mapping[str, float]) -> Sequence[str]:
         names = [name for name in metrics if name.startswith(of_own_roles)][:MOST_NUMBERS]
         words = headline(metrics)
         return [*words, *(f"{name} {metrics[name]:.4g}" for name in names)] if words else ()
@@ -338,7 +338,7 @@ def make_tracking(
         for name in dict.fromkeys(config.trainer.logger):
             try:
                 if name == "console":
-                    tracker: Tracker = make_console(total_steps, words_of)
+                    tracker: Tracker = make_console(total_steps, console_headline)
                 else:
                     tracker = (BUILT_IN.get(name) or TRACKERS.look_up(name))(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")

@@ -31,7 +31,7 @@ from trainer.serve.training_ops import ServedModel
 from trainer.serve.wire import PROTOBUF, parse
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import VerlLikeError
-from workers.training.optim import StepSettings
+from workers.training.optim import OptimStepSettings
 from workers.training.states import BASE
 
 HOLD_S = 30.0
@@ -317,7 +317,7 @@ class Api:
         optimizer_params: None = None,
     ) -> JsonObject:
         model, adam = self.sessions.model(model_id), adam_params or b.Adam()
-        settings = StepSettings(
+        settings = OptimStepSettings(
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
             eps=adam.eps,

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.ppo.config import AlgorithmConfig
 from trainer.ppo.verl import translate
@@ -99,7 +99,7 @@ SERVE = Recipe(
     schema=ServeConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="serve",
-    placements=presets({"actor_pool": ["actor"], "rollout_pool": ["rollout"]}),
+    placements=placement_presets({"actor_pool": ["actor"], "rollout_pool": ["rollout"]}),
     inactive_roles=unplaced_roles,
     registries=("trainer.ppo.advantages", "workers.losses", "workers.training.optim"),
     translate=translate,

@@ -28,7 +28,7 @@ from verl_like.batch.ragged import Ragged
 from verl_like.errors import ConfigError
 from workers.losses.token_sums import TokenSum
 from workers.roles.served import MASK, TrainsStates
-from workers.training.optim import StepSettings
+from workers.training.optim import OptimStepSettings
 from workers.training.states import BASE
 from workers.weights.sync import sync_weights
 
@@ -155,7 +155,7 @@ class TrainingOps:
         outputs = of_datums(datums, result.batch.column(trained.output))
         return training_output(trained.field, outputs, metrics)
 
-    def optim_step(self, model: ServedModel, settings: StepSettings) -> JsonObject:
+    def optim_step(self, model: ServedModel, settings: OptimStepSettings) -> JsonObject:
         """Take an optimizer step, unless a `forward_backward` before it failed."""
         with self.using(model.name, model.role) as group:
             if model.failure:

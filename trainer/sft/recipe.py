@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows.config import OPTIMIZERS, RowConfig, check_rows_config, trainer_section
 from verl_like.config_key import key
@@ -42,7 +42,7 @@ SFT = Recipe(
     schema=SFTConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="sft_trainer",
-    placements=presets({"global_pool": ["sft"]}),
+    placements=placement_presets({"global_pool": ["sft"]}),
     registries=(OPTIMIZERS,),
     checks=(check_rows_config,),
 )

@@ -31,7 +31,7 @@ from verl_like.calls.diagnose import (
     describe_late_call,
     likely_cause,
 )
-from verl_like.calls.result import Result
+from verl_like.calls.result import CallResult
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Header, Pending, payload_of
 from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
@@ -98,7 +98,7 @@ class WorkerFuture:
 
     def batch(self, timeout: float | None = None) -> Any:
         """Wait for the result and return its batch, without its metrics."""
-        batch = Result.of(self.get(timeout)).batch
+        batch = CallResult.of(self.get(timeout)).batch
         if batch is None:
             raise DispatchError(
                 f"{self.name} returned only metrics, but its future was passed on as a batch."
@@ -181,7 +181,7 @@ class WorkerFuture:
 
 
 class DataProtoFuture(WorkerFuture):
-    """The future of a `DataProto`, or of a `Result` if the method also returns metrics.
+    """The future of a `DataProto`, or of a `CallResult` if the method also returns metrics.
 
     If you pass it to a group with as many data-parallel ranks, its chunks go from worker to worker
     and not through the driver.

@@ -32,7 +32,7 @@ from verl_like.calls.dispatch import (
     registered_methods,
 )
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
-from verl_like.calls.result import Result, collect_metrics, form_of
+from verl_like.calls.result import CallResult, collect_metrics, form_of
 from verl_like.calls.transport import Transport
 from verl_like.calls.verl_surface import VerlGroup
 from verl_like.calls.wire import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
@@ -224,7 +224,7 @@ class BoundMethod:
         if form == METRICS:
             return collect_metrics(reporting)
         batch = value_of(self.mode.collect_fn(target, outputs))
-        return Result(batch, collect_metrics(reporting)) if form == BOTH else batch
+        return CallResult(batch, collect_metrics(reporting)) if form == BOTH else batch
 
 
 def _resolved(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The results of a worker's methods: a batch, metrics, or both as one `Result`.
+"""The results of a worker's methods: a batch, metrics, or both as one `CallResult`.
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto: ...       # get() gives a DataProto
@@ -7,7 +7,7 @@
     def update_critic(self, data: DataProto) -> CallMetrics: ...  # get() gives lists by rank
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_log_prob(self, data: DataProto) -> Result: ...        # get() gives a Result
+    def compute_log_prob(self, data: DataProto) -> CallResult: ...        # get() gives a CallResult
 
 The annotation declares the form (`declared_form`), and each worker checks the result against it
 (`split_result`). The result of a method without an annotation may have any of the three forms, as
@@ -34,15 +34,15 @@ CallMetrics = dict[str, Any]
 """Name -> a number, a string, or a list of these; for a whole group, the list over its ranks."""
 
 
-class Result(NamedTuple):
+class CallResult(NamedTuple):
     """A batch and its metrics."""
 
     batch: Any = None
     metrics: CallMetrics = {}
 
     @classmethod
-    def of(cls, value: Any) -> Result:
-        """Return the value of a future as a `Result`, whatever form its method declares.
+    def of(cls, value: Any) -> CallResult:
+        """Return the value of a future as a `CallResult`, whatever form its method declares.
 
         It includes the metrics that verl's workers put into `meta_info["metrics"]` of a batch.
         """
@@ -54,7 +54,7 @@ class Result(NamedTuple):
         return cls(batch, metrics)
 
 
-_FORM_OF = {DataProto: BATCH, TensorDict: BATCH, dict: METRICS, Result: BOTH, tuple: BOTH}
+_FORM_OF = {DataProto: BATCH, TensorDict: BATCH, dict: METRICS, CallResult: BOTH, tuple: BOTH}
 _NO_RESULT = (int, float, str, bool, list, torch.Tensor, np.ndarray)
 
 
@@ -71,8 +71,8 @@ def declared_form(method: Callable[..., Any]) -> str:
         name = getattr(method, "__qualname__", method)
         raise DispatchError(
             f"{name} is declared to return {kind.__name__}; a data-parallel method must return a "
-            "DataProto (or a TensorDict), metrics (a dict), or both (verl_like.Result). To collect "
-            "one value per rank, register it with Dispatch.DP_COMPUTE_METRIC."
+            "DataProto (or a TensorDict), metrics (a dict), or both (verl_like.CallResult). To "
+            "collect one value per rank, register it with Dispatch.DP_COMPUTE_METRIC."
         )
     return _FORM_OF.get(kind, METRICS if kind is Mapping else "")
 

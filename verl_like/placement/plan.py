@@ -145,7 +145,7 @@ class Placement:
                 if alike > 1:
                     node = f"{node} to {plan.nodes[last].name}"
                 times = f"{alike} x " if alike > 1 else ""
-                devices = times + _devices_in_words(plan, plan.nodes[first], count)
+                devices = times + _describe_devices(plan, plan.nodes[first], count)
                 cpus = f"{times}{count * plan.cpus_per_process:g}"
                 rows.append((plan.name, node, devices, roles, f"{times}{count}", cpus))
         return "\n".join(draw_table(rows, width))
@@ -162,7 +162,7 @@ def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:
         yield alike[0], alike[-1], len(alike)
 
 
-def _devices_in_words(plan: PoolPlan, node: Node, num_processes: int) -> str:
+def _describe_devices(plan: PoolPlan, node: Node, num_processes: int) -> str:
     """Return the devices that a pool's processes take of a node besides CPUs: `2 GPUs, 2 accel`."""
     kind, amount = node.kind, float(num_processes)
     if node.kind == "GPU":
@@ -256,7 +256,7 @@ def _choose_nodes(
             way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
             raise NoRoomError(
                 f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
-                f"{' and '.join(needs)} each, and none has room: {_rooms_in_words(rooms, chosen)}. "
+                f"{' and '.join(needs)} each, and none has room: {_describe_rooms(rooms, chosen)}. "
                 f"To fix it, {way_out}."
             )
         fitting[0].take(count, need)
@@ -297,7 +297,7 @@ def _more_devices(pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequenc
     return f"set trainer.n_gpus_per_node={enough}, the devices of a node for all pools, or {fewer}"
 
 
-def _rooms_in_words(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
+def _describe_rooms(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
     """Describe the free resources of every node and mark nodes that the pool already uses.
 
     Nodes with equal descriptions are named together.

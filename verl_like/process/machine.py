@@ -47,7 +47,7 @@ def children(pid: int) -> Iterator[int]:
     tasks = f"/proc/{pid}/task"
     with contextlib.suppress(OSError):  # that process is gone
         for thread in os.listdir(tasks):
-            yield from map(int, words_of(f"{tasks}/{thread}/children"))
+            yield from map(int, proc_fields(f"{tasks}/{thread}/children"))
 
 
 def descendants(pid: int) -> list[int]:
@@ -63,11 +63,11 @@ def descendants(pid: int) -> list[int]:
 
 def resident_bytes(pid: int) -> int | None:
     """Return the resident memory of a process; None if it is gone, or without /proc."""
-    words = words_of(f"/proc/{pid}/statm")
+    words = proc_fields(f"/proc/{pid}/statm")
     return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if words else None
 
 
-def words_of(path: str) -> list[bytes]:
+def proc_fields(path: str) -> list[bytes]:
     """Return the words of a file in /proc, or an empty list if its process is gone.
 
     It is read without a file object, because a watch over processes reads many files.

@@ -30,7 +30,7 @@ from functools import partial
 from typing import NoReturn
 
 from verl_like.errors import ConfigError
-from verl_like.process.machine import descendants, words_of
+from verl_like.process.machine import descendants, proc_fields
 from verl_like.process.sandbox import Sandbox, isolate_network
 
 WATCH_S = 0.2
@@ -263,14 +263,14 @@ def excess(sandbox: Sandbox, folder: str) -> str | None:
 
 def _own_memory(pid: int) -> int:
     """Return the bytes of a process, with shared memory and without files; 0 if it is gone."""
-    words = words_of(f"/proc/{pid}/status")[::-1]  # the first line, its name, may be any text
+    words = proc_fields(f"/proc/{pid}/status")[::-1]  # the first line, its name, may be any text
     total = [words.index(word) for word in (b"RssAnon:", b"RssShmem:") if word in words]
     return sum(1024 * int(words[place - 1]) for place in total)
 
 
 def _memory_by_share(pid: int) -> int:
     """Return the memory like `_own_memory`, but divide shared memory among its processes."""
-    words = words_of(f"/proc/{pid}/smaps_rollup")
+    words = proc_fields(f"/proc/{pid}/smaps_rollup")
     total = [words.index(word) for word in (b"Pss_Anon:", b"Pss_Shmem:") if word in words]
     return sum(1024 * int(words[place + 1]) for place in total) if total else _own_memory(pid)
 

@@ -9,6 +9,6 @@ host          processes of environments, and communication with them
 loop          turns of many trajectories next to one engine
 """
 
-from workers.agents.environment import Adapter, Environment, TrajectoryEnd, Turn
+from workers.agents.environment import Environment, EnvironmentAdapter, TrajectoryEnd, Turn
 
-__all__ = ["Adapter", "TrajectoryEnd", "Environment", "Turn"]
+__all__ = ["EnvironmentAdapter", "TrajectoryEnd", "Environment", "Turn"]

@@ -91,10 +91,10 @@ class Environment:
         raise NotImplementedError
 
 
-class Adapter(Environment):
+class EnvironmentAdapter(Environment):
     """An environment class for many environments, chosen by an id: `environment=PREFIX:ID`.
 
-        class Level(Adapter):                   # environment=levels.py:Level:7
+        class Level(EnvironmentAdapter):                   # environment=levels.py:Level:7
             def reset(self, row, rng):
                 return f"level {self.id}"
 
@@ -121,7 +121,7 @@ class Adapter(Environment):
 
 
 ADAPTERS: Registry[str] = Registry("adapter of environments")
-"""Prefix -> the module and class of its `Adapter`, or a function (id, kwargs) -> agent."""
+"""Prefix -> module and class of its `EnvironmentAdapter`, or a function (id, kwargs) -> agent."""
 for _prefix, _class in {
     "gem": "Gem",
     "gymnasium": "Gymnasium",
@@ -178,7 +178,7 @@ class EnvironmentSpec:
             if inspect.isfunction(target) and "row" in inspect.signature(target).parameters:
                 return self._agent(target, kwargs, parser)
             cls = _class_of(target, self.path, kwargs)
-        if cls is not None and issubclass(cls, Adapter):
+        if cls is not None and issubclass(cls, EnvironmentAdapter):
             functions += cls.tools
             kwargs = {}
         loaded = Loaded(cls, kwargs, functions, parser)
@@ -347,16 +347,17 @@ def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
             f"environment={path} is neither a class with a method `reset` nor an agent "
             "(a function of `row`)."
         )
-    if not issubclass(cls, Adapter):
+    if not issubclass(cls, EnvironmentAdapter):
         if own_id:
             raise ConfigError(
-                f"environment={path}: {cls.__name__} is not an Adapter, so it takes no :ID."
+                f"environment={path}: {cls.__name__} is not an EnvironmentAdapter, so it takes no "
+                ":ID."
             )
         _check_signatures(cls, path, kwargs)
         return cls
     if not own_id:
         raise ConfigError(f"environment={path}: add an id to it, {path}:ID.")
-    adapted: type[Adapter] = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
+    adapted: type[EnvironmentAdapter] = type(cls.__name__, (cls,), {"id": own_id, "kwargs": kwargs})
     adapted.prepare()
     _check_signatures(adapted, path, {})
     return adapted

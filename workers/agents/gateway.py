@@ -44,7 +44,7 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import Parser, ToolCall, call_like, parse
 from workers.agents.dialects import DIALECTS, Dialect
 from workers.agents.seeds import seed_globals
-from workers.agents.tools import Tool, fits, waited, words_of
+from workers.agents.tools import Tool, describe_type, fits, waited
 
 COUNT_TOKENS, BYTES_PER_TOKEN = "v1/messages/count_tokens", 4
 OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
@@ -517,7 +517,9 @@ def key_in(headers: Iterable[tuple[str, str]]) -> str:
 def _check_kinds(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if not fits(value, KINDS.get(name, {})):
-            raise RejectedRequest(f"{name}={value!r:.80} must be {words_of(KINDS[name])}", name)
+            raise RejectedRequest(
+                f"{name}={value!r:.80} must be {describe_type(KINDS[name])}", name
+            )
 
 
 def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

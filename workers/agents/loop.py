@@ -55,7 +55,7 @@ class TurnLoop:
         self._numbers = itertools.count()
         self._trajectories: dict[int, Trajectory] = {}
         """The trajectories that are not taken, by number."""
-        self._games: dict[int, range] = {}
+        self._environments: dict[int, range] = {}
         """Numbers of the trajectories of each open environment, one per player."""
         self._num_waits = 0
         self._setting: Setting
@@ -86,12 +86,18 @@ class TurnLoop:
         self._num_open = num_open
         numbers: list[int] = []
         for start in starts:
-            number = game = next(self._numbers)
+            number = environment_id = next(self._numbers)
             if start.player and numbers:
                 last = self._trajectories[numbers[-1]]
-                game = last.game if last.start.game == start.game else number
-            self._games[game] = range(game, number + 1)
-            self._trajectories[number] = Trajectory(start, self._setting, number=number, game=game)
+                environment_id = (
+                    last.environment_id
+                    if last.start.environment_key == start.environment_key
+                    else number
+                )
+            self._environments[environment_id] = range(environment_id, number + 1)
+            self._trajectories[number] = Trajectory(
+                start, self._setting, number=number, environment_id=environment_id
+            )
             numbers.append(number)
         return numbers
 
@@ -108,50 +114,58 @@ class TurnLoop:
         for trajectory in self._trajectories.values():
             trajectory.num_sampled_in_take = 0
         try:
-            while self._games:
+            while self._environments:
                 if queued := self._in(TrajectoryState.QUEUED):
                     room = max(0, self._num_open - len(self._open()))
-                    for game in sorted({trajectory.game for trajectory in queued[:room]}):
-                        for player in self._players(game):
+                    for environment_id in sorted(
+                        {trajectory.environment_id for trajectory in queued[:room]}
+                    ):
+                        for player in self._players(environment_id):
                             player.open()
                 has_enough = self._play_on(budget)
-                self._end_games()
+                self._end_environments()
                 if has_enough or budget.is_over:
                     break
         except BaseException:
             self.abort()
             raise
-        ended = [t.number for t in self._trajectories.values() if t.game not in self._games]
+        ended = [
+            t.number
+            for t in self._trajectories.values()
+            if t.environment_id not in self._environments
+        ]
         return {number: self._trajectories.pop(number) for number in ended}
 
     def abort(self) -> None:
         """Drop all trajectories and end their environments."""
         self._engine.abort([running.request_id for running in self._in(TrajectoryState.ENGINE)])
-        for game in self._games:
-            self._host.end(game)
-        self._trajectories, self._games = {}, {}
+        for environment_id in self._environments:
+            self._host.end(environment_id)
+        self._trajectories, self._environments = {}, {}
 
-    def _players(self, game: int) -> list[Trajectory]:
+    def _players(self, environment_id: int) -> list[Trajectory]:
         """Return the trajectories of an environment."""
-        return [self._trajectories[number] for number in self._games.get(game, ())]
+        return [self._trajectories[number] for number in self._environments.get(environment_id, ())]
 
-    def _end_games(self) -> None:
+    def _end_environments(self) -> None:
         """End the environments that have no trajectory left.
 
         If a trajectory ends for another reason than its environment's reply, the trajectories of
         the other players end, too.
         """
-        ended = {t.game for t in self._in(TrajectoryState.ENDED)} & self._games.keys()
-        for game in ended:
-            players = self._players(game)
+        ended = {
+            t.environment_id for t in self._in(TrajectoryState.ENDED)
+        } & self._environments.keys()
+        for environment_id in ended:
+            players = self._players(environment_id)
             for cut in [t for t in players if t.state is TrajectoryState.ENDED and not t.has_left]:
                 for other in players:
                     if other.state is not TrajectoryState.ENDED:
                         self._drop_request(other)
                         other.end(cut.ended, cut.problem)
             if all(t.state is TrajectoryState.ENDED for t in players):
-                self._host.end(game)
-                del self._games[game]
+                self._host.end(environment_id)
+                del self._environments[environment_id]
 
     def _in(self, state: TrajectoryState) -> list[Trajectory]:
         return [
@@ -249,17 +263,17 @@ class TurnLoop:
             self._drop_request(trajectory)
             trajectory.end(LATE, f"it took over environment.trajectory_timeout_s={most:g} s")
 
-    def _on_failure(self, game: int, answer: Mapping[str, Any]) -> None:
+    def _on_failure(self, environment_id: int, answer: Mapping[str, Any]) -> None:
         """Restart with a fresh environment and the same noise, or end with the problem.
 
         After a missed deadline, restart only while some trajectories have not missed one, so that
         nobody waits for a second deadline.
         """
         is_late = answer["reason"] == LATE
-        players = self._players(game)
+        players = self._players(environment_id)
         failed = [player for player in players if player.state is not TrajectoryState.ENDED]
         for player in failed:
-            player.note_time(self._host.busy_s(game))
+            player.note_time(self._host.busy_s(environment_id))
             player.answers.append(answer)
             self._drop_request(player)
             player.was_late |= is_late
@@ -269,7 +283,7 @@ class TurnLoop:
             for player in failed:
                 player.end(answer["reason"], str(answer["failed"]))
             return
-        self._host.end(game)
+        self._host.end(environment_id)
         for player in players:
             again = self._trajectories[player.number] = player.restarted()
             again.open()

@@ -123,7 +123,7 @@ def _starts(
     for number in range(data.num_real_rows):
         uid, index = str(columns["uid"][number]), indices[number]
         key, name = noise_of(uid, index), f"uid {uid} sample {index}"
-        game, player = split_player_uid(uid) if PLAYERS in columns else (uid, "")
+        prompt_uid, player = split_player_uid(uid) if PLAYERS in columns else (uid, "")
         columns_of_user = columns["row_columns"][number] if "row_columns" in columns else {}
         rule = columns["reward_model"][number] if "reward_model" in columns else {}
         row = {
@@ -139,14 +139,19 @@ def _starts(
         players = kinds[kind].players
         place = players.index(player) if players else 0
         if place:  # the first player's environment
-            if len(starts) < place or starts[-place].game != (game, index):
+            if len(starts) < place or starts[-place].environment_key != (prompt_uid, index):
                 raise RolloutError(f"rollout: {name} is missing the other players {players}.")
             row = dict(starts[-place].row)
-        seeds = noise_of(game, OF_ALL), noise_of(game, index)
+        seeds = noise_of(prompt_uid, OF_ALL), noise_of(prompt_uid, index)
         tools = None if kind == "" else kinds[kind].tools
         start = TrajectoryStart(row["prompt"], row, seeds, key, name, faults)
         starts.append(
-            replace(start, player=player * bool(players), game=(game, index), tools=tools)
+            replace(
+                start,
+                player=player * bool(players),
+                environment_key=(prompt_uid, index),
+                tools=tools,
+            )
         )
     return starts
 

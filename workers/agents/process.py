@@ -25,7 +25,7 @@ from verl_like.errors import ConfigError
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
 from workers.agents.environment import Environment, EnvironmentSpec, Loaded, Playable, Turn
 from workers.rewards.channel import FunctionEnd
-from workers.rewards.process import in_words, place_of
+from workers.rewards.process import describe_error, place_of
 
 FROM_JSON = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 TO_JSON = json.JSONEncoder().encode
@@ -162,7 +162,9 @@ def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[
             else:
                 answer = episode.step(**message)
         except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-            answer = {"failed": in_words(error, sandbox="environment.sandbox") + place_of(error)}
+            answer = {
+                "failed": describe_error(error, sandbox="environment.sandbox") + place_of(error)
+            }
         answer["busy_s"] = time.perf_counter() - began
         reply = TO_JSON(answer).encode() + b"\n"
         while reply:

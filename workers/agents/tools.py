@@ -101,7 +101,8 @@ class Tool:
         """Return why the tool cannot be called with these arguments; "" if it can."""
         properties = self.parameters.get("properties", {})
         takes = (
-            ", ".join(f"{name}: {words_of(part)}" for name, part in properties.items()) or "nothing"
+            ", ".join(f"{name}: {describe_type(part)}" for name, part in properties.items())
+            or "nothing"
         )
         for name in arguments:
             if name not in properties:
@@ -111,7 +112,9 @@ class Tool:
                 return f"{self.name} needs the argument {name!r}; it takes {takes}"
         for name, value in arguments.items():
             if not fits(value, properties[name]):
-                return f"{self.name}: {name}={value!r:.80} must be {words_of(properties[name])}"
+                return (
+                    f"{self.name}: {name}={value!r:.80} must be {describe_type(properties[name])}"
+                )
         return ""
 
 
@@ -162,14 +165,14 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
     )
 
 
-def words_of(schema: Mapping[str, Any]) -> str:
+def describe_type(schema: Mapping[str, Any]) -> str:
     """Return a schema's type as text."""
     if "enum" in schema:
         return f"one of {schema['enum']}"
     if "anyOf" in schema:
-        return " or ".join(map(words_of, schema["anyOf"]))
+        return " or ".join(map(describe_type, schema["anyOf"]))
     kind = str(schema.get("type", "value"))
-    return f"array of {words_of(schema['items'])}" if "items" in schema else kind
+    return f"array of {describe_type(schema['items'])}" if "items" in schema else kind
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:

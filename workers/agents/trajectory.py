@@ -78,7 +78,7 @@ class TrajectoryStart:
     name: str
     faults: Faults = NO_FAULTS
     """The faults that are injected into its environment."""
-    game: Any = None
+    environment_key: Any = None
     """Identifies its environment; the starts of an environment's players are consecutive."""
     player: str = ""
     """Name of its player, if the environment has several."""
@@ -127,7 +127,7 @@ class Trajectory:
     sample: Sample = field(default_factory=lambda: Sample([]))
     turns: list[int] = field(default_factory=list)
     number: int = 0
-    game: int = 0
+    environment_id: int = 0
     """The number of its environment, shared by all players."""
     state: TrajectoryState = TrajectoryState.QUEUED
     request_id: int = -1
@@ -193,7 +193,7 @@ class Trajectory:
             self.start,
             self.setting,
             number=self.number,
-            game=self.game,
+            environment_id=self.environment_id,
             attempts=self.attempts + 1,
             was_late=self.was_late,
             given_up=+(self.given_up + tokens),
@@ -205,8 +205,8 @@ class Trajectory:
         self.state = TrajectoryState.ENVIRONMENT
         self.since = self.began = time.monotonic()
         self.times[-1].asked = time.time()
-        if self.number == self.game:
-            self.setting.host.open(self.game, self.start.seeds, self.start.row)
+        if self.number == self.environment_id:
+            self.setting.host.open(self.environment_id, self.start.seeds, self.start.row)
 
     @property
     def renderer(self) -> TurnRenderer:
@@ -347,8 +347,8 @@ class Trajectory:
         except Exception as error:  # noqa: BLE001 - it is this request's error
             words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
-            refusal = {"rejected": problem.fields, "is_cut": bool(self.cut)}
-            self.setting.host.say(self.game, "", **refusal, **self._named)
+            refusal: dict[str, Any] = {"rejected": problem.fields, "is_cut": bool(self.cut)}
+            self.setting.host.say(self.environment_id, "", **refusal, **self._named)
             return
         if request["extends"] and self.setting.reads_sampled:
             request = {**request, "chat": []}  # a replay reads only its messages
@@ -412,7 +412,7 @@ class Trajectory:
             struck = [kind for kind in KINDS if faults.strike(kind, key, self.num_turns)]
             self.faults.update(struck)
             if KILL in struck:
-                self.setting.host.kill(self.game)
+                self.setting.host.kill(self.environment_id)
                 return
             delay_s = faults.delay_s if DELAY in struck else 0.0
         is_stopped = sampled_ids[-1] in self.setting.sampling.stop_token_ids
@@ -423,7 +423,7 @@ class Trajectory:
         else:
             renderer = self.setting.chat.with_tools(self.request["tools"])
             details |= self._details(len(sampled_ids))
-        self.setting.host.say(self.game, renderer.text_of(ids), delay_s, **details)
+        self.setting.host.say(self.environment_id, renderer.text_of(ids), delay_s, **details)
 
     @property
     def _named(self) -> dict[str, Any]:

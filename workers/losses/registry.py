@@ -1,7 +1,7 @@
 """Policy losses by name, and the declared properties of each loss.
 
     @POLICY_LOSSES.register("mine")
-    @reads_keys("clip_ratio_low")
+    @declare_loss_keys("clip_ratio_low")
     def compute_policy_loss_mine(old_log_prob, log_prob, advantages, response_mask, ...): ...
 
 A loss has verl's signature and is called by keyword: old and new log-probs, advantages, mask,
@@ -84,7 +84,7 @@ def declares(**traits: Any) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     return mark
 
 
-def reads_keys(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
+def declare_loss_keys(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
     """Declare the policy-loss keys that this loss reads, such as `clip_ratio`."""
     return declares(keys_read=keys)
 

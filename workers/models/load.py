@@ -107,7 +107,7 @@ def load_weights(
             reject_extra(module, config, source.unknown_entries(whole, stored_names))
             return
         if not is_bare_config(config.path):
-            extra = _in_words(module, source.unknown_entries(whole, stored_names))
+            extra = _describe_unused(module, source.unknown_entries(whole, stored_names))
             raise ConfigError(
                 f"the model {config.path!r} lacks {len(missing)} weights: "
                 f"{', '.join([*missing][:20])}{f'; it has {extra}' if extra else ''}."
@@ -363,7 +363,7 @@ def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
     These are entries that the transformers class ignores (layers that predict further tokens),
     entries that are computed today, and the head of a classifier.
     """
-    if extra := _in_words(module, names):
+    if extra := _describe_unused(module, names):
         raise ConfigError(
             f"the model {config.path!r} has {extra}. Its outputs would probably be wrong: "
             "config.json may describe a different model, or the folder may be quantized. Save it "
@@ -371,7 +371,7 @@ def reject_extra(module: Any, config: ModelConfig, names: Iterable[str]) -> None
         )
 
 
-def _in_words(module: Any, names: Iterable[str]) -> str:
+def _describe_unused(module: Any, names: Iterable[str]) -> str:
     """Describe the names that are not known to be superfluous; "" if there are none."""
     ignored = [*COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()), r"^score\."]
     extra = sorted(name for name in names if not re.search("|".join(ignored), name))

@@ -26,7 +26,7 @@ class _Communicate(torch.autograd.Function):
 
 def communicate(states: Tensor, send: Send, send_gradient: Send) -> Tensor:
     """Return `send(states)`; the backward pass sends its gradient by `send_gradient`."""
-    result: Tensor = _Communicate.apply(states, send, send_gradient)
+    result: Tensor = _Communicate.apply(states, send, send_gradient)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -43,7 +43,7 @@ class ParallelDims:
         """Number of ranks of the role."""
         return math.prod(self.axes().values())
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return the axes as text, such as `shard 2, tp 4`; empty if FSDP is the only axis."""
         sizes = {**self.axes(), "ep": self.ep}
         shown = sizes if self.world != self.shard or self.ep > 1 else {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist

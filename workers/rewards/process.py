@@ -85,7 +85,7 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         return
     except BaseException as err:  # noqa: BLE001 - a user's file may raise anything
         traceback.print_exc()
-        driver.send([f"{spec} is not loaded: {in_words(err, withheld)}", False, False, None])
+        driver.send([f"{spec} is not loaded: {describe_error(err, withheld)}", False, False, None])
         return
     driver.send([None, call.is_async, call.takes_batches, call.reads])
 
@@ -98,7 +98,7 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
         calls.answer(samples, lambda number, outcome: driver.send([number, outcome]))
 
 
-def in_words(
+def describe_error(
     err: BaseException, withheld: Collection[str] = (), sandbox: str = "reward.sandbox"
 ) -> str:
     """Describe an error in the user's code, with the sandbox key that may have caused it."""
@@ -181,7 +181,7 @@ class Calls:
         return self._outcome(lambda: result)
 
     def _failed(self, err: BaseException) -> Outcome:
-        return None, {}, in_words(err, self._withheld) + place_of(err)
+        return None, {}, describe_error(err, self._withheld) + place_of(err)
 
     async def _score_side_by_side(self, samples: list[tuple[int, Sample]], put: Put) -> None:
         places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)

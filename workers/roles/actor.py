@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import CallMetrics, Result
+from verl_like.calls.result import CallMetrics, CallResult
 from verl_like.errors import BatchError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FSDPConfig, replays_routing, shuffle_seed
@@ -101,7 +101,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=(*SEQUENCES, ROUTED), scores_as="old log-probs")
-    def compute_log_prob(self, data: DataProto) -> Result:
+    def compute_log_prob(self, data: DataProto) -> CallResult:
         """Return `old_log_probs` and `entropys` of the responses under the current policy.
 
         `meta_info["sum_pi_squared"]` requests this column, too, for some advantage estimators.
@@ -112,7 +112,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
             budget = self.log_prob_budget or self.budget
             outputs = self.engine.forward_rows(data, budget, wanted, self.routed)
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
-        return Result(DataProto.from_dict(columns), mfu)
+        return CallResult(DataProto.from_dict(columns), mfu)
 
     @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
     @batch_columns(

@@ -25,7 +25,7 @@ from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import utilization
-from workers.training.microbatch import Budget, Columns, MiniBatch, pass_budget
+from workers.training.microbatch import Columns, MiniBatch, PassBudget, pass_budget
 from workers.training.update import update
 from workers.weights.receiver import WeightReceiver
 from workers.weights.sender import WeightSender
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 
-def value_budget(config: WorkersConfig) -> Budget:
+def value_budget(config: WorkersConfig) -> PassBudget:
     """Return the budget of a pass of the critic, or of its copy."""
     critic = config.critic
     return pass_budget(

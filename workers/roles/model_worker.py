@@ -2,7 +2,7 @@
 
     group.forward(batch, ("log_probs", "entropys"))             # columns
     group.forward_backward(batch, "policy")                     # metrics and the model's outputs
-    group.optim_step(StepSettings(lr=1e-6))                     # metrics; gradients are cleared
+    group.optim_step(OptimStepSettings(lr=1e-6))                # metrics; gradients are cleared
     group.save_checkpoint(path); group.load_checkpoint(path)    # of a trained role
 
 Updates (`update_actor`, `update_critic`, `update_model`) run the same operations on the worker
@@ -25,14 +25,14 @@ from verl_like.calls.dispatch import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl_like.calls.result import CallMetrics, Result
+from verl_like.calls.result import CallMetrics, CallResult
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.process.worker import Worker
 from workers.parallel.sharding import dims_of
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import Budget
-from workers.training.optim import CONFIGURED, StepSettings
+from workers.training.microbatch import PassBudget
+from workers.training.optim import CONFIGURED, OptimStepSettings
 
 if TYPE_CHECKING:
     from workers.memory import EngineT, RoleModel
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)
 """The dispatch mode of methods that run passes over rows."""
-SETTINGS = (str, Sequence, Mapping, StepSettings, type(None))
+SETTINGS = (str, Sequence, Mapping, OptimStepSettings, type(None))
 
 
 def _dispatch_verb(target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +65,10 @@ class ModelWorker(Worker):
     """Runs passes over rows with the model of `self.engine`."""
 
     engine: Any
-    budget: Budget
-    """Budget of a pass of `forward_backward`."""
-    log_prob_budget: Budget | None = None
-    """Budget of a pass of `forward`, if it differs."""
+    budget: PassBudget
+    """PassBudget of a pass of `forward_backward`."""
+    log_prob_budget: PassBudget | None = None
+    """PassBudget of a pass of `forward`, if it differs."""
     temperature = 1.0
     """Divisor of the logits."""
     routed: Sequence[str] = ()
@@ -120,7 +120,7 @@ class ModelWorker(Worker):
     @register(dispatch_mode=VERB, readonly=True)
     def forward_backward(
         self, data: DataProto, loss: str, denominators: Mapping[str, int] | None = None
-    ) -> Result:
+    ) -> CallResult:
         """Add the gradients of a loss on this batch to the accumulated ones.
 
         Returns the model's outputs for every row, without gradients, and metrics. The batch is a
@@ -139,10 +139,10 @@ class ModelWorker(Worker):
         )
         if loss_of_batch.measured is not None:
             metrics |= loss_of_batch.measured(self.engine.groups.batch)
-        return Result(DataProto.from_dict(outputs), metrics)
+        return CallResult(DataProto.from_dict(outputs), metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def optim_step(self, settings: StepSettings = CONFIGURED) -> CallMetrics:
+    def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> CallMetrics:
         """Take an optimizer step with the accumulated gradients, and clear them.
 
         Returns `grad_norm`, `lr` and `skipped_steps`, which is 1 if the norm was not finite.

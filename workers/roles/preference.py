@@ -21,7 +21,7 @@ from workers.models.lora import adapter_off
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
-from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.microbatch import Columns, MiniBatch, PassBudget
 from workers.training.readings import SIDES, Pairs, Reading
 
 
@@ -37,7 +37,7 @@ class ComputesReference(ModelWorker):
     """
 
     engine: TrainEngine
-    budget: Budget
+    budget: PassBudget
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -95,7 +95,7 @@ class PreferenceReferenceWorker(ComputesReference):
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         super().__init__()
-        self.budget = Budget.of(config.data)
+        self.budget = PassBudget.of(config.data)
         self.engine = self.engine_of(
             self.role_model(config), TrainEngine, reading=reading_of(config)
         )
@@ -115,7 +115,7 @@ class PreferenceReferenceWorker(ComputesReference):
         )
 
 
-def response_log_probs(engine: TrainEngine, data: DataProto, budget: Budget) -> DataProto:
+def response_log_probs(engine: TrainEngine, data: DataProto, budget: PassBudget) -> DataProto:
     """Return the log-prob of every response of the batch under the engine's model."""
     log_probs = rectangle_of(engine.forward_rows(data, budget)["log_probs"])
     sums = sum_responses(log_probs)

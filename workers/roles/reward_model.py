@@ -17,7 +17,7 @@ from workers.config import ModelConfig, RewardConfig, model_rewards
 from workers.memory import RoleModel
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
-from workers.training.microbatch import Budget, budget_of_actor
+from workers.training.microbatch import PassBudget, budget_of_actor
 from workers.training.score_engine import ScoreEngine
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RewardModelWorker(ModelWorker):
         self.config = _reward_of(config, self.role)
         self.policy_path = config.actor_rollout_ref.model.path
         rows = self.config.micro_batch_size_per_gpu
-        self.budget = budget_of_actor(config) if rows is None else Budget(rows=rows)
+        self.budget = budget_of_actor(config) if rows is None else PassBudget(rows=rows)
         self.engine = self.engine_of(self.role_model(config, self.role), ScoreEngine)
 
     @classmethod

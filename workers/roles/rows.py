@@ -25,7 +25,7 @@ from workers.training.checkpoint import Checkpointed
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization
-from workers.training.microbatch import Budget, Columns, MiniBatch
+from workers.training.microbatch import Columns, MiniBatch, PassBudget
 from workers.training.readings import Pairs, Reading, RowScores
 from workers.training.update import update
 
@@ -42,7 +42,7 @@ class RowWorker(Checkpointed, ModelWorker):
     def __init__(self, config: RowWorkerConfig) -> None:
         super().__init__()
         self.config = config
-        self.budget = Budget.of(config.data)
+        self.budget = PassBudget.of(config.data)
         self.engine = self.engine_of(
             self.role_model(config),
             TrainEngine,

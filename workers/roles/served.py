@@ -2,7 +2,7 @@
 
     actor.add_state("alice", 8); actor.use_state("alice")
     actor.forward_backward(rows, "importance_sampling")     # `workers.losses.token_sums`
-    actor.optim_step(StepSettings(lr=1e-4))
+    actor.optim_step(OptimStepSettings(lr=1e-4))
     actor.copy_state("alice", "sampler"); actor.use_state("sampler")
     sync_weights(actor, rollout, version)                   # for every placement
     rollout.generate_sequences(rows)
@@ -38,7 +38,7 @@ from workers.rollout.sample import Sample
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
-from workers.training.optim import CONFIGURED, StepSettings
+from workers.training.optim import CONFIGURED, OptimStepSettings
 from workers.training.states import TrainedStates
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class TrainsStates(ModelWorker):
         self.states.clear_gradients(forget_moments)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def optim_step(self, settings: StepSettings = CONFIGURED) -> CallMetrics:
+    def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> CallMetrics:
         """Take an optimizer step of the state in use."""
         with self.states.without_frozen():
             return super().optim_step(settings)

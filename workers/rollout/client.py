@@ -183,9 +183,9 @@ class RolloutClient:
         cuts = [min(place * size, len(rows)) for place in range(len(ranks) + 1)]
         if PLAYERS in batch.non_tensor_batch:
             uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
-            games = [(split_player_uid(str(uids[row]))[0], indices[row]) for row in rows]
+            environments = [(split_player_uid(str(uids[row]))[0], indices[row]) for row in rows]
             for number, cut in enumerate(cuts):
-                while 0 < cut < len(rows) and games[cut] == games[cut - 1]:
+                while 0 < cut < len(rows) and environments[cut] == environments[cut - 1]:
                     cut += 1
                 cuts[number] = cut
         shares = {rank: rows[cuts[n] : cuts[n + 1]] for n, rank in enumerate(ranks)}

@@ -4,8 +4,8 @@ Every role that has a model (actor, critic, reference, reward model) owns one `T
 
     engine = TrainEngine(model_config, fsdp_config, head="token", optim_config=optim)
     engine.build(worker, total_steps)           # opens the process group, shards, loads
-    columns = engine.forward_rows(data, Budget(tokens=16384))    # {"log_probs": [rows, R]}
-    metrics, outputs = engine.forward_backward_rows(data, Budget(rows=8), loss)
+    columns = engine.forward_rows(data, PassBudget(tokens=16384))    # {"log_probs": [rows, R]}
+    metrics, outputs = engine.forward_backward_rows(data, PassBudget(rows=8), loss)
     metrics |= engine.optim_step()
 
 `workers.training.update` composes the last two into an update: epochs over mini-batches. A
@@ -31,13 +31,20 @@ from workers.parallel.sharding import settle
 from workers.training.build import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
-from workers.training.microbatch import Budget, MiniBatch, RowColumns, Rows, all_reduce, mini_batch
+from workers.training.microbatch import (
+    MiniBatch,
+    PassBudget,
+    RowColumns,
+    Rows,
+    all_reduce,
+    mini_batch,
+)
 from workers.training.model import Model, ModelSettings
 from workers.training.optim import (
     CONFIGURED,
     NonfiniteGuard,
+    OptimStepSettings,
     Schedule,
-    StepSettings,
     build_optimizer,
     guarded_step,
 )
@@ -108,7 +115,7 @@ class TrainEngine(Model):
     def forward_rows(
         self,
         data: DataProto,
-        budget: Budget,
+        budget: PassBudget,
         wanted: TokenOutputs = DEFAULT,
         names: Sequence[str] = (),
     ) -> RowColumns:
@@ -124,7 +131,11 @@ class TrainEngine(Model):
             return self.passes.forward(rows, budget, wanted)
 
     def forward_backward(
-        self, batch: MiniBatch, budget: Budget, loss: Loss, pass_outputs: PassOutputs | None = None
+        self,
+        batch: MiniBatch,
+        budget: PassBudget,
+        loss: Loss,
+        pass_outputs: PassOutputs | None = None,
     ) -> dict[str, float]:
         """Add the gradients of the loss of a mini-batch to the accumulated ones.
 
@@ -169,7 +180,7 @@ class TrainEngine(Model):
     def forward_backward_rows(
         self,
         data: DataProto,
-        budget: Budget,
+        budget: PassBudget,
         loss: Loss,
         denominators: Mapping[str, int] | None = None,
     ) -> tuple[dict[str, float], RowColumns]:
@@ -188,7 +199,7 @@ class TrainEngine(Model):
         cuts = self.passes.cut(batch.columns, budget)
         return metrics, self.passes.restored(rows, pass_outputs, cuts)
 
-    def optim_step(self, settings: StepSettings = CONFIGURED) -> dict[str, float]:
+    def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> dict[str, float]:
         """Clip the accumulated gradients, take an optimizer step, and clear them.
 
         A non-finite norm clears them without a step. Returns `grad_norm`, `lr`, and

@@ -4,8 +4,8 @@
   (`Rows.take`). Results return to their rows, with zeros for the pad rows (`Rows.restore`).
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
   (`mini_batch`); `workers.training.update` permutes the rows.
-- Micro-batches are limited by rows or by tokens (`Budget`), longest rows first, so that the rows of
-  a pass have similar lengths. Rows without a token that is read are in none (`cut`).
+- Micro-batches are limited by rows or by tokens (`PassBudget`), longest rows first, so that the
+  rows of a pass have similar lengths. Rows without a token that is read are in none (`cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank
   with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
 - Denominators are counts over the whole mini-batch on all ranks (`MiniBatch.num_rows`,
@@ -40,45 +40,45 @@ RowColumns = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Budget:
+class PassBudget:
     """The size of a forward pass on one rank: a number of rows, or a number of real tokens."""
 
     rows: int | None = None
     tokens: int | None = None
 
     @classmethod
-    def of(cls, data: RowDataConfig) -> Budget:
+    def of(cls, data: RowDataConfig) -> PassBudget:
         """Return the budget of a recipe's passes: tokens if `use_dynamic_bsz`, otherwise rows."""
         if data.use_dynamic_bsz:
             return cls(tokens=data.max_token_len_per_gpu)
         return cls(rows=data.micro_batch_size_per_gpu)
 
-    def halved(self) -> Budget | None:
+    def halved(self) -> PassBudget | None:
         """Return half of this budget, or None if it is one row or one token."""
         rows = None if self.rows is None else self.rows // 2
         tokens = None if self.tokens is None else self.tokens // 2
-        return Budget(rows, tokens) if rows or tokens else None
+        return PassBudget(rows, tokens) if rows or tokens else None
 
     def __str__(self) -> str:
         return f"{self.rows} rows" if self.tokens is None else f"{self.tokens} tokens"
 
 
-def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> Budget:
+def pass_budget(config: WorkersConfig, rows: int, tokens: int | None = None) -> PassBudget:
     """Return the budget of a PPO role: `rows` if the actor counts rows, otherwise tokens.
 
     `tokens` is the role's own limit; the default is the limit of the actor.
     """
     if not config.actor_rollout_ref.actor.use_dynamic_bsz:
-        return Budget(rows=rows)
-    return Budget(tokens=tokens or tokens_per_pass(config))
+        return PassBudget(rows=rows)
+    return PassBudget(tokens=tokens or tokens_per_pass(config))
 
 
-def budget_of_actor(config: WorkersConfig) -> Budget:
+def budget_of_actor(config: WorkersConfig) -> PassBudget:
     """Return the budget of the actor's passes; tokens if the policy is not trained."""
     actor = getattr(config.actor_rollout_ref, "actor", None)
     if actor is None:
         width = config.data.max_prompt_length + config.data.max_response_length
-        return Budget(tokens=max(LARGEST_PASS, width))
+        return PassBudget(tokens=max(LARGEST_PASS, width))
     return pass_budget(config, actor.ppo_micro_batch_size_per_gpu)
 
 
@@ -266,7 +266,7 @@ def mini_batch(
 
 def cut(
     lengths: Sequence[int],
-    budget: Budget,
+    budget: PassBudget,
     *,
     rectangles: bool = False,
     border: int | None = None,

@@ -94,7 +94,7 @@ def build_optimizer(
 
 
 @dataclass(frozen=True)
-class StepSettings:
+class OptimStepSettings:
     """Settings of one optimizer step that differ from the configuration; None keeps a setting."""
 
     lr: float | None = None
@@ -127,7 +127,7 @@ class StepSettings:
                 group.update(values)
 
 
-CONFIGURED = StepSettings()
+CONFIGURED = OptimStepSettings()
 
 
 class Schedule:

@@ -24,8 +24,8 @@ from workers.parallel.offload import to_device
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import (
-    Budget,
     MiniBatch,
+    PassBudget,
     RowColumns,
     Rows,
     detached,
@@ -50,7 +50,7 @@ class Passes:
     def __init__(self, model: Model, reading: Reading) -> None:
         self.model, self.reading = model, reading
 
-    def forward(self, rows: Rows, budget: Budget, wanted: TokenOutputs = DEFAULT) -> RowColumns:
+    def forward(self, rows: Rows, budget: PassBudget, wanted: TokenOutputs = DEFAULT) -> RowColumns:
         """Return the outputs for every row, without gradients."""
         pass_outputs: PassOutputs = {}
 
@@ -83,7 +83,11 @@ class Passes:
             model.layers.forward(self, batches, compute, after)
 
     def train(
-        self, batch: MiniBatch, budget: Budget, loss: Loss, pass_outputs: PassOutputs | None = None
+        self,
+        batch: MiniBatch,
+        budget: PassBudget,
+        loss: Loss,
+        pass_outputs: PassOutputs | None = None,
     ) -> dict[str, Tensor]:
         """Run forward and backward passes; return this rank's shares of the metrics.
 
@@ -120,7 +124,7 @@ class Passes:
             model.layers.train(self, batches, compute, loss)
         return totals
 
-    def cut(self, columns: RowColumns, budget: Budget) -> Cuts:
+    def cut(self, columns: RowColumns, budget: PassBudget) -> Cuts:
         """Return the rows of every micro-batch."""
         cuts, lengths = self.reading.cut(columns, budget)
         # by tokens, at least as many micro-batches as stages, so that all stages have work
@@ -224,12 +228,12 @@ class SmallerPasses:
     """
 
     def __init__(self) -> None:
-        self._fitting: dict[Budget, Budget] = {}
+        self._fitting: dict[PassBudget, PassBudget] = {}
 
     def run(
         self,
-        train: Callable[[Budget], dict[str, Tensor]],
-        budget: Budget,
+        train: Callable[[PassBudget], dict[str, Tensor]],
+        budget: PassBudget,
         clear: Callable[[], None],
     ) -> dict[str, Tensor]:
         """Return the result of `train` with this budget, or with a smaller one that fits.

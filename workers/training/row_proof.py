@@ -29,7 +29,7 @@ from workers.models.support.proof import NO_MODEL, Support, relative_error
 from workers.models.support.stand_in import MODEL_ERRORS, POSITIONS, VOCABULARY
 from workers.parallel.sequence import AttendRows, SequenceRanks
 from workers.training.attention import packed_rows, takes_layout
-from workers.training.microbatch import Budget, RowColumns, cut
+from workers.training.microbatch import PassBudget, RowColumns, cut
 from workers.training.packing import (
     Feed,
     model_inputs,
@@ -87,12 +87,12 @@ class RowPasses:
         lengths: list[int] = needed_lengths(reads, whole=self.border is not None).tolist()
         return lengths
 
-    def cut(self, ids: Ragged, reads: Ragged, budget: Budget) -> list[list[int]]:
+    def cut(self, ids: Ragged, reads: Ragged, budget: PassBudget) -> list[list[int]]:
         """Return the row numbers of every micro-batch."""
         lengths, budget = self.lengths(reads), self.of_all_ranks(budget)
         if self.is_square and budget.tokens is not None:
             longest = max(lengths, default=0)
-            budget = Budget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
+            budget = PassBudget(tokens=min(budget.tokens, max(longest, LARGEST_SQUARE)))
         order = prefix_order(ids, reads, lengths) if self.shares else None
         if order is not None:
             saved = [int((1 - COST_OF_COPY) * shared) for shared in order.shared]
@@ -104,11 +104,11 @@ class RowPasses:
         order = prefix_order(ids, reads, self.lengths(reads)) if self.shares else None
         return 0 if order is None else sum(order.shared)
 
-    def of_all_ranks(self, budget: Budget) -> Budget:
+    def of_all_ranks(self, budget: PassBudget) -> PassBudget:
         """Return the token budget of a rank times the number of ranks that share a pass."""
         if self.ranks is None or budget.tokens is None:
             return budget
-        return Budget(tokens=budget.tokens * self.ranks.size)
+        return PassBudget(tokens=budget.tokens * self.ranks.size)
 
     def feed(self, columns: RowColumns, reads: Ragged, device: torch.device) -> Feed:
         """Return the arguments of a pass over these rows, with each segment as a separate row."""
@@ -314,7 +314,7 @@ def _why_not(model: Any, way: RowPasses, expected: list[Tensor]) -> str:
     columns, reads = probe_rows()
     cpu = torch.device("cpu")
     with packed_rows(model) if way.kind == "packed" else torch.no_grad():
-        for rows in way.cut(columns["input_ids"], reads, Budget(rows=len(LENGTHS))):
+        for rows in way.cut(columns["input_ids"], reads, PassBudget(rows=len(LENGTHS))):
             index = torch.tensor(rows)
             picked = {name: column.index_select(0, index) for name, column in columns.items()}
             try:

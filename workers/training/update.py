@@ -2,7 +2,7 @@
 
 Example:
 
-    metrics = update(engine, data, loss, mini_batch_size=64, budget=Budget(rows=8), epochs=2)
+    metrics = update(engine, data, loss, mini_batch_size=64, budget=PassBudget(rows=8), epochs=2)
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from verl_like.errors import BatchError
 from workers.training.loss import Loss
-from workers.training.microbatch import Budget, Rows, count_mini_batches, mini_batch
-from workers.training.optim import StepSettings
+from workers.training.microbatch import PassBudget, Rows, count_mini_batches, mini_batch
+from workers.training.optim import OptimStepSettings
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -33,7 +33,7 @@ def update(
     loss: Loss,
     *,
     mini_batch_size: int,
-    budget: Budget,
+    budget: PassBudget,
     epochs: int = 1,
     shuffle_seed: int | None = None,
     extra_batches: Sequence[tuple[DataProto, Loss]] = (),
@@ -60,7 +60,7 @@ def update(
             for other, other_loss in others:
                 share = mini_batch(other, number, len(places), group, device)
                 metrics |= engine.forward_backward(share, budget, other_loss)
-            steps.append(metrics | engine.optim_step(StepSettings(ends_update=False)))
+            steps.append(metrics | engine.optim_step(OptimStepSettings(ends_update=False)))
 
     taken = [step for step in steps if not step["skipped_steps"]]
     counted = taken or steps

@@ -29,7 +29,7 @@ DEVICE_CHUNKS = 8
 """Chunks that are hashed at a time on a device, in 128 MiB of memory."""
 
 
-def words_of(tensor: Tensor) -> Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """Return the bits of each number of a contiguous tensor as an integer, without a copy."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(integers[tensor.dtype.itemsize])

@@ -22,7 +22,7 @@ from workers.models.lora import PARTS, merged_weight, shapes_differ
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
 from workers.weights.channel import HOST, Channel
-from workers.weights.checksum import hash_of, words_of
+from workers.weights.checksum import as_integers, hash_of
 from workers.weights.connection import Manifest
 from workers.weights.module_writer import describe_problems, raise_problems
 
@@ -115,8 +115,8 @@ PREFIX = "changes:"
 
 def encode_changes(old: Tensor, new: Tensor) -> Tensor | None:
     """Return the changed numbers as bytes; None if they are not shorter than `new`."""
-    words = words_of(new)
-    places = (words_of(old) != words).nonzero().squeeze(1)
+    words = as_integers(new)
+    places = (as_integers(old) != words).nonzero().squeeze(1)
     num_blocks = -(-len(words) // BLOCK)
     if 2 * num_blocks + len(places) * (1 + new.itemsize) >= new.nbytes:
         return None
@@ -127,7 +127,7 @@ def encode_changes(old: Tensor, new: Tensor) -> Tensor | None:
 
 def apply_changes(tensor: Tensor, changes: Tensor) -> None:
     """Write the changes that `encode_changes` returned into the old tensor."""
-    words = words_of(tensor)
+    words = as_integers(tensor)
     num_blocks = -(-len(words) // BLOCK)
     counts = changes[: 2 * num_blocks].clone().view(torch.int16).long()
     total = int(counts.sum())

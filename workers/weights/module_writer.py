@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.errors import WeightSyncError
-from workers.weights.checksum import words_of
+from workers.weights.checksum import as_integers
 
 
 class ExpectedTensors:
@@ -77,7 +77,7 @@ class ModuleWriter:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """True if two tensors of one dtype are equal bit for bit, NaN and signed zeros included."""
-    return words_of(left).equal(words_of(right))
+    return as_integers(left).equal(as_integers(right))
 
 
 def describe_problems(who: str, **problems: list[str]) -> str:

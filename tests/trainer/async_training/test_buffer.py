@@ -14,13 +14,13 @@ from tests.trainer.async_training.stand_ins import begin, finish, make_buffer, m
 from trainer.async_training.buffer import EndOfSamples, ExperienceBuffer, StalledError
 from trainer.async_training.chunks import Demand
 from trainer.async_training.samplers import (
+    BatchSampler,
     BufferView,
     SampleChunk,
-    Sampler,
     SamplerError,
     SelectedBatch,
     chosen,
-    select_exactly,
+    select_chunks,
 )
 from trainer.observers.sample_log import IN_FLIGHT, QUEUED
 from trainer.report.accounts import describe_log
@@ -246,19 +246,19 @@ def test_of_two_batches_to_a_version_the_second_takes_what_the_first_has_left() 
     assert sorted(one.number for one in first + second) == list(range(8))
 
 
-class NewestAtFirst(Sampler):
+class NewestAtFirst(BatchSampler):
     """Samples the newest first, and old samples too late."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
         newest = sorted(view.ready, key=lambda one: one.version, reverse=view.version < 3)
-        return SelectedBatch(select_exactly(newest, view.num_samples))
+        return SelectedBatch(select_chunks(newest, view.num_samples))
 
 
-class HalfABatch(Sampler):
+class HalfABatch(BatchSampler):
     """Takes too few samples."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
-        return SelectedBatch(select_exactly(view.ready, view.num_samples // 2))
+        return SelectedBatch(select_chunks(view.ready, view.num_samples // 2))
 
 
 def test_a_sampler_of_ones_own_that_leaves_samples_over_for_too_long_ends_the_run() -> None:

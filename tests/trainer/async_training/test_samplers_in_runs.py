@@ -14,11 +14,11 @@ from tests.waiting import wait_until
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 from trainer.async_training.samplers import (
+    BatchSampler,
     BufferView,
-    Sampler,
     SelectedBatch,
-    most_urgent_first,
-    select_exactly,
+    select_chunks,
+    urgent_chunks_first,
 )
 
 STEPS, BATCH = 4, 16
@@ -56,16 +56,16 @@ def dropped(folder: Path) -> dict[str, int]:
     return reasons
 
 
-class NewestFirst(Sampler):
+class NewestFirst(BatchSampler):
     """A user's sampler: samples that are due first, then those of the newest weights."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
         newest = sorted(view.ready, key=lambda one: one.version, reverse=True)
-        ordered = most_urgent_first(view, newest)
+        ordered = urgent_chunks_first(view, newest)
         return (
             SelectedBatch()
             if ordered is None
-            else SelectedBatch(select_exactly(ordered, view.num_samples))
+            else SelectedBatch(select_chunks(ordered, view.num_samples))
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from trainer.async_training.generator import score_samples
 from trainer.rollouts.rollouts import ScoresInBatch
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.result import Result
+from verl_like.calls.result import CallResult
 
 
 class Answer:
@@ -18,7 +18,7 @@ class Answer:
 
     def __init__(self, metrics: dict[str, float], **columns: list[float]) -> None:
         tensors = {name: torch.tensor(values)[:, None] for name, values in columns.items()}
-        self.result = Result(DataProto.from_dict(tensors), metrics)
+        self.result = CallResult(DataProto.from_dict(tensors), metrics)
         kind = SimpleNamespace(compute_ref_log_prob=Answer, compute_rm_score=Answer)
         self.roles = dict.fromkeys(("ref_1", "reward_model_1", "reward_model_b_1"), kind)
         self.asked: list[str] = []

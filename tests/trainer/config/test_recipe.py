@@ -10,7 +10,7 @@ import pytest
 
 from trainer import PPOConfig, load_config
 from trainer.config.keys import leaf_keys
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig
 from verl_like.config_key import When, key
 from verl_like.errors import ConfigError
@@ -40,7 +40,7 @@ TOY = Recipe(
     schema=ToyConfig,
     config_dir=Path(__file__).parent / "toy",
     config_name="toy_trainer",
-    placements=presets({"learner_pool": ["learner"], "teacher_pool": ["teacher"]}),
+    placements=placement_presets({"learner_pool": ["learner"], "teacher_pool": ["teacher"]}),
     inactive_roles=no_teacher,
     checks=(teacher_is_wide,),
 )
@@ -87,7 +87,9 @@ def test_an_inactive_role_leaves_its_devices_to_the_others() -> None:
 
 
 def test_a_role_called_as_in_another_recipe_gets_no_class_of_that_recipe() -> None:
-    own = Recipe("toy", ToyConfig, TOY.config_dir, "toy_trainer", presets({"pool": ["critic"]}))
+    own = Recipe(
+        "toy", ToyConfig, TOY.config_dir, "toy_trainer", placement_presets({"pool": ["critic"]})
+    )
     with pytest.raises(ConfigError, match="Role 'critic' has no worker class: set role_workers"):
         load_config(["trainer.cls=toy.Trainer", "~role_workers"], own)
 

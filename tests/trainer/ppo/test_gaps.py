@@ -15,7 +15,7 @@ from trainer.ppo.config import KLControlConfig, PPOConfig
 from trainer.ppo.estimate import KLController, RunningNorm, apply_kl_penalty, clamp_scores, distill
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.score import mismatch_metrics
-from trainer.ppo.update import choose_tokens, correct_rollout, without_truncated
+from trainer.ppo.update import add_chosen_tokens_of_loss, correct_rollout, without_truncated
 from trainer.ppo.validate import name_metrics
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
@@ -81,7 +81,7 @@ def corrected(**settings: str) -> Callable[[DataProto], Made]:
 
 def chosen(batch: DataProto) -> Made:
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov"))
-    batch = choose_tokens(batch, actor, ROWS, 0, 1)
+    batch = add_chosen_tokens_of_loss(batch, actor, ROWS, 0, 1)
     return batch, {"chosen": float(batch.batch["chosen_tokens"].sum())}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.recipe import Recipe, presets
+from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig
 from trainer.loop import Trainer
 from trainer.record import Metrics, Run
@@ -39,5 +39,5 @@ class RegressionTrainer(Trainer):
             return reduce_metrics(self.groups["student"].update(batch))
 
 
-SPLIT = presets({"teacher_pool": ["teacher"], "student_pool": ["student"]})
+SPLIT = placement_presets({"teacher_pool": ["teacher"], "student_pool": ["student"]})
 REGRESSION = Recipe("regression", RegressionConfig, Path(__file__).parent, "regression", SPLIT)

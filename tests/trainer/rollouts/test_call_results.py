@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.rollouts.rollouts import join_results
-from verl_like import DataProto, Result
+from verl_like import CallResult, DataProto
 
 
 def column(name: str, **meta_info: Any) -> DataProto:
@@ -15,7 +15,7 @@ def column(name: str, **meta_info: Any) -> DataProto:
 
 
 def test_columns_go_into_the_batch_and_the_numbers_of_ranks_are_reduced() -> None:
-    results = [column("values"), Result(column("ref_log_prob"), {"ref/x": [1.0, 3.0]})]
+    results = [column("values"), CallResult(column("ref_log_prob"), {"ref/x": [1.0, 3.0]})]
     batch, metrics = join_results(column("responses"), [*results, {"actor/x": [1.0, 2.0]}])
     assert set(batch.batch.keys()) == {"responses", "values", "ref_log_prob"}
     assert metrics == {"ref/x": 2.0, "actor/x": 1.5}

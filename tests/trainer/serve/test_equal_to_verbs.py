@@ -22,7 +22,7 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Ragged
-from workers.training.optim import StepSettings
+from workers.training.optim import OptimStepSettings
 from workers.weights.sync import sync_weights
 
 PROMPTS = [[7, 9, 11], [13, 8, 6, 21, 5], [30]]
@@ -149,7 +149,7 @@ def in_process(config: Any, rank: int) -> tuple[list[Any], list[Any]]:
                     q.append(pad + numbers)
                     a.append(pad + [advantage] * len(own))
             result = actor.forward_backward(rows_of(rows, logprobs=q, advantages=a), "ppo")
-            settings = StepSettings(
+            settings = OptimStepSettings(
                 lr=RATE,
                 betas=(0.9, 0.95),
                 eps=1e-12,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.verl_like.calls.rows import GROUPS, assert_same, batch, worlds
-from verl_like import DataProto, Dispatch, Result, register
+from verl_like import CallResult, DataProto, Dispatch, register
 from verl_like.calls.future import WorkerFuture
 from verl_like.errors import DispatchError
 
@@ -51,7 +51,7 @@ def test_metrics_that_do_not_fit_together_or_cannot_travel_are_named() -> None:
 
 def test_what_a_method_declares_is_held_against_what_it_returns() -> None:
     result = GROUPS[2].with_metrics(batch(4))
-    assert isinstance(result, Result)
+    assert isinstance(result, CallResult)
     assert GROUPS[2].with_metrics.remote(batch(4)).batch().batch["x"].tolist() == [0, 1, 2, 3]
     assert type(GROUPS[2].metrics_alone.remote(batch(4))) is WorkerFuture  # no batch to pass on
 

@@ -24,7 +24,7 @@ import pytest
 
 from trainer.cli import check_environment
 from verl_like.errors import ConfigError
-from workers.agents import Adapter, TrajectoryEnd, Turn
+from workers.agents import EnvironmentAdapter, TrajectoryEnd, Turn
 from workers.agents.environment import ADAPTERS, EnvironmentSpec, Episode, in_full
 from workers.agents.host import EnvironmentHost
 
@@ -43,7 +43,7 @@ def said(answer: dict[str, Any]) -> str:
     return str(answer["messages"][0]["content"])
 
 
-class Level(Adapter):
+class Level(EnvironmentAdapter):
     """A user's own adapter."""
 
     def reset(self, row: Any, rng: Any) -> str:
@@ -61,7 +61,7 @@ def test_every_prefix_names_an_adapter() -> None:
     for prefix, path in ADAPTERS.items():
         module, _, name = path.partition(":")
         found = getattr(importlib.import_module(module), name)
-        assert found.__name__ == "agent" or issubclass(found, Adapter), prefix
+        assert found.__name__ == "agent" or issubclass(found, EnvironmentAdapter), prefix
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,10 @@ def test_every_prefix_names_an_adapter() -> None:
         ("mcp:no-such-command", "No such file or directory: 'no-such-command'"),
         ("openenv:http://127.0.0.1:9", "/schema does not answer like an OpenEnv server"),
         (f"{HERE}:Level", "add an id to it"),
-        ("tests.workers.agents.games:Count:3", "Count is not an Adapter, so it takes no :ID"),
+        (
+            "tests.workers.agents.games:Count:3",
+            "Count is not an EnvironmentAdapter, so it takes no :ID",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_refused_by_name(path: str, words: str) -> None:

@@ -48,7 +48,9 @@ def play(tokenizer: Any, model: Any) -> Play:
                     seeds = noise_key(0, "uid", -1), noise_key(0, "uid", game)
                     key = noise_key(0, f"uid:{player}", game)
                     row: dict[str, Any] = {"number": game}
-                    start = TrajectoryStart("a", row, seeds, key, player, game=game, player=player)
+                    start = TrajectoryStart(
+                        "a", row, seeds, key, player, environment_key=game, player=player
+                    )
                     starts.append(start)
             sampling = SamplingParams(max_tokens=WIDTH, stop_token_ids=stops)
             trajectories = loop.play(starts, sampling, num_open)

@@ -18,7 +18,7 @@ from workers.cpu import linear
 from workers.cpu.allocator import keep_freed_memory
 from workers.cpu.linear import onednn_linears
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import Budget
+from workers.training.microbatch import PassBudget
 
 SIZES = {
     "hidden_size": 32,
@@ -60,7 +60,9 @@ def test_an_update_through_onednn_has_the_gradients_of_the_models_own_code(
             monkeypatch.undo()
             monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", min_multiplications)
         found.append(
-            gradients(started(ActorWorker, config, 1), make_batch(8), ACTOR_COLUMNS, Budget(rows=3))
+            gradients(
+                started(ActorWorker, config, 1), make_batch(8), ACTOR_COLUMNS, PassBudget(rows=3)
+            )
         )
     for name, gradient in found[0].items():
         assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm(), name

@@ -170,7 +170,7 @@ def test_a_loss_of_chosen_tokens_needs_the_driver_s_column(
     tiny_dir: Path, batch: DataProto
 ) -> None:
     kl_cov = PolicyLossConfig(loss_mode="kl_cov")
-    with pytest.raises(MissingColumnError, match="'chosen_tokens'.*the driver's choose_tokens"):
+    with pytest.raises(MissingColumnError, match="'chosen_tokens'.*the driver's add_chosen_tokens"):
         actor_of(tiny_dir, policy_loss=kl_cov).update_actor(batch)
 
 

@@ -13,9 +13,11 @@ from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.roles.served import ServedActorWorker
-from workers.training.optim import StepSettings
+from workers.training.optim import OptimStepSettings
 
-STEP = StepSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1, grad_clip=torch.inf)
+STEP = OptimStepSettings(
+    lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1, grad_clip=torch.inf
+)
 
 
 def config_of(folder: Path, rank: int) -> Any:

@@ -18,7 +18,7 @@ from workers.config import OptimConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import ReferenceWorker
-from workers.training.optim import StepSettings
+from workers.training.optim import OptimStepSettings
 
 NUM_ROWS, MINI_BATCH, NUM_EPOCHS = 8, 4, 2
 OPTIM = OptimConfig(lr=1e-3, lr_warmup_steps=1, lr_scheduler_type="linear")
@@ -50,7 +50,7 @@ def drive(group: Any, batch: DataProto) -> list[float]:
         mini_batch = batch[step % count :: count]
         group.forward_backward(mini_batch, "policy")
         is_last = step == NUM_EPOCHS * count - 1
-        (metrics,) = group.optim_step(StepSettings(ends_update=is_last))
+        (metrics,) = group.optim_step(OptimStepSettings(ends_update=is_last))
         norms.append(metrics["grad_norm"])
     return norms
 
@@ -91,7 +91,7 @@ def test_a_step_takes_settings_of_its_own_and_only_for_itself(one_layer_dir: Pat
     before = {name: group[name] for name in ("lr", "betas", "weight_decay")}
     checksum = actor.weights_checksum()
     actor.forward_backward(make_batch(NUM_ROWS), "policy")
-    metrics = actor.optim_step(StepSettings(lr=0.0, weight_decay=0.0, ends_update=False))
+    metrics = actor.optim_step(OptimStepSettings(lr=0.0, weight_decay=0.0, ends_update=False))
     assert metrics["lr"] == 0.0
     assert metrics["skipped_steps"] == 0.0
     assert actor.weights_checksum() == checksum

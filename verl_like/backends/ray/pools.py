@@ -258,7 +258,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     if room < pool.world_size:
         raise PlacementError(
             f"pool {pool.name} wants {pool.world_size} processes ({amounts(need)} each), and the "
-            f"cluster has room for {room} in all. Nodes: {_nodes_in_words(nodes, need)}. Lower "
+            f"cluster has room for {room} in all. Nodes: {_describe_nodes(nodes, need)}. Lower "
             "cpus_per_process or the pool's size."
         )
 
@@ -270,7 +270,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
             wanted = {kind: amount * count for kind, amount in need.items()}
             raise PlacementError(
                 f"pool {pool.name} wants {count} processes on one node ({amounts(wanted)}), and "
-                f"no node has that many, even when idle. Nodes: {_nodes_in_words(nodes, need)}. "
+                f"no node has that many, even when idle. Nodes: {_describe_nodes(nodes, need)}. "
                 "Lower cpus_per_process or the pool's size."
             )
         unused = [node for node in fitting if node["NodeID"] not in chosen.values()]
@@ -288,7 +288,7 @@ def _num_processes(resources: Mapping[str, float], need: Mapping[str, float]) ->
     return int(min(resources.get(kind, 0) / amount + ROUNDING for kind, amount in need.items()))
 
 
-def _nodes_in_words(nodes: Sequence[Mapping[str, Any]], kinds: Iterable[str]) -> str:
+def _describe_nodes(nodes: Sequence[Mapping[str, Any]], kinds: Iterable[str]) -> str:
     """Describe how much every node has of these kinds of resource."""
     kinds = list(kinds)
     words = []

@@ -242,7 +242,7 @@ def _cause_of_death(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "low on memory" in text:
         return (
-            f"Ray killed it because {_memory_in_words(text)}. Give the role fewer rows at a time, "
+            f"Ray killed it because {_describe_memory(text)}. Give the role fewer rows at a time, "
             "put fewer processes on the node, or raise RAY_memory_usage_threshold where the node's "
             "Ray is started."
         )
@@ -254,7 +254,7 @@ def _cause_of_death(error: Exception) -> str:
     return text.split("The actor died", 1)[-1].strip(" .:") if "The actor died" in text else text
 
 
-def _memory_in_words(text: str) -> str:
+def _describe_memory(text: str) -> str:
     """Return how much memory the node had and which processes used most, from Ray's report."""
     report = _LOW_MEMORY.search(text)
     if report is None:

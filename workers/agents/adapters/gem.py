@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
 
 
-class Gem(Adapter):
+class Gem(EnvironmentAdapter):
     """Passes the policy's text to the environment, and returns text."""
 
     @classmethod

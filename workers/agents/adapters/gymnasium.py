@@ -15,14 +15,14 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 HIGHLIGHTED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m")
 BRACKETS = r"[\1]"
 
 
-class Gymnasium(Adapter):
+class Gymnasium(EnvironmentAdapter):
     """Observations and actions as text."""
 
     render: Mapping[str, Any]

@@ -18,10 +18,10 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.shells import Container, LocalShell, container_program
-from workers.agents.environment import Adapter
+from workers.agents.environment import EnvironmentAdapter
 
 
-class Harbor(Adapter):
+class Harbor(EnvironmentAdapter):
     """An environment that runs shell commands for a Harbor task."""
 
     tasks: Mapping[str, Path]

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
-from workers.agents.environment import Adapter
+from workers.agents.environment import EnvironmentAdapter
 from workers.agents.tools import Tool
 
 VERSION = "2025-06-18"
 """Version of the protocol; a server replies with a version that it supports."""
 
 
-class MCP(Adapter):
+class MCP(EnvironmentAdapter):
     """A client of one server."""
 
     @classmethod

@@ -15,13 +15,13 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import imported, seed_from
-from workers.agents.environment import Adapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
 
 CONNECT_S = 10.0
 NOT_OBSERVED = {"done", "reward", "metadata"}
 
 
-class OpenEnv(Adapter):
+class OpenEnv(EnvironmentAdapter):
     """A client of the server's WebSocket."""
 
     field: str

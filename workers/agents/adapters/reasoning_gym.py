@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, TrajectoryEnd
+from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd
 
 
-class ReasoningGym(Adapter):
+class ReasoningGym(EnvironmentAdapter):
     """One turn; every prompt has a different question, shared by all its samples."""
 
     @classmethod

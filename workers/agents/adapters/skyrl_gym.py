@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.agents.adapters.ids import check_id, imported
-from workers.agents.environment import Adapter, TrajectoryEnd, Turn, in_full, object_at
+from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn, in_full, object_at
 
 
-class SkyRLGym(Adapter):
+class SkyRLGym(EnvironmentAdapter):
     """Passes the policy's text on; the texts of the replied messages are the observation."""
 
     @classmethod

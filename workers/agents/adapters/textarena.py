@@ -7,10 +7,10 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.agents.adapters.ids import check_id, imported, seed_from
-from workers.agents.environment import Adapter, TrajectoryEnd, Turn
+from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
 
 
-class TextArena(Adapter):
+class TextArena(EnvironmentAdapter):
     """The observation is everything the game wrote since the last turn; rewards come at the end."""
 
     @classmethod

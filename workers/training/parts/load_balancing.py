@@ -19,7 +19,7 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import body_of
 from workers.models.folder import model_folder, read_hf_config
 from workers.training.loss import Loss
-from workers.training.microbatch import Budget, Columns, MiniBatch, RowColumns, all_reduce
+from workers.training.microbatch import Columns, MiniBatch, PassBudget, RowColumns, all_reduce
 from workers.training.model import Model, ModelPart
 from workers.training.packing import Feed
 
@@ -66,12 +66,12 @@ class LoadBalancing(ModelPart):
         self.feed, self.router_logits = feed, []
 
     def added_to(
-        self, loss: Loss, passes: Passes, batch: MiniBatch, budget: Budget
+        self, loss: Loss, passes: Passes, batch: MiniBatch, budget: PassBudget
     ) -> BalancedLoss:
         """Count the expert choices of a mini-batch; return its loss with the new term added."""
         return BalancedLoss(self, loss, self.count_choices(passes, batch, budget))
 
-    def count_choices(self, passes: Passes, batch: MiniBatch, budget: Budget) -> ExpertLoad:
+    def count_choices(self, passes: Passes, batch: MiniBatch, budget: PassBudget) -> ExpertLoad:
         """Count the choices of all ranks' tokens of the mini-batch.
 
         A token counts once for every expert that it chose.

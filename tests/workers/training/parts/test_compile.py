@@ -21,7 +21,7 @@ from verl_like.tensor_ops import logprobs
 from workers.models import attention
 from workers.parallel.dims import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training.microbatch import Budget
+from workers.training.microbatch import PassBudget
 from workers.training.parts import check_axes
 from workers.training.parts import compile as compile_part
 from workers.training.parts.compile import Compile, blocking_axis
@@ -52,7 +52,10 @@ def alone(tiny_dir: Path) -> dict[str, Any]:
 
 def numbers(own: ActorWorker) -> dict[str, Any]:
     log_probs = own.compute_log_prob(make_batch(8))[0].batch["old_log_probs"]
-    return {"log_probs": log_probs, **gradients(own, make_batch(8), ACTOR_COLUMNS, Budget(rows=3))}
+    return {
+        "log_probs": log_probs,
+        **gradients(own, make_batch(8), ACTOR_COLUMNS, PassBudget(rows=3)),
+    }
 
 
 def test_layers_as_graphs_give_the_numbers_of_others(tiny_dir: Path, alone: dict[str, Any]) -> None:
@@ -79,10 +82,10 @@ def test_rows_of_other_lengths_make_no_new_graphs(tiny_dir: Path) -> None:
 
     own = actor(tiny_dir, "on")
     for rows in (8, 5):
-        own.engine.forward_rows(make_batch(rows), Budget(rows=rows))
+        own.engine.forward_rows(make_batch(rows), PassBudget(rows=rows))
     before = counters["stats"]["unique_graphs"]
     for rows in (7, 3, 6):
-        own.engine.forward_rows(make_batch(rows), Budget(rows=rows))
+        own.engine.forward_rows(make_batch(rows), PassBudget(rows=rows))
     assert before > 0
     assert counters["stats"]["unique_graphs"] == before
 
