@@ -15,6 +15,7 @@ from tests.trainer.serve.clients import (
     Client,
     FailedError,
     Model,
+    answer_of,
     config_of,
     datum,
     of_policy,
@@ -133,6 +134,12 @@ def test_a_failed_request_spoils_the_next_step_and_no_other(model: Model) -> Non
     with pytest.raises(FailedError, match=r"user: datum 0, target_tokens: 1000000 at \[1\] is out"):
         client.result(failed)
     with pytest.raises(FailedError, match="user: no step was taken, and the gradients are cleared"):
+        client.result(step)
+    unlike = [of_policy(), of_policy(clip_low_threshold=[0.5] * 6)]
+    failed, step = model.backward(unlike, "ppo"), model.step(**ADAM)
+    with pytest.raises(FailedError, match="user: datum 0 has no clip_low_threshold, which other"):
+        client.result(failed)
+    with pytest.raises(FailedError, match="it failed: datum 0 has no clip_low_threshold"):
         client.result(step)
     client.result(model.backward([datum()]))
     assert client.result(model.step(**ADAM))["metrics"]["skipped_steps"] == 0
@@ -263,6 +270,18 @@ def test_snapshots_beyond_memory_are_the_same_from_disk(
         assert client.result(client.sample(sampler, 2, TEXT, **params)) == expected
 
 
+def test_a_sampler_whose_checkpoint_is_gone_fails_alone(
+    model: Model, server: tuple[WorkQueue, str]
+) -> None:
+    client, path = model.client, model.save("save_weights_for_sampler", path="gone")["path"]
+    gone, base = client.sampler(model_path=path), client.sampler(base_model=server[0].base_model)
+    client.http.delete(f"training_runs/{model.name}/checkpoints/sampler_weights/gone")
+    lost, healthy = (client.sample(sampler, 1, TEXT) for sampler in (gone, base))
+    with pytest.raises(FailedError, match="user: there is no checkpoint tinker://.*/gone"):
+        client.result(lost)
+    assert sequences(client.result(healthy))
+
+
 BAD_SAMPLES = [
     ({"sampling_params": {"max_tokens": 17}}, "max_tokens=17 exceeds the 16 tokens"),
     ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature='-1'"),
@@ -337,8 +356,12 @@ def test_bad_requests_harm_nobody(
         answer = http.post("forward_backward", content=content, headers=headers)
         assert answer.status_code == status
         assert answer.json()["detail"]
-    assert http.post("optim_step", content=b"{").status_code == 400
-    assert http.post("optim_step", content=b"[]").status_code == 400
+    for content, text in ((b"{", "Invalid JSON"), (b"[]", "valid dictionary|be an object")):
+        with pytest.raises(FailedError, match=f"400: the body=.*{text}"):
+            answer_of(http.post("optim_step", content=content))
+    for seconds, text in ((5, "or equal to 3600"), (10**12, "or equal to 316224000")):
+        with pytest.raises(FailedError, match=f"400: ttl_seconds='{seconds}': .*{text}"):
+            model.save(path="short", ttl_seconds=seconds)
     assert http.get("nothing/here").status_code == 404
     # the rejected requests took their turns, and the model goes on
     client.result(model.backward([datum()]))
