@@ -93,6 +93,7 @@ def test_troubleshooting_contains_the_words_that_people_search_for() -> None:
 SMALLER = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': '"tiny/model"',
     "max_new_tokens=64": "max_prompt_length=64, max_new_tokens=8",
+    "max_completion_length=64": "max_prompt_length=64, max_completion_length=8",
     "steps=100": "steps=1",
 }
 """What a page shows, and what its blocks are tried with: tests have no network."""

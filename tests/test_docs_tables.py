@@ -12,7 +12,9 @@ from tests import ROOT
 from tests.conftest import load
 
 FAMILIES = "actor|critic|distillation|global_seqlen|perf|response|response_length|rollout_corr"
-FAMILIES += "|async|timing_s|training"
+FAMILIES += (
+    "|agents|async|dynamic_sampling|pf_ppo|ref|reward|score|selection|timing_s|train|training|val"
+)
 NAMES = re.compile(rf'"((?:{FAMILIES})/\w+(?:/\w+)?)"')
 
 
@@ -29,5 +31,6 @@ def test_every_metric_of_the_code_has_a_meaning() -> None:
     code = [path for room in ("trainer", "workers") for path in (ROOT / room).rglob("*.py")]
     names = {name for path in code for name in NAMES.findall(path.read_text(encoding="utf-8"))}
     families = {"critic/score", "critic/rewards", "critic/advantages", "critic/returns"}
+    families |= {"agents/num_call", "agents/num_turns", "agents/ended"}
     unknown = names - families - {"critic/values"}
     assert [name for name in unknown if not any(fnmatchcase(name, key) for key in known)] == []

@@ -127,8 +127,8 @@ def rows_in_memory(data: Any, subject: str) -> list[Any]:
     if not isinstance(data, Iterable) or isinstance(data, Mapping):
         parts = f" of {', '.join(map(str, data))}" if isinstance(data, Mapping) else ""
         raise ConfigError(
-            f"{subject} is a {type(data).__name__}{parts}: give a list, a datasets.Dataset (a "
-            "dict of splits: one of them), or file names."
+            f"{subject} is a {type(data).__name__}{parts}: give a list, a datasets.Dataset (of a "
+            "DatasetDict, one split), or file names."
         )
     items = list(data)
     if not items:

@@ -1,7 +1,7 @@
 """usage: verl-like compare RUN RUN ... [--page FILE]
 
-Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, every
-metric at its end and at its best (mean and deviation of runs that differ only in trainer.seed), the
+Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, the
+last and the best value of every metric (mean and deviation of runs that differ only in trainer.seed), the
 phases of a step, and the placements. The page, comparison.html here unless --page names another,
 has the same tables and every curve of all runs on one axis.
 """

@@ -7,8 +7,8 @@ Loads a reward function, prints the address, and serves until it gets SIGINT or 
 
   reward.list='[{name: judge, kind: remote, url: "http://127.0.0.1:8000/score"}]'
 
-with the same numbers as the function in process, and in the same sandbox, whose keys --sandbox
-sets. It listens only on this machine (port 8000; 0 picks a free port), unless you set --host and a
+The scores equal those of the function in process, in the same sandbox; --sandbox sets its keys.
+It listens only on this machine (port 8000; 0 picks a free port), unless you set --host and a
 secret in the environment variable --token-env.
 """
 

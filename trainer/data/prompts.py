@@ -162,7 +162,7 @@ class PromptSet:
             yield self.batch(self.rows[start : start + size].tolist(), epoch=0)
 
     def batch(self, chosen: list[int], epoch: int) -> DataProto:
-        """Return the chosen rows, with uids of that epoch."""
+        """Return the chosen rows, with their uids in this epoch."""
         tokens = [torch.tensor(self._tokens(row), dtype=torch.int64) for row in chosen]
         width, pad = self._config.max_prompt_length, self._tokenizer.pad_token_id
         input_ids = Ragged.from_rows(tokens, width, at_end=True, fill=pad)

@@ -276,8 +276,8 @@ def _reject_losses(config: PPOConfig) -> None:
         if clips and correction.rollout_is is not None:
             raise ConfigError(
                 f"{SECTION}.rollout_is={correction.rollout_is}: under bypass_mode with "
-                "loss_type=ppo_clip the ratio of the loss is to the rollout already, and a weight "
-                f"would count it twice. Set {SECTION}.rollout_is=null or "
+                "loss_type=ppo_clip, the loss already has the ratio to the rollout, and a weight "
+                f"would apply it twice. Set {SECTION}.rollout_is=null or "
                 f"{SECTION}.loss_type=reinforce."
             )
 
@@ -357,16 +357,17 @@ def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
     estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
     compares_samples = estimator is not None and needs_groups(estimator)
     for players in [kind.players for kind in kinds if kind.players]:
-        problem = ""
-        if n % len(players) or (compares_samples and n == len(players)):
+        problem, count = "", len(players)
+        if n % count or (compares_samples and n == count):
+            above = f" above {count}" if compares_samples else ""
             problem = (
-                f"{ROLLOUT}.n={n} samples of a prompt are shared by them, and each is compared "
-                f"with itself. Set it to {2 * len(players)}, or another multiple."
+                f"They share the samples of a prompt, so {ROLLOUT}.n={n} must be a multiple of "
+                f"{count}{above}, such as {2 * count}."
             )
-        elif hasattr(config, "async_training") and any(
-            len(k.players) != len(players) for k in kinds
-        ):
-            problem = "During asynchronous training, all environments have as many."
+        elif hasattr(config, "async_training") and any(len(k.players) != count for k in kinds):
+            problem = (
+                "In asynchronous training, all environments must have the same number of players."
+            )
         if problem:
             raise ConfigError(f"environment: the players are {', '.join(players)}. {problem}")
 

@@ -79,8 +79,8 @@ def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metr
 def averaged_weights(config: ActorConfig, actor: Any, sync: Callable[[], Any]) -> Iterator[None]:
     """Let the rollout generate with the averaged weights inside the block, and restore it after.
 
-    `actor` is the actor's group. Each direction is a `sync` with its own weight version, so samples
-    of different weights are not mixed up.
+    `actor` is the actor's group. Both switches call `sync`, which gives a new weight version, so
+    samples stay distinguishable.
     """
     if config.ema_decay is None:
         yield

@@ -167,7 +167,7 @@ def resample_by_score(
 ) -> tuple[DataProto, dict[str, float]]:
     """Return as many rows, drawn by score and ordered by name, and two metrics.
 
-    If all weights are zero, or all equal, every row stays once.
+    If all weights are zero, or all equal, every row is kept once.
     """
     order = in_order_of_names(batch)
     scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)[order]

@@ -231,9 +231,8 @@ class ResumePoint:
                 return self.folder / f"global_step_{step}"
         if steps:
             raise DamagedCheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(self.damaged.values())}. "
-                f"Start again in another trainer.default_local_dir, or here: move "
-                f"{named(steps)} away."
+                f"no checkpoint in {self.folder} is intact: {'; '.join(self.damaged.values())}. "
+                f"Set another trainer.default_local_dir, or move {named(steps)} away to start here."
             )
         return None
 

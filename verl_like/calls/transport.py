@@ -113,7 +113,7 @@ class Transport(ABC):
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the ranks whose process is gone or stopped, each with the reason.
 
-        References to calls do not always report it, and an idle rank has none.
+        The reference of a call does not always report the loss, and an idle rank has no call.
         """
         return {}
 

@@ -255,9 +255,9 @@ def _choose_nodes(
             needs += [f"{amount:g} {name}" for name, amount in need.resources.items()]
             way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
             raise NoRoomError(
-                f"pool '{pool}' needs {len(per_node)} node(s), one with {count} processes of "
-                f"{' and '.join(needs)} each, and none has room: {_describe_rooms(rooms, chosen)}. "
-                f"To fix it, {way_out}."
+                f"pool '{pool}' needs {len(per_node)} node(s), and none has room for {count} of "
+                f"its processes, with {' and '.join(needs)} each: "
+                f"{_describe_rooms(rooms, chosen)}. To fix it, {way_out}."
             )
         fitting[0].take(count, need)
         chosen.append(fitting[0])

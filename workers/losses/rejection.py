@@ -149,8 +149,8 @@ def ratio_bounds(text: str) -> tuple[float, float]:
     bounds = _numbers(key, text)
     if bounds.lower is None and bounds.upper <= 1:
         raise ConfigError(
-            f"{key}={text}: a ratio of equal policies is 1, and one number u keeps "
-            f"ratios from 1/u to u; set u above 1.{_misread(bounds.upper)}"
+            f"{key}={text}: one number u keeps ratios from 1/u to u, and equal policies "
+            f"have the ratio 1; set u above 1.{_misread(bounds.upper)}"
         )
     lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
     _require_order(key, text, lower, bounds.upper)

@@ -216,8 +216,8 @@ def optimizer_state(engine: TrainEngine) -> dict[str, Tensor]:
             if not is_tensor or value.shape not in (torch.Size(), parameter.shape):
                 form = list(value.shape) if is_tensor else type(value).__name__
                 raise CheckpointError(
-                    f"{full_name} of {type(engine.optimizer).__name__} is {form}; only state that "
-                    "is a scalar tensor or has its weight's shape can be resharded. Leave "
+                    f"{full_name} of {type(engine.optimizer).__name__} is of form {form}; only a "
+                    "scalar tensor, or one of its weight's shape, can be resharded. Leave "
                     "optimizer out of checkpoint.save_contents."
                 )
             state[full_name] = value

@@ -42,7 +42,7 @@ def sync_weights(
     bucket_mb: float = 16.0,
     as_trained: bool = False,
 ) -> dict[str, float]:
-    """Bring every rollout engine to the actor's weights, verified, as `version`.
+    """Copy the actor's weights to every rollout engine, verify them, and number them `version`.
 
     The weights are sent in the rollout's type, or `as_trained`. If a rank rejects them, they are
     sent once more. `WeightSyncError` is raised if that fails, or if a rank is missing.

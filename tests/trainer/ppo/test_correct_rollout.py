@@ -195,7 +195,7 @@ def test_a_correction_goes_with_an_algorithm_and_keys_win_over_it() -> None:
             ),
             "loss_mode=reinforce has no ratio",
         ),
-        (("correction=bypass_ppo_clip", f"{SECTION}.rollout_is=token"), "count it twice"),
+        (("correction=bypass_ppo_clip", f"{SECTION}.rollout_is=token"), "apply it twice"),
         (
             ("correction=bypass_pg_is", f"{SECTION}.rollout_is_batch_normalize=true"),
             "computed per micro-batch",
