@@ -1,9 +1,9 @@
 """usage: verl-like compare RUN RUN ... [--page FILE]
 
 Reads two or more run folders, in any state, and prints: how each ended, the keys that differ, the
-last and the best value of every metric (mean and deviation of runs that differ only in trainer.seed), the
-phases of a step, and the placements. The page, comparison.html here unless --page names another,
-has the same tables and every curve of all runs on one axis.
+last and the best value of every metric (mean and deviation of runs that differ only in
+trainer.seed), the phases of a step, and the placements. The page, comparison.html here unless
+--page names another, has the same tables and every curve of all runs on one axis.
 """
 
 from __future__ import annotations

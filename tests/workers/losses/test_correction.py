@@ -210,7 +210,7 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "Known: token_k1, token_k2"),
         ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": "2"}, "token_k1 twice"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2,3"}, "one for each of its 1"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1"}, "equal policies have the ratio 1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1"}, "policies have the ratio 1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1.1_2"}, "from 1.1 to 2"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 is never below"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0"}, "token_k3 is never below"),
