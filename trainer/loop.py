@@ -63,12 +63,12 @@ class Trainer(Hooks, ABC):
     alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
     """The rules that raise alarms on metrics."""
     learns_from_samples: ClassVar[bool] = False
-    """True if each step trains on samples that it has generated, which the sample log follows."""
+    """True if steps train on samples that they generate; the sample log tracks these."""
     origins: Any = None
     """Data on samples from a queue, for the observers (`trainer.async_training.origins`)."""
 
     def __init__(self, run: Run) -> None:
-        """Load no model; the loop loads the models when it starts."""
+        """Store the run; the loop loads the models."""
         self.run: Run = run
         self.config: Any = run.config
         self.groups: WorkerGroups = run.groups
@@ -78,7 +78,7 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def check_code(cls, config: Any, callbacks: Sequence[object]) -> None:
-        """Reject user code that would fail during a step; nothing is read yet."""
+        """Reject user code that would fail in a step; reads no files."""
         check_callbacks(callbacks)
 
     @classmethod
@@ -220,7 +220,7 @@ class Trainer(Hooks, ABC):
 
     @property
     def can_save(self) -> bool:
-        """True if a checkpoint that time or a signal asks for may be written after this step."""
+        """True if a timer or a signal may trigger a checkpoint after this step."""
         return True
 
     @property
@@ -255,7 +255,7 @@ class Trainer(Hooks, ABC):
         """Restore the state of `state_dict`; `global_step` has the restored step already."""
 
     def finish(self) -> None:
-        """Called once after the last step of a completed run."""
+        """Called once after a completed run, before `on_train_end`."""
 
 
 def init_new_roles(trainer: Trainer) -> None:
@@ -431,8 +431,7 @@ class Loop:
             print(f"model: {folder}", flush=True)
         elif not committed(record.folder):
             print(
-                "warning: no model was saved: trainer.save_final=false, and no checkpoint",
-                flush=True,
+                "warning: no model was saved (trainer.save_final=false, no checkpoint)", flush=True
             )
 
 

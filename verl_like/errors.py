@@ -124,7 +124,7 @@ def nearest_divisors(size: int, total: int) -> str:
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return a hint such as " Did you mean 'critic_pool'?", or "" if no name is close.
 
-    Upper and lower case are equal.
+    Case is ignored.
     """
     by_lower_case = {str(v).lower(): str(v) for v in valid}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=0.5)

@@ -63,7 +63,7 @@ def test_where_none_comes_the_run_ends_by_the_name_of_the_node_and_the_pool(
 ) -> None:
     found = lost["none"]
     assert re.search(
-        r"node \S+ \(\w{8}\) is gone: pool 'student_pool' needs 1 node\(s\).*none has room: "
+        r"node \S+ \(\w{8}\) is gone: pool 'student_pool' needs 1 node\(s\).*none has room .*: "
         rf".* After \d+ s without another node \(timeouts\.placement_s={PLACEMENT_S:g}\)",
         found["error"],
     )

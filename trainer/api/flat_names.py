@@ -94,7 +94,7 @@ OF_PPO = {
     "max_new_tokens": "data.max_response_length",
     "temperature": "actor_rollout_ref.rollout.temperature",
     "top_p": "actor_rollout_ref.rollout.top_p",
-    "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
+    "kl_loss_coef": "actor_rollout_ref.actor.kl_loss_coef",
     "clip_ratio": "actor_rollout_ref.actor.clip_ratio",
     "lora_rank": "actor_rollout_ref.model.lora_rank",
     "lora_alpha": "actor_rollout_ref.model.lora_alpha",
@@ -107,7 +107,7 @@ OF_ROWS = {
     "lora_alpha": "model.lora_alpha",
 } | OF_RUNS
 OF_TRL = {
-    "beta": "kl_coef",
+    "beta": "kl_loss_coef",
     "epsilon": "clip_ratio",
     "eval_steps": "validate_every",
     "learning_rate": "lr",

@@ -111,7 +111,7 @@ class PythonRun:
         """Return the value of `key`: file names unchanged, rows as a file of the run folder."""
         if is_file_name(rows):
             return file_names(rows)
-        subject = f"what is given for {key}"
+        subject = key
         items = self.rows_of(rows_in_memory(rows, subject), settings)
         if key == "data.train_files":
             self._defaults |= self.defaults_for(len(items))

@@ -61,7 +61,7 @@ class PPO(PythonRun):
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
-        kl_coef: float | None = None,
+        kl_loss_coef: float | None = None,
         clip_ratio: float | None = None,
         lora_rank: int | None = None,
         lora_alpha: int | None = None,
@@ -230,8 +230,8 @@ class RowsRun(PythonRun):
           `logger` have the configuration's default if they are None.
         - `keys`: keys of the configuration, or names of TRL such as `output_dir`.
 
-        `model` and `rows` may be passed by name. If a model is passed by position, `model={...}`
-        sets keys of the section `model`.
+        `model` and `rows` may be passed by name. With a positional model, `model={...}` sets keys
+        of the section `model`.
         """
         settings = {**keys, **named(OF_ROWS, locals())}
         model = settings.pop("model", None) if model is None else model

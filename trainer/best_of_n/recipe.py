@@ -71,7 +71,7 @@ class SelectionConfig(Section):
     top_k: int = key(
         1, above=0, read_when=when("format", "sft", otherwise="a pair is one of each prompt")
     )
-    """Samples kept of each prompt, at most; of equal scores the first, of equal texts one."""
+    """Most samples kept per prompt: the first of equal scores, one of equal texts."""
     min_score: float | None = key(None, allows="a number")
     """Lowest score of a sample that is kept, or chosen; null keeps whatever is best."""
     truncated: str = key("keep", choices=("keep", "drop"))

@@ -105,7 +105,8 @@ def main() -> None:
     elif command not in COMMANDS:
         from verl_like.errors import nearest
 
-        sys.exit(f"verl-like: no command {command!r}.{nearest(command, COMMANDS)}\n{__doc__}")
+        hint = nearest(command, COMMANDS) or f"\n{__doc__}"
+        sys.exit(f"error: there is no command {command!r}.{hint}")
     elif ASKS_FOR_HELP & set(arguments):
         module = COMMANDS[command].rpartition(".")[0]
         file = Path(__file__).resolve().parents[2] / f"{module.replace('.', '/')}.py"

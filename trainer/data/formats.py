@@ -194,8 +194,7 @@ def _json_row(line: bytes) -> Any:
         return ValueError(f"not UTF-8 ({err})")
     except ValueError as err:
         return ValueError(
-            f"not JSON ({err}); a file that ends in neither .parquet nor .csv has a JSON object a "
-            "line"
+            f"not JSON ({err}); files other than .parquet and .csv need a JSON object per line"
         )
     if line.count(b"{") + line.count(b"[") > DEEPEST and _depth(row) > DEEPEST:
         return ValueError(f"nested more than {DEEPEST} levels deep")

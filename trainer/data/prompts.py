@@ -143,8 +143,8 @@ class PromptSet:
         stays = config.truncation != "error" or config.filter_overlong_prompts
         if num_tokens > config.max_prompt_length and not stays:
             raise ConfigError(
-                f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_length="
-                f"{config.max_prompt_length}. Raise it, or set "
+                f"{where}: the prompt has {num_tokens} tokens, but data.max_prompt_length="
+                f"{config.max_prompt_length}. Raise this limit, or set "
                 "data.filter_overlong_prompts=true, or data.truncation=left|right."
             )
 

@@ -166,7 +166,7 @@ def _devices_here(config: RunConfig) -> str:
         simulated = config.trainer.simulate
         whose = "this machine has" if simulated is None else f"trainer.simulate={simulated} has"
         raise PlacementError(
-            f"trainer.n_gpus_per_node={wanted} GPUs, and {whose} {has.num_gpus}. Set it to "
+            f"trainer.n_gpus_per_node={wanted}, but {whose} {has.num_gpus}. Set it to "
             f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."
         )
     return has.gpu or "GPU"

@@ -254,7 +254,7 @@ class WorkerGroups:
         return taken
 
     def may_be_replaced(self, roles: frozenset[str]) -> None:
-        """Let the loss of a pool that has only these roles wait while other pools work."""
+        """Postpone replacing a lost pool that has only these roles while other pools work."""
         self._replaceable = roles
         for pools in self.pools_by_processes():
             can = all(roles.issuperset(self._roles(pool)) for pool in pools)

@@ -30,7 +30,7 @@ from trainer.report.read import read_run
 from verl_like.errors import ConfigError
 
 STEPS = 200
-"""Number of steps, so many that the first step, without overlap, is negligible."""
+"""Number of steps: enough that the first, which has no overlap, is negligible."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def log_warnings(config: PPOConfig) -> None:
         warn(
             "kl-in-a-group",
             "algorithm.use_kl_in_reward=true with "
-            f"algorithm.adv_estimator={algorithm.adv_estimator}: the KL of a sample's tokens is "
-            "summed into its one score and compared within its group. GRPO has its KL in the "
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: the KL of a sample's tokens "
+            "changes its score within the group. GRPO has its KL in the "
             f"loss: {ACTOR}.use_kl_loss=true.",
         )

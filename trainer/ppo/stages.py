@@ -218,8 +218,7 @@ class PPOTrainer(Trainer):
         self.rollouts.write("validation", samples)
         return validate.name_metrics(samples)
 
-    # ------------------------------------------------------- methods that the loop and the command
-    # call
+    # ------------------------------------------------- called by the loop and the command
 
     @classmethod
     def describe(

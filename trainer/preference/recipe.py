@@ -81,8 +81,8 @@ def check_preference_config(config: PreferenceConfig) -> None:
     unknown = [name for name in parameters if name not in there]
     if unknown:
         raise ConfigError(
-            f"loss={config.loss} has the parameter {unknown[0]!r}, which is neither a column nor a "
-            f"number of the configuration: {', '.join(there)}."
+            f"loss={config.loss} has an unknown parameter {unknown[0]!r}. Known columns and "
+            f"settings: {', '.join(there)}."
         )
 
 

@@ -37,7 +37,7 @@ def check_model(config: Any, key: str, path: str) -> None:
         raise ConfigError(
             f"data.max_prompt_length={data.max_prompt_length} + "
             f"data.max_response_length={data.max_response_length} = {width} tokens, but "
-            f"{key}={path} has {limit} positions. Lower one of them by {width - limit}."
+            f"{key}={path} has {limit} positions. Lower their sum by {width - limit}."
         )
 
 

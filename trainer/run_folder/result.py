@@ -62,11 +62,11 @@ class RunResult:
 
     def __repr__(self) -> str:
         """Return at most ten lines: the first and last value of each metric, and the files."""
-        last = f"{self.metrics[-1]['step']:.0f} steps" if self.metrics else "no step"
+        last = f"{self.metrics[-1]['step']:.0f} steps" if self.metrics else "0 steps"
         lines = [f"{last} in {self.folder}"]
         for name, values in self._watched()[:MOST_NUMBERS]:
             lines.append(f"  {name:<24} {values[0]:.4g} -> {values[-1]:.4g}")
-        lines.append(f"  {'model':<24} {self.model_folder or 'none is left'}")
+        lines.append(f"  {'model':<24} {self.model_folder or 'not saved'}")
         return "\n".join([*lines, f"  {'report':<24} {self.report}"])
 
     def _watched(self) -> list[tuple[str, list[float]]]:

@@ -98,7 +98,7 @@ class Worker(VerlWorker):
         return self
 
     def __init__(self) -> None:
-        """Take no arguments: rank, role and device are known before any `__init__` runs."""
+        """Do nothing: `__new__` has set rank, role and device."""
 
     def close(self) -> None:
         """Free what garbage collection would not free, before this role is constructed again."""
@@ -203,7 +203,7 @@ class Worker(VerlWorker):
         return store if self.device.type == "cpu" else store.unsigned("group")
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Return host and port of the group's store, which rank 0's process holds open."""
+        """Return host and port of the group's store, which rank 0 serves."""
         if self._process_info.master is None:
             raise WorkerError(
                 f"{self.role} rank {self.rank}: no rendezvous address; start the worker through a "
@@ -257,7 +257,7 @@ class Worker(VerlWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `func(*args)` on rank 0 only."""
+        """Return `func(*args)` of rank 0, the only rank that runs it."""
         return func(*args, **kwargs)
 
 

@@ -2,13 +2,13 @@
 
     class Guess(Environment):
         def reset(self, row, rng):
-            self.secret = int(rng.integers(1, 21))
-            return "Guess my number, 1 to 20."
+            self.secret = "abcdefghij"[rng.integers(10)]
+            return "Guess my letter, a to j."
 
         def step(self, text):
-            if text.strip() == str(self.secret):
+            if text.strip() == self.secret:
                 return TrajectoryEnd(reward=1.0)
-            return Turn("higher" if text < str(self.secret) else "lower")
+            return Turn("later" if text.strip() < self.secret else "earlier")
 
 Its other public methods are tools, which the policy can call instead of a final response; so are
 the functions in `tools`. A class with tools and without `step` ends with the first response that
@@ -114,7 +114,7 @@ class EnvironmentAdapter(Environment):
 
     @classmethod
     def prepare(cls) -> None:
-        """Reject an unknown id; called once, in the process that trajectories are forked from.
+        """Reject an unknown id; called once, before trajectories are forked.
 
         The forks share the modules that it imports.
         """

@@ -363,7 +363,8 @@ class Trajectory:
             self.sample, request, messages, chat, self.setting.reads_sampled
         )
         if ids and not 0 <= min(ids) <= max(ids) < engine.vocab_size:
-            raise RejectedRequest(f"not all ids are below {engine.vocab_size}", "token_ids")
+            words = f"a token id is {engine.vocab_size} or more, or negative"
+            raise RejectedRequest(words, "token_ids")
         length = len(self.sample.tokens) + len(ids)
         if not self.sample.prompt:
             if len(ids) > (width := engine.limits.prompt_width):

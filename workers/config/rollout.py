@@ -45,7 +45,7 @@ ENGINE_IS_VLLM = when("name", "vllm")
 VLLM_IS_OURS = When(
     "`name` is vllm, in process",
     lambda section, _: section.name == "vllm" and not section.server_urls,
-    "{section}name is not vllm, or vLLM is a server, whose own command decides that",
+    "{section}name is not vllm, or vLLM runs as a server and decides it",
 )
 VLLM_TAKES_ADAPTERS = When(
     "`name` is vllm, in process, and the policy has LoRA adapters",
@@ -57,13 +57,13 @@ VLLM_TAKES_ADAPTERS = When(
 CACHE_IS_OURS = When(
     "`name` is neither hf nor vllm with `server_urls`",
     lambda section, _: section.name != "hf" and not section.server_urls,
-    "{section}name is hf, or vLLM is a server, whose own command decides that",
+    "{section}name is hf, or vLLM runs as a server and decides it",
 )
 ENGINE_IS_NOT_HF = unless("name", "hf")
 WEIGHTS_ARE_OURS = When(
     "vLLM does not run as a server",
     lambda section, _: not section.server_urls,
-    "vLLM is a server, whose own command decides that",
+    "vLLM runs as a server and decides it",
 )
 
 

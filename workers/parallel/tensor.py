@@ -158,7 +158,7 @@ class RowLinear(Whole):
 
 
 class SplitRowLinear(RowLinear):
-    """A row layer that takes whole states."""
+    """A row layer whose input is unsplit."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take the rank's columns of whole states."""

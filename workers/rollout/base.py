@@ -89,18 +89,18 @@ class TakeBudget:
         seconds: float | None = None,
         until_one: bool = False,
     ) -> None:
-        """With `until_one` the take ends with the step that finishes a sample."""
+        """With `until_one`, `take` ends once a sample is finished."""
         self.max_tokens, self.until_one = max_tokens, until_one
         self._until = None if seconds is None else time.monotonic() + seconds
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the time is over."""
+        """Seconds left."""
         return math.inf if self._until is None else max(0.0, self._until - time.monotonic())
 
     @property
     def is_over(self) -> bool:
-        """True if the time is over."""
+        """True if no time is left."""
         return self.seconds_left == 0
 
 

@@ -60,9 +60,8 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
     if (name, device_type) != ("native", "cuda"):
         return []
     return [
-        f"notice: {SECTION}.name=native decodes on GPUs without CUDA graphs and without paging its "
-        f"KV cache: it is the engine for CPUs. {SECTION}.name=vllm is the one for GPUs (pip "
-        'install -e ".[vllm]")'
+        f"notice: {SECTION}.name=native is the engine for CPUs: on GPUs it has no CUDA graphs and "
+        f'no paged KV cache. Use {SECTION}.name=vllm (pip install -e ".[vllm]")'
     ]
 
 
@@ -99,8 +98,8 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
         )
     if (quantization == FP8) != (rollout.name == "vllm"):
         raise ConfigError(
-            f"{pair}: vllm has fp8, on GPUs, and native and hf have int8, on CPUs. Leave it out, "
-            "or set the other one."
+            f"{pair}: vllm supports fp8 on GPUs, native and hf support int8 on CPUs. Change one, "
+            "or leave out quantization."
         )
     if quantization != FP8:
         check_device(device_type)

@@ -36,7 +36,7 @@ def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> No
     names = {"lr": 1e-3, "n": 2, "batch_size": 4, "mini_batch_size": 2, "max_new_tokens": 8}
     model, prompts = tiny_dir / "model", ["say a"] * 8
     run = GRPO(
-        model, prompts, lambda response: 1.0, kl_coef=0.5, epochs=2, save_to=tmp_path, **names
+        model, prompts, lambda response: 1.0, kl_loss_coef=0.5, epochs=2, save_to=tmp_path, **names
     )
     config = run.config()
     assert config.algorithm.adv_estimator == "grpo"
@@ -48,7 +48,7 @@ def test_grpo_by_flat_names_is_ppo_by_keys(tiny_dir: Path, tmp_path: Path) -> No
     assert {"algorithm=grpo", "actor_rollout_ref.rollout.n=2"} <= set(run.command().split())
 
     other = GRPO(
-        model, prompts, lambda response: 1.0, algorithm="dr_grpo", kl_coef=0, save_to=tmp_path
+        model, prompts, lambda response: 1.0, algorithm="dr_grpo", kl_loss_coef=0, save_to=tmp_path
     )
     assert not other.config().actor_rollout_ref.actor.use_kl_loss
     section = {"adv_estimator": "rloo"}
@@ -100,8 +100,8 @@ def test_rows_and_their_model_may_be_given_by_name(tiny_dir: Path, tmp_path: Pat
         ({"lr": 1, "actor_rollout_ref.actor.optim.lr": 2}, r"lr=1 sets actor.*given as 2, too"),
         ({"lr": 1.0, "actor_rollout_ref": {"actor": {"optim": {"lr": 2.0}}}}, "Drop one"),
         (
-            {"kl_coef": 0, "actor_rollout_ref.actor.use_kl_loss": True},
-            "kl_coef=0 sets .*kl_loss=False",
+            {"kl_loss_coef": 0, "actor_rollout_ref.actor.use_kl_loss": True},
+            "kl_loss_coef=0 sets .*kl_loss=False",
         ),
     ],
 )

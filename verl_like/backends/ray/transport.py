@@ -304,7 +304,7 @@ def pack(value: Any, buffers: list[pickle.PickleBuffer] | None = None) -> bytes 
 
 
 def pack_batch(value: Any) -> Packed | None:
-    """Pickle a batch with its buffers; None for other values and if only Ray can pickle it."""
+    """Pickle a batch with its buffers; None if it is no batch, or only Ray can pickle it."""
     buffers: list[pickle.PickleBuffer] = []
     head = pack(value, buffers) if type(value) is DataProto else None
     return None if head is None else Packed(head, buffers)
