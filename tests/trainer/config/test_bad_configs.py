@@ -87,7 +87,7 @@ SETTINGS = [
     (
         "resource_pool_spec.global_pool=[9] trainer.n_gpus_per_node=1",
         [
-            "'global_pool' needs 1 node(s), one with 9 processes",
+            "'global_pool' needs 1 node(s), and none has room for 9 of its processes",
             "1 of 1 CPU slots",
             "set trainer.n_gpus_per_node=9",
         ],
@@ -132,7 +132,7 @@ SETTINGS = [
     (
         "data.max_prompt_length=8",
         [
-            "row 0: the prompt has 9 tokens, data.max_prompt_length=8",
+            "row 0: the prompt has 9 tokens, but data.max_prompt_length=8",
             "filter_overlong_prompts=true",
         ],
     ),

@@ -131,7 +131,7 @@ def test_overlong_prompts_are_cut_and_counted(
 
 
 def test_an_overlong_prompt_is_refused_by_default(make_loader: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 2: the prompt has 20 tokens, data.max_prompt_len"):
+    with pytest.raises(ConfigError, match="line 2: the prompt has 20 tokens, but data.max_prompt"):
         make_loader(write_jsonl(tmp_path / "p.jsonl", ["a", "a" * 20]), train_batch_size=1)
 
 

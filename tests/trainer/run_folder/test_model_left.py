@@ -78,7 +78,7 @@ def test_the_plan_and_the_last_lines_say_what_is_left(
     run(load_config(overrides(tiny_dir, tmp_path, *one, *settings)))
     out = capsys.readouterr().out
     assert words in out
-    assert ("no model was saved: trainer.save_final=false" in out) == (len(settings) == 1)
+    assert ("no model was saved (trainer.save_final=false" in out) == (len(settings) == 1)
     assert (tmp_path / "model").is_dir() == (f"model: {tmp_path}/model" in out) == (not settings)
 
 

@@ -42,7 +42,7 @@ def test_a_result_prints_ten_lines_with_the_first_and_the_last_value(tmp_path: P
     assert ["actor/entropy", "3", "->", "-16"] in words
     assert not any("kl" in line for line in lines), "a KL of 0 is of a policy against itself"
     assert ["model", "none", "is", "left"] in words
-    assert "no step in" in repr(RunResult(tmp_path, "", [], None))
+    assert "0 steps in" in repr(RunResult(tmp_path, "", [], None))
 
 
 def test_curves_are_those_of_the_report_or_of_the_metrics_that_are_named(tmp_path: Path) -> None:

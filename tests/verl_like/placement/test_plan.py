@@ -57,7 +57,7 @@ def test_a_pool_takes_a_node_of_its_own_for_every_entry(plan: Placement) -> None
 
 def test_a_pool_larger_than_its_node_is_refused_with_what_is_free() -> None:
     with pytest.raises(
-        PlacementError, match=r"pool 'main' needs 1 node\(s\), one with 5 .* a: 4 of 4 CPU slots"
+        PlacementError, match=r"pool 'main' needs 1 node\(s\), and none .* 5 .* a: 4 of 4 CPU slots"
     ):
         Placement.plan({"main": [5]}, {"actor": "main"}, NODES)
 
@@ -143,7 +143,7 @@ def test_custom_resources_are_counted_where_they_are_known() -> None:
     known = [Node("a", 4, 4.0, resources={"accel": 1.0}), Node("b", 2, 2.0, resources={})]
     with pytest.raises(
         PlacementError,
-        match="1 accel each, .* 1 of 1 accel.*lower pool_resources.generator_pool.res",
+        match="1 accel each: .* 1 of 1 accel.*lower pool_resources.generator_pool.res",
     ):
         Placement.plan(TWO_POOLS, ROLES, known, needs=needs)
     one = {"generator_pool": [1], "trainer_pool": [1]}
