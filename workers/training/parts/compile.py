@@ -1,8 +1,5 @@
 """Layers, and the log-probs of the head, compiled by torch.compile: `model.compile`.
 
-    layers = CompiledLayers(module, device)     # before FSDP replaces the classes of layers
-    with layers.computing():                    # forward and backward passes run inside
-
 They are used if a short pass runs through them on every rank.
 
 Each layer is a separate graph, split at attention. Collectives therefore stay outside: FSDP's are
@@ -14,7 +11,7 @@ new graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,41 +32,18 @@ MOST_GRAPHS = 64
 """Maximum graphs per layer class: roles of a process share it, with and without gradients."""
 
 
-class CompiledLayers:
-    """The layers of a module, compiled when they are first called."""
-
-    def __init__(self, module: Any, device: torch.device) -> None:
-        names = set(module._no_split_modules or ())
-        self.layers = [layer for layer in module.modules() if type(layer).__name__ in names]
-        self.device = device
-        self._compiled: list[Callable[..., Any]] = []
-
-    def compile(self) -> None:
-        """Prepare the graphs; first compile a small function, which fails without a compiler."""
-        import torch._dynamo.config
-
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS
-        torch.compile(_doubled)(torch.ones(8, device=self.device))
-        self._compiled = [torch.compile(layer.forward) for layer in self.layers]
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Context in which layers run their graphs."""
-        with ExitStack() as stack:
-            for layer, compiled in zip(self.layers, self._compiled, strict=False):
-                stack.enter_context(replaced_forward(layer, compiled))
-            yield
-
-
 class Compile(ModelPart):
     """Runs passes through compiled layers, if these work on every rank."""
 
-    layers: CompiledLayers
+    layers: list[Any]
+    compiled: list[Callable[..., Any]]
+    """The forward passes of the layers, which are compiled when they are first called."""
     is_on = False
 
     def change(self, model: Model) -> None:
-        """Find the layers."""
-        self.layers = CompiledLayers(model.module, model.device)
+        """Find the layers, before FSDP replaces their classes."""
+        names = set(model.module._no_split_modules or ())
+        self.layers = [layer for layer in model.module.modules() if type(layer).__name__ in names]
 
     def finish(self, model: Model) -> None:
         """Use the compiled layers if a short pass runs through them; collective over all ranks."""
@@ -89,7 +63,7 @@ class Compile(ModelPart):
         if model.settings.replays_routing:
             return "replayed routing changes layers from pass to pass"
         try:
-            self.layers.compile()
+            self._compile(model.device)
             self._switch(model, is_on=True)
             run_short_pass(model)
         except Exception as error:  # noqa: BLE001 - compilers raise various types
@@ -98,12 +72,25 @@ class Compile(ModelPart):
             self._switch(model, is_on=False)
         return ""
 
+    def _compile(self, device: torch.device) -> None:
+        """Prepare the graphs; first compile a small function, which fails without a compiler."""
+        import torch._dynamo.config
+
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        torch.compile(_doubled)(torch.ones(8, device=device))
+        self.compiled = [torch.compile(layer.forward) for layer in self.layers]
+
     def _switch(self, model: Model, is_on: bool) -> None:
         self.is_on = model.is_compiled = is_on
 
-    def computing(self) -> AbstractContextManager[None]:
-        """Context in which passes go through the compiled layers."""
-        return self.layers.computing() if self.is_on else nullcontext()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context in which passes go through the compiled layers, if they are on."""
+        with ExitStack() as stack:
+            if self.is_on:
+                for layer, compiled in zip(self.layers, self.compiled, strict=True):
+                    stack.enter_context(replaced_forward(layer, compiled))
+            yield
 
 
 @torch.no_grad()
