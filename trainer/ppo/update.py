@@ -83,45 +83,26 @@ def filters(
 
 
 def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
-    """Mark the tokens that the run's policy loss selects, if it selects any."""
-    policy = config.actor_rollout_ref
-    bypasses = config.algorithm.rollout_correction.bypass_mode
-    return add_chosen_tokens_of_loss(
-        batch,
-        policy.actor,
-        policy.actor.ppo_mini_batch_size * policy.rollout.n,
-        config.trainer.seed,
-        step,
-        old_log_probs=sampled_log_probs_column(batch.columns) if bypasses else "old_log_probs",
-    )
-
-
-def add_chosen_tokens_of_loss(
-    batch: DataProto,
-    actor: ActorConfig,
-    mini_batch_size: int,
-    seed: int,
-    step: int,
-    old_log_probs: str = "old_log_probs",
-) -> DataProto:
     """Add the column `chosen_tokens` to the batch if the policy loss reads it.
 
-    Mini-batch k of K has the rows whose number is k modulo K; `mini_batch_size` counts samples.
-    `old_log_probs` names the column of the old policy's log-probs.
+    Mini-batch k of K has the rows whose number is k modulo K.
     """
+    policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     choose = traits_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens
     if choose is None:
         return batch
 
-    arguments = arguments_for(choose, actor.policy_loss.args)
+    bypasses = config.algorithm.rollout_correction.bypass_mode
+    old_log_probs = sampled_log_probs_column(batch.columns) if bypasses else "old_log_probs"
     columns = read_columns(batch, old_log_probs, "advantages", "response_mask")
+    arguments = arguments_for(choose, actor.policy_loss.args)
     chosen = torch.zeros(columns["response_mask"].shape, dtype=torch.bool)
-    count = max(len(batch) // mini_batch_size, 1)
+    count = max(len(batch) // (actor.ppo_mini_batch_size * policy.rollout.n), 1)
     order = in_order_of_names(batch)
     for number in range(count):
         rows = order[order % count == number]
-        draw = random.Random(f"chosen_tokens {seed} {step} {number}").getrandbits(63)
-        generator = torch.Generator().manual_seed(draw)
+        seed = f"chosen_tokens {config.trainer.seed} {step} {number}"
+        generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
         chosen[rows] = choose(
             *(column[rows] for column in columns.values()), generator, config=actor, **arguments
         )

@@ -15,10 +15,11 @@ from trainer.ppo.config import KLControlConfig, PPOConfig
 from trainer.ppo.estimate import KLController, RunningNorm, apply_kl_penalty, clamp_scores, distill
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.score import mismatch_metrics
-from trainer.ppo.update import add_chosen_tokens_of_loss, correct_rollout, without_truncated
+from trainer.ppo.update import add_chosen_tokens, correct_rollout, without_truncated
 from trainer.ppo.validate import name_metrics
 from verl_like.batch.protocol import DataProto
-from workers.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
+from verl_like.config_key import changed
+from workers.config import PolicyLossConfig, RolloutCorrectionConfig
 
 ROWS, WIDTH = 6, 5
 LENGTHS = torch.tensor([5, 3, 1, 0, 4, 2])
@@ -80,8 +81,9 @@ def corrected(**settings: str) -> Callable[[DataProto], Made]:
 
 
 def chosen(batch: DataProto) -> Made:
-    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov"))
-    batch = add_chosen_tokens_of_loss(batch, actor, ROWS, 0, 1)
+    loss = PolicyLossConfig(loss_mode="kl_cov")
+    config = changed(PPOConfig(), {"actor_rollout_ref.actor.policy_loss": loss})
+    batch = add_chosen_tokens(batch, config, 1)
     return batch, {"chosen": float(batch.batch["chosen_tokens"].sum())}
 
 

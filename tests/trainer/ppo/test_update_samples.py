@@ -9,25 +9,30 @@ import pytest
 import torch
 
 from trainer import load_config
-from trainer.ppo.config import PolicyFiltrationConfig
+from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from trainer.ppo.update import (
     add_chosen_tokens,
-    add_chosen_tokens_of_loss,
     draw_rows,
     filtration_weights,
     resample_by_score,
 )
 from verl_like.batch.protocol import DataProto
+from verl_like.config_key import changed
 from verl_like.errors import MissingColumnError
-from workers.config import ActorConfig, PolicyLossConfig
+from workers.config import PolicyLossConfig
 from workers.losses.registry import POLICY_LOSSES, traits_of
 
 ROWS, WIDTH = 12, 6
 NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
 
 
-def actor_of(loss_mode: str, **settings: float) -> ActorConfig:
-    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode, args=settings))
+def config_of(loss_mode: str, num_samples: int = ROWS, **arguments: float) -> PPOConfig:
+    """Return a configuration with the seed 1, and with mini-batches of `num_samples`."""
+    actor = {
+        "policy_loss": PolicyLossConfig(loss_mode=loss_mode, args=arguments),
+        "ppo_mini_batch_size": num_samples,
+    }
+    return changed(PPOConfig(), {f"actor_rollout_ref.actor.{key}": actor[key] for key in actor})
 
 
 @pytest.fixture
@@ -105,10 +110,7 @@ def test_only_highest_and_lowest_scores_are_kept_by_max_min(batch: DataProto) ->
 def test_kl_cov_s_tokens_are_those_of_highest_covariance_in_their_mini_batch(
     batch: DataProto,
 ) -> None:
-    actor = actor_of("kl_cov")
-    chosen = add_chosen_tokens_of_loss(batch, actor, ROWS // 3, seed=1, step=1).batch[
-        "chosen_tokens"
-    ]
+    chosen = add_chosen_tokens(batch, config_of("kl_cov", ROWS // 3), 1).batch["chosen_tokens"]
     for number in range(3):
         rows = torch.arange(number, ROWS, 3)
         inside = batch.batch["response_mask"][rows].bool()
@@ -121,12 +123,10 @@ def test_kl_cov_s_tokens_are_those_of_highest_covariance_in_their_mini_batch(
 
 def test_the_shares_of_chosen_tokens_are_the_configuration_s(batch: DataProto) -> None:
     num_tokens = int(batch.batch["response_mask"].sum())
-    half = add_chosen_tokens_of_loss(
-        batch, actor_of("kl_cov", kl_cov_ratio=0.5), ROWS, seed=1, step=1
-    )
+    half = add_chosen_tokens(batch, config_of("kl_cov", kl_cov_ratio=0.5), 1)
     assert int(half.batch["chosen_tokens"].sum()) == num_tokens // 2
-    every = actor_of("clip_cov", clip_cov_ratio=1.0, clip_cov_lb=-99.0, clip_cov_ub=99.0)
-    chosen = add_chosen_tokens_of_loss(batch, every, ROWS, seed=1, step=1).batch["chosen_tokens"]
+    every = config_of("clip_cov", clip_cov_ratio=1.0, clip_cov_lb=-99.0, clip_cov_ub=99.0)
+    chosen = add_chosen_tokens(batch, every, 1).batch["chosen_tokens"]
     assert int(chosen.sum()) == num_tokens
 
 
@@ -134,10 +134,10 @@ def test_the_shares_of_chosen_tokens_are_the_configuration_s(batch: DataProto) -
 def test_the_order_of_a_mini_batch_s_rows_changes_no_choice(
     batch: DataProto, loss_mode: str
 ) -> None:
-    before = add_chosen_tokens_of_loss(batch, actor_of(loss_mode), ROWS // 3, seed=1, step=1)
+    before = add_chosen_tokens(batch, config_of(loss_mode, ROWS // 3), 1)
     # other ranks balance rows otherwise, but within their mini-batch
     order = torch.arange(ROWS).view(-1, 3).flip(0).flatten()
-    after = add_chosen_tokens_of_loss(batch[order], actor_of(loss_mode), ROWS // 3, seed=1, step=1)
+    after = add_chosen_tokens(batch[order], config_of(loss_mode, ROWS // 3), 1)
     assert torch.equal(after.batch["chosen_tokens"], before.batch["chosen_tokens"][order])
     assert before.batch["chosen_tokens"].any()
 
@@ -146,9 +146,7 @@ def test_clip_cov_draws_anew_at_every_step(batch: DataProto) -> None:
     batch.batch["response_mask"].fill_(1)
     drawn = {
         tuple(
-            add_chosen_tokens_of_loss(batch, actor_of("clip_cov"), ROWS, 1, step)
-            .batch["chosen_tokens"]
-            .flatten()
+            add_chosen_tokens(batch, config_of("clip_cov"), step).batch["chosen_tokens"].flatten()
         )
         for step in range(6)
     }
@@ -156,26 +154,21 @@ def test_clip_cov_draws_anew_at_every_step(batch: DataProto) -> None:
 
 
 def test_a_loss_that_treats_all_tokens_alike_gets_no_column(batch: DataProto) -> None:
-    assert (
-        "chosen_tokens"
-        not in add_chosen_tokens_of_loss(batch, actor_of("vanilla"), ROWS, 1, 1).batch
-    )
+    assert "chosen_tokens" not in add_chosen_tokens(batch, config_of("vanilla"), 1).batch
 
 
 def test_a_bypass_chooses_by_the_log_probs_that_it_has(batch: DataProto) -> None:
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"
-    config = load_config([*NEEDED, loss, "correction=bypass_ppo_clip"])
-    size = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-    expected = add_chosen_tokens_of_loss(batch, actor_of("kl_cov"), size, config.trainer.seed, 1)
+    expected = add_chosen_tokens(batch, load_config([*NEEDED, loss]), 1)
     batch.rename("old_log_probs", "rollout_log_probs")
-    found = add_chosen_tokens(batch, config, 1)
+    found = add_chosen_tokens(batch, load_config([*NEEDED, loss, "correction=bypass_ppo_clip"]), 1)
     assert torch.equal(found.batch["chosen_tokens"], expected.batch["chosen_tokens"])
 
 
 def test_a_choice_without_old_log_probs_names_their_writer(batch: DataProto) -> None:
     batch.pop(["old_log_probs"])
     with pytest.raises(MissingColumnError, match=r"'old_log_probs'.*actor.compute_log_prob"):
-        add_chosen_tokens_of_loss(batch, actor_of("kl_cov"), ROWS, 1, 1)
+        add_chosen_tokens(batch, config_of("kl_cov"), 1)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
