@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +63,15 @@ PREFIX = "async/"
 MetricLines = Sequence[Mapping[str, float]]
 
 
-@dataclass(frozen=True)
-class AsyncRun:
-    """The report's data about generators and trainers."""
-
-    seconds: Mapping[str, Mapping[str, float]]
-    """Role -> state -> seconds of all steps."""
-    ledger: Sequence[Sequence[str]] = ()
-    """Table cells: a heading, then a row for each generator."""
-
-
-def read_async(folder: Path, metrics: MetricLines, notes: list[str]) -> AsyncRun | None:
-    """Return the generators and trainers of a run; None if it has none."""
-    seconds = seconds_by_role(metrics)
-    path, table = folder / "async.json", list[list[str]]()
+def read_ledger(folder: Path, notes: list[str]) -> list[list[str]]:
+    """Return the table of a run's generators from its `async.json`; [] if it has none."""
+    path = folder / "async.json"
     if path.is_file():
         try:
-            table = ledger_table(parse_json(path.read_bytes())["ledger"]["generators"])
+            return ledger_table(parse_json(path.read_bytes())["ledger"]["generators"])
         except (ValueError, KeyError, TypeError, AttributeError):
             notes.append(f"{path.name} is half written, or not a run's, and left out.")
-    return AsyncRun(seconds, table) if seconds or table else None
+    return []
 
 
 def seconds_by_role(metrics: MetricLines) -> dict[str, dict[str, float]]:
@@ -146,23 +134,18 @@ def describe_faults(folder: Path) -> list[str]:
         if line["kind"] != LEDGER:
             kinds[line["kind"]] += line.get("count", 1)
     faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
-    ledgers = [_describe_ledger(line) for line in lines if line["kind"] == LEDGER]
-    return ["; ".join([f"injected faults: {faults}", *ledgers[-1:]])]
-
-
-def _describe_ledger(line: dict[str, Any]) -> str:
-    outcomes = [f"{line[name]} {name}" for name in OUTCOMES]
-    words = f"steps: {line['started']} started = {' + '.join(outcomes)}"
-    return f"{words}; {_describe_samples(line['samples'])}" if "samples" in line else words
-
-
-def _describe_samples(samples: dict[str, Any]) -> str:
-    dropped = samples["dropped"]
-    reasons = "".join(f" ({reason}: {count})" for reason, count in dropped.items())
-    return (
-        f"samples: {samples['made']} generated = {samples['trained']} trained + "
-        f"{sum(dropped.values())} dropped{reasons}"
-    )
+    parts = [f"injected faults: {faults}"]
+    for ledger in [line for line in lines if line["kind"] == LEDGER][-1:]:
+        outcomes = " + ".join(f"{ledger[name]} {name}" for name in OUTCOMES)
+        parts.append(f"steps: {ledger['started']} started = {outcomes}")
+        if samples := ledger.get("samples"):
+            dropped = samples["dropped"]
+            reasons = "".join(f" ({reason}: {count})" for reason, count in dropped.items())
+            parts.append(
+                f"samples: {samples['made']} generated = {samples['trained']} trained + "
+                f"{sum(dropped.values())} dropped{reasons}"
+            )
+    return ["; ".join(parts)]
 
 
 def describe_restarts(folder: Path) -> list[str]:

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
-from trainer.report.accounts import count_sampled_tokens, describe_tokens, tokens_of
+from trainer.report.accounts import (
+    count_sampled_tokens,
+    describe_tokens,
+    seconds_by_role,
+    tokens_of,
+)
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import (
     FAILURE_FILE,
@@ -99,7 +104,6 @@ def _content(data: RunData) -> dict[str, Any]:
     panels = report_figures.panels_of(data.metrics)
     drawn = [(panel, report_figures.curves(data.metrics, panel)) for panel in panels]
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
-    generators = data.async_training
     phases = phase_shares(data.metrics, data.stages)
 
     return {
@@ -114,8 +118,8 @@ def _content(data: RunData) -> dict[str, Any]:
         "has_cuts": bool(cuts),
         "has_pools": len({call.pool for call in calls}) > 1,
         "overlap": overlap_share(calls),
-        "activity": Markup(report_figures.activity(generators.seconds)) if generators else "",
-        "ledger": generators.ledger if generators else (),
+        "activity": Markup(report_figures.activity(seconds_by_role(data.metrics))),
+        "ledger": data.ledger,
         "shares": Markup(report_figures.shares(phases)) if phases else "",
         "phases": phases,
         "placement": data.placement,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.report.accounts import AsyncRun, read_async
+from trainer.report.accounts import read_ledger
 from trainer.report.calls import AFTER_STEP, TracedCall, read_timeline
 from trainer.report.trajectories import (
     TRAJECTORIES_PER_STEP,
@@ -71,8 +71,8 @@ class RunData:
     samples: Sequence[ShownSample]
     failure: str
     notes: Sequence[str]
-    async_training: AsyncRun | None = None
-    """Generators and trainers, if the run has them."""
+    ledger: Sequence[Sequence[str]] = ()
+    """Table cells: a heading, then a row for each generator; empty without generators."""
     validated: Sequence[ShownSample] = ()
     by_turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """For the last step's trajectories: number of turns -> outcome -> count."""
@@ -113,10 +113,9 @@ def read_run(folder: str | Path) -> RunData:
     notes: list[str] = []
     failure = folder / FAILURE_FILE
     calls, stages = read_timeline(folder / "timeline.json", notes)
-    metrics = read_metrics(folder / "metrics.jsonl", notes)
     return RunData(
         folder=folder,
-        metrics=metrics,
+        metrics=read_metrics(folder / "metrics.jsonl", notes),
         calls=calls,
         stages=stages,
         placement=_read_placement(folder / "placement.txt"),
@@ -126,7 +125,7 @@ def read_run(folder: str | Path) -> RunData:
         config=_read_text(folder / "config.yaml"),
         failure=_read_text(failure),
         notes=notes,
-        async_training=read_async(folder, metrics, notes),
+        ledger=read_ledger(folder, notes),
         by_turns=outcomes_by_turns(
             row for path in _sample_files(folder / "rollouts")[-1:] for row in json_objects(path)[0]
         ),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.report.report_runs import make_run
-from trainer.report.accounts import ledger_table
+from trainer.report.accounts import ledger_table, seconds_by_role
 from trainer.report.page import write_report
 from trainer.report.read import read_run
 
@@ -74,15 +74,14 @@ def test_an_async_run_has_its_figures_and_ledger(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_has_what_its_steps_say(tmp_path: Path) -> None:
     folder = make_async_run(tmp_path / "run", 4, has_ended=False)
-    run = read_run(folder).async_training
-    assert run is not None
-    assert run.seconds["generator 0"] == {"busy": 1.0, "waiting": 2.0, "syncing": 1.0}
+    seconds = seconds_by_role(read_run(folder).metrics)
+    assert seconds["generator 0"] == {"busy": 1.0, "waiting": 2.0, "syncing": 1.0}
     assert figures_of(folder) == FIGURES
 
 
 def test_another_run_has_no_part_about_generators(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 2)
-    assert read_run(folder).async_training is None
+    assert read_run(folder).ledger == []
     assert figures_of(folder) == []
     assert "Generators and trainers" not in (folder / "report.html").read_text()
 
