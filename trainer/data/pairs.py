@@ -55,6 +55,11 @@ class PairRow:
     rejected: LMRow
     margin: float = 0.0
 
+    @property
+    def sides(self) -> dict[str, LMRow]:
+        """Both responses, by the names of their fields."""
+        return {"chosen": self.chosen, "rejected": self.rejected}
+
 
 def read_pairs(
     key: str,
@@ -174,6 +179,11 @@ class LabelledRow:
     response: LMRow
     mismatched: LMRow
     desirable: bool
+
+    @property
+    def sides(self) -> dict[str, LMRow]:
+        """Both responses, by the names of their fields."""
+        return {"response": self.response, "mismatched": self.mismatched}
 
 
 def read_labelled(

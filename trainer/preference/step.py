@@ -53,11 +53,10 @@ def settle_ends(
     shortened: list[NumberedRow] = []
     num_longer = 0
     for number, row in rows:
-        names = ("chosen", "rejected") if isinstance(row, PairRow) else ("response", "mismatched")
         sides: dict[str, Any] = {
-            name: without_blanks(getattr(row, name), stops, tokenizer) for name in names
+            name: without_blanks(side, stops, tokenizer) for name, side in row.sides.items()
         }
-        num_longer += any(len(side.ids) < len(getattr(row, x).ids) for x, side in sides.items())
+        num_longer += any(sides[name] is not side for name, side in row.sides.items())
         shortened.append((number, replace(row, **sides)))
     is_cut = config.data.text_after_eos == "cut"
     if num_longer:
@@ -80,10 +79,7 @@ def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
 def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
     """Yield every response that the reference scores."""
     for _, row in rows:
-        if isinstance(row, PairRow):
-            yield from (row.chosen, row.rejected)
-        else:
-            yield from (row.response, row.mismatched)
+        yield from row.sides.values()
 
 
 def labelled_columns(
@@ -135,13 +131,10 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         rows: Sequence[NumberedRow], uids: Sequence[str], pad_token_id: int
     ) -> DataProto:
         """Pad rows on the right, each with its `row_number`."""
-        labelled = [row for _, row in rows if isinstance(row, LabelledRow)]
-        pairs = [row for _, row in rows if isinstance(row, PairRow)]
-        if labelled:
-            batch = labelled_batch(labelled, uids, pad_token_id)
-        else:
-            batch = pair_batch(pairs, uids, pad_token_id)
-        return write_columns(batch, row_number=torch.tensor([number for number, _ in rows]))
+        numbers, of_files = zip(*rows, strict=True)
+        make = labelled_batch if isinstance(of_files[0], LabelledRow) else pair_batch
+        batch = make(of_files, uids, pad_token_id)
+        return write_columns(batch, row_number=torch.tensor(numbers))
 
     @classmethod
     def num_sides(cls, config: PreferenceConfig) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -40,10 +39,9 @@ def end_as_samples_do(
     stops = stop_tokens(tokenizer, path)
     pairs, num_open = [], 0
     for row in rows:
-        chosen = without_blanks(row.chosen, stops, tokenizer)
-        rejected = without_blanks(row.rejected, stops, tokenizer)
-        pairs.append(replace(row, chosen=chosen, rejected=rejected))
-        for side in (chosen, rejected):
+        sides = {name: without_blanks(side, stops, tokenizer) for name, side in row.sides.items()}
+        pairs.append(PairRow(**sides, margin=row.margin))
+        for side in sides.values():
             num_open += len(side.ids) < max_length and int(side.ids[-1]) not in stops
 
     if num_open:
