@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from trainer.cli.check_environment import heard, json_object, reject_ids
 from trainer.data.prompt_tokens import written
@@ -73,25 +73,30 @@ class Chat:
             # these override the folder's generation_config.json
             self.sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
-    def answer(self, text: str, show_on: TextIO) -> str:
-        """Return the model's reply to the conversation with this message."""
+    def answer(self, text: str) -> str:
+        """Print the model's reply to the conversation with this message, and return it."""
         self.messages.append({"role": "user", "content": text})
-        tokens = self.generate(self._inputs(text), show_on)
+        tokens = self.generate(self._inputs(text))
         reply: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": reply})
         return reply
 
-    def generate(self, inputs: Any, show_on: TextIO, **overrides: Any) -> list[int]:
-        """Return the ids that the model generates; `overrides` are arguments of its `generate`."""
-        import torch
+    def generate(self, inputs: Any, **overrides: Any) -> list[int]:
+        """Print the words that the model generates, one by one, and return their ids.
 
+        `overrides` are arguments of the model's `generate`.
+        """
+        import torch
+        from transformers import TextStreamer
+
+        words = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         inputs = inputs.to(self.model.device)
         with torch.inference_mode():
             tokens = self.model.generate(
                 **inputs,
                 **{**self.sampling, **overrides},
                 pad_token_id=self.tokenizer.pad_token_id,
-                streamer=_streamer(self.tokenizer, show_on),
+                streamer=words,
             )
         sampled_ids: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
         return sampled_ids
@@ -109,17 +114,6 @@ class Chat:
         except ValueError as error:
             raise ConfigError(f"{self.tokenizer.name_or_path}: {error}") from error
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-
-
-def _streamer(tokenizer: Any, show_on: TextIO) -> Any:
-    """Return a streamer that prints the reply word by word."""
-    from transformers import TextStreamer
-
-    class Shown(TextStreamer):  # type: ignore[misc, unused-ignore]
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            print(text, end="\n" if stream_end else "", file=show_on, flush=True)
-
-    return Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -154,7 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     elif sys.stdin.isatty():
         talk(chat)
     else:
-        chat.answer(sys.stdin.read().rstrip("\n"), sys.stdout)
+        chat.answer(sys.stdin.read().rstrip("\n"))
 
 
 def talk(chat: Chat) -> None:
@@ -166,7 +160,7 @@ def talk(chat: Chat) -> None:
             if text == FORGET:
                 chat.forget()
             elif text:
-                chat.answer(text, sys.stdout)
+                chat.answer(text)
         except (EOFError, KeyboardInterrupt):
             print()
             return
@@ -236,7 +230,7 @@ class ChatTrajectory:
         else:
             print("policy: ", end="", flush=True)
             overrides = {"eos_token_id": self._stops, **self._most}
-            sampled_ids = self._chat.generate(self._inputs(), sys.stdout, **overrides)
+            sampled_ids = self._chat.generate(self._inputs(), **overrides)
             self._ids += sampled_ids
             last = sampled_ids[-1] if sampled_ids[-1] in self._stops else None
             text = self._renderer.text_of(sampled_ids if last is None else sampled_ids[:-1])

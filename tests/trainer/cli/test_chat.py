@@ -57,20 +57,21 @@ def test_a_strangers_template_is_refused_in_words(
     folder = shutil.copytree(tiny_dir / "model", tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(VerlLikeError, match=words):
-        Chat(folder, system="", max_tokens=1, temperature=0.0).answer("say a", io.StringIO())
+        Chat(folder, system="", max_tokens=1, temperature=0.0).answer("say a")
 
 
-def test_a_conversation_goes_on_until_it_is_forgotten(tiny_dir: Path) -> None:
+def test_a_conversation_goes_on_until_it_is_forgotten(
+    tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat = Chat(tiny_dir / "model", system="", max_tokens=6, temperature=0.0)
-    shown = io.StringIO()
-    first = chat.answer("say a", shown)
+    first = chat.answer("say a")
     assert first == greedy(tiny_dir / "model", [user("say a")], 6)
-    assert shown.getvalue().rstrip("\n") == first.rstrip("\n")
+    assert capsys.readouterr().out.rstrip("\n") == first.rstrip("\n")
     history = [user("say a"), {"role": "assistant", "content": first}, user("say b")]
-    second = chat.answer("say b", shown)
+    second = chat.answer("say b")
     assert second == greedy(tiny_dir / "model", history, 6)
     chat.forget()
-    assert chat.answer("say a", shown) == first
+    assert chat.answer("say a") == first
 
 
 def test_a_pipe_is_one_message_and_gets_the_answer_alone(
