@@ -27,7 +27,7 @@ from trainer.groups.nodes import describe_devices, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks
 from trainer.loop import Loop, Trainer
-from trainer.memory import describe_axes, role_model
+from trainer.memory import describe_axes, role_models
 from trainer.observers.active import active_observers, end_of_run
 from trainer.record import Run
 from trainer.report.page import close_run
@@ -41,7 +41,6 @@ from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import blocking_path
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import Node
-from verl_like.placement.roles import expand_roles
 from verl_like.process.sandbox import reject_nested_run
 from verl_like.registry import load_object
 from verl_like.signatures import check_methods
@@ -226,10 +225,7 @@ def describe_plan(
 ) -> str:
     """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
-    roles = {role: role_model(config, role) for role in expand_roles(config.role_mapping)}
-    axes = describe_axes(
-        config, {role: model for role, model in roles.items() if model is not None}
-    )
+    axes = describe_axes(config, role_models(config))
     parts = [placement.draw(width, axes), *trainer_cls.describe(config, width, not full)]
     if trainer_cls.exports_model(config):
         left = "warning: no model will be saved (trainer.save_final=false, trainer.save_freq=-1)."

@@ -31,10 +31,14 @@ HEAD = (
 )
 
 
-def role_model(config: RunConfig, role: str) -> RoleModel | None:
-    """Return the model that the role's class declares."""
-    declares = getattr(worker_class(config, role), "role_model", None)
-    return declares(config, config.kind_of(role)) if declares is not None else None
+def role_models(config: RunConfig) -> dict[str, RoleModel]:
+    """Return role -> the model that its class declares, for the roles that have one."""
+    models = {}
+    for role in expand_roles(config.role_mapping):
+        declares = getattr(worker_class(config, role), "role_model", None)
+        if declares is not None:
+            models[role] = declares(config, config.kind_of(role))
+    return models
 
 
 def describe_axes(config: RunConfig, models: Mapping[str, RoleModel]) -> dict[str, str]:

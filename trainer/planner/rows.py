@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from trainer.config.devices import devices_of
 from trainer.launch import trainer_class
-from trainer.memory import model_memory
+from trainer.memory import model_memory, role_models
 from trainer.planner.cost import StepRows
 from trainer.planner.job import Job, Keys
 from trainer.rows.config import RowConfig
@@ -18,7 +18,6 @@ from trainer.rows.preflight import (
     longest_row,
     preflight,
     role_memories,
-    role_models,
 )
 from workers.memory import RoleMemory, RoleModel
 from workers.parallel.sharding import dims_of

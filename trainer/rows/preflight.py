@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes, check_ranks
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
-from trainer.memory import check_fit, memory_table, model_memory, role_model
+from trainer.memory import check_fit, memory_table, model_memory, role_models
 from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -56,12 +56,6 @@ def preflight(config: RowConfig, num_sides: int) -> None:
     if devices.bytes is not None:
         roles = role_memories(config, num_sides, devices.type)
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
-
-
-def role_models(config: RowConfig) -> dict[str, RoleModel]:
-    """Return the models of the roles."""
-    models = {role: role_model(config, role) for role in expand_roles(config.role_mapping)}
-    return {role: model for role, model in models.items() if model is not None}
 
 
 def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[RoleMemory]:

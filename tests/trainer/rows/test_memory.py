@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainer.config.compose import load_config
+from trainer.memory import role_models
 from trainer.preference.recipe import DPO, PreferenceConfig
 from trainer.preference.step import PreferenceTrainer
-from trainer.rows.preflight import largest_pass, preflight, role_memories, role_models
+from trainer.rows.preflight import largest_pass, preflight, role_memories
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
 from workers.parallel.dims import ParallelDims
