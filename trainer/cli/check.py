@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from operator import getitem
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -34,8 +33,8 @@ from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.main import RECIPES
-from trainer.config.compose import compose_tree
 from trainer.config.devices import devices_of
+from trainer.config.flat import flatten
 from trainer.config.keys import field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -186,15 +185,13 @@ def change_lines(config: PPOConfig) -> list[str]:
 def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
     """Return key -> value in the recipe's YAML; references have the values of this run."""
     recipe: Recipe[Any] = ASYNC if isinstance(config, AsyncConfig) else PPO
-    tree: Any = OmegaConf.to_container(compose_tree([], recipe), resolve=False)
-    values: dict[str, Any] = {}
-    for key in (key.name for key in leaf_keys(recipe.schema)):
-        value = reduce(getitem, key.split("."), tree)
-        if isinstance(value, str):
-            value = re.sub(r"\$\{([\w.]+)\}", lambda name: str(read(config, name[1])), value)
-        values[key] = value
-    values["role_workers"] |= {role: cls for role, (cls, _) in recipe.extra_roles(config).items()}
-    return values
+    tree: Any = OmegaConf.load(recipe.config_dir / f"{recipe.config_name}.yaml")
+    tree.pop("defaults")
+    workers = {**tree.pop("role_workers")}
+    workers |= {role: cls for role, (cls, _) in recipe.extra_roles(config).items()}
+    run = OmegaConf.merge(OmegaConf.create(asdict(config)), tree)
+    names = flatten(OmegaConf.to_container(tree))
+    return {"role_workers": workers, **{name: OmegaConf.select(run, name) for name in names}}
 
 
 def _show(value: Any) -> str:
