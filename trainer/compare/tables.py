@@ -20,7 +20,7 @@ from trainer.config.flat import NAMES_OF_A_RUN
 from trainer.report import figures
 from trainer.report.figures import COLOURS, Panel, panels_of
 from trainer.report.page import page_of
-from trainer.report.read import STOPPED, RunData, phase_shares, read_run
+from trainer.report.read import STOPPED, RunData, metric_names, phase_shares, read_run
 from trainer.run_folder.folder import CONFIG_FILE, saved_config
 from trainer.run_folder.metrics import KL_NAMES
 from verl_like.errors import ConfigError
@@ -179,10 +179,9 @@ def metrics_shown(runs: Sequence[ComparedRun]) -> list[str]:
     """Return the metrics in the report of any of the runs, and the time of a step."""
     names: dict[str, None] = {}
     for run in runs:
-        known = dict.fromkeys(name for line in run.data.metrics for name in line)
-        patterns = [name for panel in panels_of(run.data.metrics) for name in panel.names]
-        for pattern in [*patterns, "timing_s/step"]:
-            names |= dict.fromkeys(name for name in known if fnmatchcase(name, pattern))
+        known = metric_names(run.data.metrics)
+        for panel in [*panels_of(run.data.metrics), Panel("", "", ("timing_s/step",))]:
+            names |= dict.fromkeys(panel.names_among(known))
     # the KL of a policy to itself is never set
     values = {name: [v for run in runs for v in run.data.series(name)[1]] for name in names}
     return [name for name in names if name not in KL_NAMES or any(values[name])]

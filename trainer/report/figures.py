@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.report.calls import TracedCall, pools_at_work
-from trainer.report.read import MetricLines, series, spread
+from trainer.report.read import MetricLines, metric_names, series, spread
 from trainer.report.trajectories import FAILED, NO_SUCCESS, SUCCESS
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class Panel(NamedTuple):
     only_if_there: bool = False
     """True if the report omits the panel without a remark when a run has none of its metrics."""
 
+    def names_among(self, known: Iterable[str]) -> list[str]:
+        """Return the known metrics that the panel shows, in the order of its names."""
+        return [name for wanted in self.names for name in known if fnmatchcase(name, wanted)]
+
 
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")
 """Prefixes of metrics that do not show what a run learned."""
@@ -72,20 +76,16 @@ def known_panels() -> list[Panel]:
 
 def panels_of(metrics: MetricLines) -> list[Panel]:
     """Return the figures of a run: PPO's, or one for each metric of another recipe's steps."""
-    known = dict.fromkeys(name for line in metrics for name in line)
+    known = metric_names(metrics)
     learned = [name for name in known if not name.startswith(BOOKKEEPING)]
     always = [panel for panel in known_panels() if not panel.only_if_there]
-    if not learned or any(_has_any(learned, panel) for panel in always):
-        return [panel for panel in known_panels() if panel in always or _has_any(known, panel)]
+    if not learned or any(panel.names_among(learned) for panel in always):
+        return [panel for panel in known_panels() if panel in always or panel.names_among(known)]
 
     validated = [name for name in known if name.startswith("val-core/")]
     panels = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
     overlap = next(panel for panel in known_panels() if panel.title == "Overlap")
-    return [*panels, overlap] if _has_any(known, overlap) else panels
-
-
-def _has_any(names: Iterable[str], panel: Panel) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in panel.names)
+    return [*panels, overlap] if overlap.names_among(known) else panels
 
 
 def styled(draw: Callable[P, str]) -> Callable[P, str]:
@@ -104,8 +104,8 @@ def styled(draw: Callable[P, str]) -> Callable[P, str]:
 @styled
 def curves(metrics: MetricLines, panel: Panel) -> str:
     """A panel as SVG; empty when the run has none of its metrics."""
-    known = dict.fromkeys(name for line in metrics for name in line)
-    names = [name for wanted in panel.names for name in known if fnmatchcase(name, wanted)]
+    known = metric_names(metrics)
+    names = panel.names_among(known)
     if panel.leaves_out_zero:
         names = [name for name in names if any(series(metrics, name)[1])]
     if not names:

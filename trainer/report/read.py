@@ -91,6 +91,11 @@ def series(metrics: MetricLines, name: str) -> tuple[list[float], list[float]]:
     return [line["step"] for line in lines], [line[name] for line in lines]
 
 
+def metric_names(metrics: MetricLines) -> list[str]:
+    """Return the names of all metrics, in the order in which the steps have them."""
+    return list(dict.fromkeys(name for line in metrics for name in line))
+
+
 def read_run(folder: str | Path) -> RunData:
     """Read the run in `folder`; if it is not a run folder, raise and name run folders nearby."""
     folder = Path(folder)

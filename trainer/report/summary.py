@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from trainer.report.accounts import describe_faults, describe_restarts
-from trainer.report.read import RunData, phase_shares
+from trainer.report.read import RunData, metric_names, phase_shares
 from trainer.report.trajectories import SECONDS
 
 ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP, FAILED_CALLS = 0.05, 0.3, 0.2, 0.2, 0.3
@@ -131,8 +131,7 @@ def _trajectories(data: RunData) -> Iterator[str]:
 
 def _best_validations(data: RunData) -> Iterator[str]:
     """Yield the highest value of each validation metric, and the last."""
-    names = dict.fromkeys(name for line in data.metrics for name in line)
-    for name in names:
+    for name in metric_names(data.metrics):
         steps, values = data.series(name)
         finite = [value for value in values if math.isfinite(value)]
         if not name.startswith("val-core/") or not finite:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -14,7 +13,7 @@ from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
 from trainer.report.figures import Panel, curves, panels_of
 from trainer.report.page import REPORT_FILE
-from trainer.report.read import read_metrics, series
+from trainer.report.read import metric_names, read_metrics, series
 from trainer.run_folder.folder import MODEL, committed, marker_of_model
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_objects
@@ -71,11 +70,10 @@ class RunResult:
 
     def _watched(self) -> list[tuple[str, list[float]]]:
         """Return the first metric of each figure of the report, with its values."""
-        known = dict.fromkeys(name for line in self.metrics for name in line)
+        known = metric_names(self.metrics)
         watched: dict[str, list[float]] = {}
         for panel in panels_of(self.metrics):
-            names = (name for wanted in panel.names for name in known if fnmatchcase(name, wanted))
-            for name in names:
+            for name in panel.names_among(known):
                 _, values = series(self.metrics, name)
                 if values not in watched.values() and (any(values) or not panel.leaves_out_zero):
                     watched[name] = values
@@ -130,7 +128,7 @@ class RunResult:
         """Return curves for a notebook: the report's, or of these metrics (`val-core/*`)."""
         panels = [Panel(name, "", (name,)) for name in names] or panels_of(self.metrics)
         drawn = {panel.title: curves(self.metrics, panel) for panel in panels}
-        known = list(dict.fromkeys(name for line in self.metrics for name in line))
+        known = metric_names(self.metrics)
         for name in names:
             if not drawn[name]:
                 raise ConfigError(f"no step has a metric {name!r}.{nearest(name, known)}")
