@@ -191,14 +191,19 @@ class Spread(Recorder):
         return SimpleNamespace(transport=transport)
 
 
+def at(step: int, groups: Any = None) -> SimpleNamespace:
+    """Return a trainer at this step."""
+    return SimpleNamespace(groups=groups, global_step=step)
+
+
 def test_processes_of_all_machines_are_killed_but_the_drivers_own(tmp_path: Path) -> None:
     injection, groups = (
         FaultInjection(small(tmp_path, "faults.kill_worker=1", "trainer.backend=ray")),
         Spread(),
     )
-    injection.begin_attempt(0)
+    injection.on_init_end(at(0))
     for step in range(1, 41):
-        injection.before_step(groups, step)
+        injection.on_step_begin(at(step, groups))
     assert set(groups.killed) == {("critic", 0), ("critic", 1), ("rollout", 0), ("rollout", 1)}
     assert {line["place"] for line in faults(tmp_path)} == {"pid 1 on node 0", "pid 1 on node 1"}
 
@@ -208,12 +213,12 @@ def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Pa
         FaultInjection(small(tmp_path, "faults.delay_call=1", "faults.delay_s=2")),
         Recorder(),
     )
-    injection.begin_attempt(0)
+    injection.on_init_end(at(0))
     for step in (1, 2, 3):
-        injection.before_step(groups, step)
-    injection.begin_attempt(1)
+        injection.on_step_begin(at(step, groups))
+    injection.on_init_end(at(1))
     for step in (2, 3, 4):
-        injection.before_step(groups, step)
+        injection.on_step_begin(at(step, groups))
     assert groups.delayed == [2.0] * 4
     assert [line["step"] for line in faults(tmp_path)] == [1, 2, 3, 4]
 
@@ -221,9 +226,9 @@ def test_a_step_that_is_made_again_is_spared_the_faults_that_it_had(tmp_path: Pa
 def test_the_seed_alone_decides_which_steps_have_a_fault(tmp_path: Path) -> None:
     def struck(seed: int, first: int) -> list[int]:
         injection = FaultInjection(small(tmp_path, "faults.delay_call=0.3", f"faults.seed={seed}"))
-        injection.begin_attempt(0)
+        injection.on_init_end(at(0))
         for step in range(first, 40):
-            injection.before_step(Recorder(), step)
+            injection.on_step_begin(at(step, Recorder()))
         return [line["step"] for line in faults(tmp_path)]
 
     assert struck(1, 20) == [step for step in struck(1, 1) if step >= 20]
@@ -238,9 +243,9 @@ def test_a_step_that_is_lost_or_doubled_is_told(
     tmp_path: Path, written: list[int], problem: str
 ) -> None:
     injection = FaultInjection(small(tmp_path, "faults.delay_call=1"))
-    injection.begin_attempt(0)
+    injection.on_init_end(at(0))
     for step in (1, 2, 2):
-        injection.before_step(Recorder(), step)
+        injection.on_step_begin(at(step, Recorder()))
     lines = "".join(f'{{"step": {step}}}\n' for step in written)
     (tmp_path / "metrics.jsonl").write_text(lines)
     with pytest.raises(SampleLogError, match=problem):

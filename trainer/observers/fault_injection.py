@@ -47,25 +47,10 @@ class FaultInjection:
         self._num_started = self._num_repeated = 0
 
     def on_init_end(self, trainer: Any) -> None:
-        """Begin an attempt."""
-        self.begin_attempt(trainer.global_step)
-
-    def on_step_begin(self, trainer: Any) -> None:
-        """Inject the faults of the step."""
-        self.before_step(trainer.groups, trainer.global_step)
-
-    def on_samples(self, trainer: Any, batch: DataProto) -> None:
-        """Record the faults in the environments of these samples."""
-        kinds = Counter[str]()
-        for info in batch.non_tensor_batch.get("trajectory", ()):
-            kinds.update(info.get("faults", {}))  # a pad row has none
-        for kind, count in kinds.items():
-            self.note(kind, trainer.global_step, count=count)
-
-    def begin_attempt(self, step: int) -> None:
-        """Begin an attempt after `step`."""
+        """Begin an attempt after the step that the trainer has reached."""
         if not self._settings.has_faults:
             return
+        step = trainer.global_step
         if self._first is None:
             self._first = step
             if step == 0:
@@ -73,10 +58,11 @@ class FaultInjection:
         self._num_repeated += sum(1 for started in self._started if started > step)
         self._started = []
 
-    def before_step(self, groups: WorkerGroups, step: int) -> None:
-        """Inject the faults of a step that begins."""
+    def on_step_begin(self, trainer: Any) -> None:
+        """Inject the faults of the step."""
         if not self._settings.has_faults:
             return
+        groups, step = trainer.groups, trainer.global_step
         self._started.append(step)
         self._num_started += 1
         if rng := self._rng("delay", self._settings.delay_call, step):
@@ -90,6 +76,14 @@ class FaultInjection:
             self.note("drop_weight_bucket", step, role="actor")
         if rng := self._rng("kill_worker", self._settings.kill_worker, step):
             self._kill(groups, step, rng)
+
+    def on_samples(self, trainer: Any, batch: DataProto) -> None:
+        """Record the faults in the environments of these samples."""
+        kinds = Counter[str]()
+        for info in batch.non_tensor_batch.get("trajectory", ()):
+            kinds.update(info.get("faults", {}))  # a pad row has none
+        for kind, count in kinds.items():
+            self.note(kind, trainer.global_step, count=count)
 
     def at_end(self) -> None:
         """Write the account of the steps and samples; raise if a step is lost or doubled."""
