@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from trainer.async_training.topology import ANY_RANK, Topology, generator_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
@@ -216,7 +216,7 @@ class AsyncConfig(PPOConfig):
         """Return the prompts per call of a role: a chunk for the roles of generators."""
         return self.chunk_size if role in self.generator_roles else super().prompts_per_call(role)
 
-    def of_role(self, role: str) -> AsyncConfig:
+    def of_role(self, role: str) -> Self:
         """Return the configuration of a role, with the `generator_settings` of its generator.
 
         A further generator's reward model gets only its own entry of the rewards.

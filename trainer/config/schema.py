@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from verl_like.calls.diagnose import Deadlines
 from verl_like.config_key import Section, When, key, unless, when
@@ -266,16 +266,12 @@ class RunConfig(Section):
         """
         return frozenset()
 
-    def has_own_processes(self, pool: str, world_size: int) -> bool:
-        """Return whether the pool has its own processes, separate from the driver's."""
-        return not self.is_inline(pool, world_size)
-
     def is_inline(self, pool: str, world_size: int) -> bool:
         """Return whether a pool runs in the driver's own thread, which waits for every call."""
         of_one = world_size == 1 and pool not in self.child_pools
         return self.trainer.backend == "local" and of_one
 
-    def of_role(self, role: str) -> RunConfig:
+    def of_role(self, role: str) -> Self:
         """Return the configuration for this role's workers, which a recipe may vary by role."""
         return self
 

@@ -56,7 +56,7 @@ class PoolStarter:
 
     def has_own_processes(self, plan: PoolPlan) -> bool:
         """Return whether the pool has its own processes, separate from the driver's."""
-        return self.config.has_own_processes(plan.name, plan.world_size)
+        return not self.config.is_inline(plan.name, plan.world_size)
 
     def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
         """Start a pool and return the group of its roles, in the order of `classes`."""

@@ -205,10 +205,6 @@ class PPOConfig(RunConfig, WorkersConfig):
         """Steps that train on the same samples."""
         return 1
 
-    def of_role(self, role: str) -> PPOConfig:
-        """Return this configuration, which all roles share."""
-        return self
-
     def reads_in(self, role: str) -> str:
         """Return the stage in which a role other than the actor reads the samples."""
         return "score"
