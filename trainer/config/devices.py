@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig, TrainerConfig
@@ -128,18 +127,15 @@ def _plain(gpu: str) -> str:
 
 def check_offload(
     trainer: TrainerConfig,
-    sections: Mapping[str, tuple[str, Any]],
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    sections: Mapping[str, tuple[str, str, Any]],
 ) -> None:
     """Reject offloading on CPUs, whose only memory is the host's.
 
-    `sections`: the section of each strategy -> (strategy, its `fsdp_config`). `elsewhere` maps
-    sections whose `fsdp_config` is in another section to that section.
+    `sections`: the section of each strategy -> (strategy, section of the `fsdp_config`, its value).
     """
     if devices_of(trainer).type != "cpu" or trainer.nnodes > 1:
         return  # the driver's machine may differ from those of a cluster
-    for section, (strategy, fsdp) in sections.items():
-        name = elsewhere.get(section, section)
+    for section, (strategy, name, fsdp) in sections.items():
         keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]
         wanted = [f"{name}.fsdp_config.{key}=true" for key in keys]
         if strategy.endswith("offload"):

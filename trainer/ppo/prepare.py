@@ -124,14 +124,12 @@ def preflight(config: PPOConfig) -> None:
     check_reward_models(config)
     check_rollout(config)
 
-    sections: dict[str, tuple[str, Any]] = {}
-    elsewhere = {}
+    sections: dict[str, tuple[str, str, Any]] = {}
     for model in models.values():
         section = model.section.removesuffix(".model")
         if section and (model.trains or section not in sections):
-            sections[section] = (model.strategy if model.trains else "", model.fsdp)
-            elsewhere[section] = model.section
-    check_offload(config.trainer, sections, elsewhere)
+            sections[section] = (model.strategy if model.trains else "", model.section, model.fsdp)
+    check_offload(config.trainer, sections)
 
     rounded = [(model.model, model.head) for model in models.values() if model.quantization]
     if policy.rollout.quantization == "int8":

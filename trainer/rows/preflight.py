@@ -30,7 +30,8 @@ def preflight(config: RowConfig, num_sides: int) -> None:
     Also reject shardings and adapters that do not fit the model, and offloading on CPUs. An item of
     the data has `num_sides` rows.
     """
-    check_offload(config.trainer, {"model": (config.model.strategy, config.model.fsdp_config)})
+    trained = config.model
+    check_offload(config.trainer, {"model": (trained.strategy, "model", trained.fsdp_config)})
     longest = longest_row(config)
     for role, model in role_models(config).items():
         path = model.model.path
