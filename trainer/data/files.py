@@ -58,12 +58,12 @@ def read_rows(
 
 
 def good_rows(
-    rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str | None
+    rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str
 ) -> Iterator[T | None]:
     """Yield what `make` returns for each row and its place; None for each row that is skipped.
 
     A ValueError of `make` says what is wrong with a row. It stops the run unless `on_bad_row` is
-    skip. A recipe without the key `data.on_bad_row` passes None.
+    skip.
     """
     has_warned = False
     for where, row in rows:
@@ -77,9 +77,7 @@ def good_rows(
             raise
         except ValueError as problem:
             if on_bad_row != "skip":
-                raise ConfigError(
-                    f"{where}: {problem}.{WAY_OUT if on_bad_row else ''}"
-                ) from problem
+                raise ConfigError(f"{where}: {problem}.{WAY_OUT}") from problem
             if not has_warned:
                 story = "%s: %s; it and others like it are skipped (data.on_bad_row=skip)"
                 logger.warning(story, where, problem)

@@ -75,14 +75,14 @@ def encode_rows(
     kind: str,
     encode: Encode,
     tokenizer: Any,
-    on_bad_row: str | None,
+    on_bad_row: str,
     limit: int | None = None,
 ) -> tuple[list[EncodedRow], int]:
     """Return the results of `encode` for the rows in order, and the number of skipped rows.
 
     The configuration's `key` names the files. Large files are read and tokenized once; `kind`
     distinguishes cache entries of the same files. With `on_bad_row` skip a bad row is left out,
-    otherwise it stops the run. A recipe without the key `data.on_bad_row` passes None.
+    otherwise it stops the run.
     """
     names = names_of(files)
 
@@ -194,7 +194,7 @@ def read_lm_rows(
     max_length: int,
     *,
     loss_on_all: bool = False,
-    on_bad_row: str | None = None,
+    on_bad_row: str = "error",
     limit: int | None = None,
 ) -> list[LMRow]:
     """Return the rows of the files that the configuration's `key` names, in order.

@@ -66,7 +66,7 @@ def read_pairs(
     files: Any,
     tokenizer: Any,
     max_length: int,
-    on_bad_row: str | None = None,
+    on_bad_row: str = "error",
     limit: int | None = None,
 ) -> list[PairRow]:
     """Return the pairs of the files that the configuration's `key` names, in order.
