@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,6 @@ class Generators:
         """Start the generators' threads, the first time."""
         for generator in self._threads:
             generator.start()
-
-    def training(self) -> AbstractContextManager[None]:
-        """Count the trainer as busy inside the block."""
-        return self.activity.of("trainer").busy("train")
 
     # --------------------------------------------------------------------- validation and calls
 

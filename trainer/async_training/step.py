@@ -51,7 +51,8 @@ class AsyncTrainer(PPOTrainer):
     def step(self) -> Metrics:
         """Run PPO's stages on a batch of the queue, or on a batch that its round repeats."""
         self.generators.start()
-        with self.generators.training(), self.origins.naming_samples(self.run):
+        trainer = self.generators.activity.of("trainer")
+        with trainer.busy("train"), self.origins.naming_samples(self.run):
             batch, sampled = self.stage("gen", self.next_batch)
             version = self.weights.version
             batch, scored = self.stage("score", self.score, batch)

@@ -155,11 +155,6 @@ class Gpu:
     memory: str
     driver: str
 
-    @property
-    def driver_major(self) -> int:
-        """The driver's major version: 550 for 550.54.15."""
-        return int(self.driver.partition(".")[0])
-
 
 def nvidia_gpus() -> list[Gpu]:
     """Return every GPU that the driver's tool lists, because torch may be built without CUDA."""
@@ -187,7 +182,7 @@ def check_gpus(torch: Requirement) -> Finding:
     if not gpus:
         return Finding("GPUs", "none, roles run on the CPU")
     shown = ", ".join(f"{gpu.name} {gpu.memory}" for gpu in gpus) + f", driver {gpus[0].driver}"
-    cuda, driver = cuda_of_torch(), gpus[0].driver_major
+    cuda, driver = cuda_of_torch(), int(gpus[0].driver.partition(".")[0])
     way_out = _torch_for(driver, torch)
     if cuda is None:
         problem = f"{shown}, but torch is built for CPUs only"

@@ -58,7 +58,7 @@ def unused_reason(config: RunConfig, name: str) -> str | None:
     for key in path_to(type(config), name):
         if key.is_section and key.name == name:
             continue  # `critic={}` sets no key
-        reason = _missing_for(config, key)
+        reason = _missing(key, read(config, key.section), config)
         if reason is not None:
             return reason
         if key.rules.arguments_of and name != key.name:
@@ -77,10 +77,9 @@ def unused_keys(config: RunConfig) -> dict[str, list[str]]:
     for key in config_keys(type(config)):
         if key.name.startswith(unused_sections):
             continue
-        reason = _missing_for(config, key)
+        reason = _missing(key, read(config, key.section), config)
         if reason is None:
             continue
-
         unused.setdefault(reason, []).append(key.name)
         if key.is_section:
             unused_sections += (f"{key.name}.",)
@@ -110,10 +109,6 @@ def without_keys(
         elif below := without_keys(value, left_out, f"{key}."):
             result[name] = below
     return result
-
-
-def _missing_for(config: RunConfig, key: Key) -> str | None:
-    return _missing(key, read(config, key.section), config)
 
 
 def _missing(key: Key, section: Any, config: RunConfig) -> str | None:

@@ -148,7 +148,8 @@ def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> 
             support = (ballots[:, :, None] == ballots[:, None, :]).sum(axis=2)
             results["maj"] = values[draws[np.arange(len(draws)), support.argmax(axis=1)]]
         for name, outcome in results.items():
-            metrics[f"{name}@{n}/mean"], metrics[f"{name}@{n}/std"] = _mean_and_std(outcome)
+            metrics[f"{name}@{n}/mean"] = float(outcome.mean())
+            metrics[f"{name}@{n}/std"] = float(outcome.std())
     return metrics
 
 
@@ -161,7 +162,3 @@ def _draws(num_items: int, subset_size: int, n_bootstrap: int, seed: int) -> np.
     return np.random.RandomState(seed).choice(
         num_items, size=(n_bootstrap, subset_size), replace=True
     )
-
-
-def _mean_and_std(values: np.ndarray) -> tuple[float, float]:
-    return float(values.mean()), float(values.std())

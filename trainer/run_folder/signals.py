@@ -51,7 +51,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            caught = [number for number in SIGNALS if number != signal.SIGHUP or not _under_nohup()]
+            under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            caught = [number for number in SIGNALS if number != signal.SIGHUP or not under_nohup]
             self._before = {number: signal.signal(number, self._take) for number in caught}
         return self
 
@@ -99,7 +100,3 @@ def _say(text: str) -> None:
     """Write to stderr without Python's streams, which the signal may have interrupted."""
     with suppress(OSError):  # a terminal that was closed
         os.write(2, f"\n{text}\n".encode())
-
-
-def _under_nohup() -> bool:
-    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
