@@ -137,29 +137,16 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
             notices.append(notice_of(names, f"this run has no role {role!r}, because {why}"))
 
     weights, mapped_before = _weight_bytes(config), config.role_mapping
-    mapping = {role: pool for role, pool in mapped_before.items() if role not in inactive}
-    workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
-    pools = expand_roles(mapping)
-    for role, (worker, neighbour) in recipe.extra_roles(config).items():
-        workers.setdefault(role, worker)
-        if neighbour in pools:
-            mapping.setdefault(role, pools[neighbour])
-    config = changed(config, {"role_mapping": mapping, "role_workers": workers})
+    config = _with_roles(recipe, config, inactive)
     _check_roles(config, roles_of(recipe), inactive)
+    config = _with_slots(config, keys)
 
-    used, trainer = set(config.role_mapping.values()), config.trainer
-    is_this_machine = trainer.nnodes == 1 and devices_of(trainer).type == "cpu"
-    if is_this_machine and "trainer.n_gpus_per_node" not in keys:  # as many slots as pools need
-        sizes_of_pool = config.resource_pool_spec
-        slots = sum(max(sizes_of_pool[pool], default=0) or 1 for pool in used & {*sizes_of_pool})
-        slots = max(slots, trainer.n_gpus_per_node)
-        config = changed(config, {"trainer.n_gpus_per_node": slots})
     shares = share_devices(config, weights)
     spec = config.resource_pool_spec | shares
     if shares and config.trainer.nnodes > 1:  # the plan assigns nodes in the order of pools
         spec = {pool: spec[pool] for pool in spec if pool not in shares} | shares
     config = changed(config, {"resource_pool_spec": spec})
-    named_pools = names_below("resource_pool_spec", keys)
+    used, named_pools = set(config.role_mapping.values()), names_below("resource_pool_spec", keys)
     for pool in sorted(named_pools - used):
         roles = [role for role in inactive if mapped_before.get(role) == pool]
         raise _unused_pool(config, pool, {role: inactive[role] for role in roles})
@@ -172,6 +159,29 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
             "frozen models get fewer, and the first pools get more."
         )
     return config, notices
+
+
+def _with_roles(recipe: Recipe[C], config: C, inactive: Collection[str]) -> C:
+    """Leave out roles that are not part of the run, and add those that its settings need."""
+    mapping = {role: pool for role, pool in config.role_mapping.items() if role not in inactive}
+    workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
+    pools = expand_roles(mapping)
+    for role, (worker, neighbour) in recipe.extra_roles(config).items():
+        workers.setdefault(role, worker)
+        if neighbour in pools:
+            mapping.setdefault(role, pools[neighbour])
+    return changed(config, {"role_mapping": mapping, "role_workers": workers})
+
+
+def _with_slots(config: C, keys: Collection[str]) -> C:
+    """Give a machine without GPUs as many slots as its pools need, unless the user set them."""
+    trainer, spec = config.trainer, config.resource_pool_spec
+    is_this_machine = trainer.nnodes == 1 and devices_of(trainer).type == "cpu"
+    if not is_this_machine or "trainer.n_gpus_per_node" in keys:
+        return config
+    used = spec.keys() & set(config.role_mapping.values())
+    slots = sum(max(spec[pool], default=0) or 1 for pool in used)
+    return changed(config, {"trainer.n_gpus_per_node": max(slots, trainer.n_gpus_per_node)})
 
 
 def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:
