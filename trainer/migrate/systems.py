@@ -111,9 +111,10 @@ def migrate(
             f"there is no translation from {system!r}.{nearest(system, SYSTEMS)} Known: "
             f"{', '.join(SYSTEMS)}."
         )
+    reader = SYSTEMS[system]
     recording = Recording([Command(list(source))], ENDED_WELL, "")
     if isinstance(source, str):
-        if done := SYSTEMS[system].read_text(source_text(source)):
+        if done := reader.read_text(source_text(source)):
             return [_finished(done)]
         recording = record(source, arguments)
 
@@ -124,42 +125,50 @@ def migrate(
         if not is_alone and (command.words[0] in LAUNCHERS or _is_a_rest(command)):
             continue
         try:
-            if done := SYSTEMS[system].translate(command):
-                done.variables = [*done.variables, *recording.variables]
-                done.source = command.words
-                for name, value in sorted(command.environment.items()):
-                    shown = "..." if SECRET.search(name) else shlex.quote(value)
-                    done.environment.append(f"{name}={shown}")
-                if recording.ending != ENDED_WELL:
-                    done.notices.append(
-                        f"the script {recording.ending}: it may train more than this"
-                    )
-                done.notices += [
-                    f"the script runs {other.words[0]} ... as a command of its own: a backslash "
-                    "may be missing at the end of the line before it"
-                    for other in recording.commands
-                    if _is_a_rest(other) and other is not command
-                ]
+            if done := reader.translate(command):
+                _add_context(done, command, recording)
                 translations.setdefault(_finished(done).command(), done)
         except ConfigError as err:
             rejections.append(f"{shlex.join(command.words)[:80]} ...: {err}")
-    unset = f"\n\nThe script reads variables that are never set: {', '.join(recording.unset)}."
-    unset = unset if recording.unset else ""
-    if rejections:
-        raise ConfigError("\n\n".join(dict.fromkeys(rejections)) + unset)
-    if not translations:
-        ran = [shlex.join(command.words)[:100] for command in recording.commands]
-        words = (
-            f"the script runs no command of {SYSTEMS[system].trains}; it ran: "
-            f"{'; '.join(ran[-5:]) or 'nothing'}."
+    if translations and not rejections:
+        return list(translations.values())
+    problem = "\n\n".join(dict.fromkeys(rejections)) or _no_training(reader, recording)
+    if recording.unset:
+        problem += (
+            f"\n\nThe script reads variables that are never set: {', '.join(recording.unset)}."
         )
-        if recording.ending != ENDED_WELL:
-            words += f" The script {recording.ending}."
-        if output := [line for line in recording.printed.splitlines() if line.strip()]:
-            words += " Its output: " + " / ".join(output[-5:])
-        way_out = "Put the script's arguments after it: verl-like migrate SYSTEM SCRIPT 8 ..."
-        raise ConfigError(f"{words}\n{way_out}{unset}")
-    return list(translations.values())
+    raise ConfigError(problem)
+
+
+def _add_context(done: Translation, command: Command, recording: Recording) -> None:
+    """Add what the script says besides the command: variables, environment, and its problems."""
+    done.variables = [*done.variables, *recording.variables]
+    done.source = command.words
+    for name, value in sorted(command.environment.items()):
+        shown = "..." if SECRET.search(name) else shlex.quote(value)
+        done.environment.append(f"{name}={shown}")
+    if recording.ending != ENDED_WELL:
+        done.notices.append(f"the script {recording.ending}: it may train more than this")
+    done.notices += [
+        f"the script runs {other.words[0]} ... as a command of its own: a backslash may be missing "
+        "at the end of the line before it"
+        for other in recording.commands
+        if _is_a_rest(other) and other is not command
+    ]
+
+
+def _no_training(reader: System, recording: Recording) -> str:
+    """Describe a script without a command that trains."""
+    ran = [shlex.join(command.words)[:100] for command in recording.commands]
+    words = (
+        f"the script runs no command of {reader.trains}; it ran: "
+        f"{'; '.join(ran[-5:]) or 'nothing'}."
+    )
+    if recording.ending != ENDED_WELL:
+        words += f" The script {recording.ending}."
+    if output := [line for line in recording.printed.splitlines() if line.strip()]:
+        words += " Its output: " + " / ".join(output[-5:])
+    return f"{words}\nPut the script's arguments after it: verl-like migrate SYSTEM SCRIPT 8 ..."
 
 
 def _is_a_rest(command: Command) -> bool:
