@@ -169,14 +169,8 @@ class LostGenerators:
         if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
             self._restarts[now] += 1
             logger.warning("%s; restarting it. %s", subject, error)
-            pool = self._pools[generator_role(generator)]
-            restart = partial(self._groups.restart, pool)
-            name, since = f"generator {generator}", time.monotonic()
             try:
-                wait_for_room(restart, self._config, name, since, self._look_again)
-                for role, its_pool in self._pools.items():
-                    if its_pool == pool:
-                        self._groups[role].init_model(**self._init_arguments(role))
+                self._restart(generator)
             except WorkerDiedError as again:
                 return self(generator, again, num_lost=0)
             except StopRequested:  # a run that is stopping leaves the step to the others
@@ -201,6 +195,15 @@ class LostGenerators:
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }
         raise RolloutError(f"{subject}: {error} {way_out[policy]}") from error
+
+    def _restart(self, generator: int) -> None:
+        """Restart its pool as soon as there is room, and load the models of the pool's roles."""
+        pool = self._pools[generator_role(generator)]
+        restart, name = partial(self._groups.restart, pool), f"generator {generator}"
+        wait_for_room(restart, self._config, name, time.monotonic(), self._look_again)
+        for role, its_pool in self._pools.items():
+            if its_pool == pool:
+                self._groups[role].init_model(**self._init_arguments(role))
 
     def _is_alive(self, generator: int) -> bool:
         try:
