@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from trainer.async_training.topology import Topology
@@ -115,44 +116,8 @@ def main(arguments: Sequence[str]) -> None:
 def overlap(arguments: Sequence[str]) -> None:
     """Print the predictions as tables or as JSON."""
     options = _parser().parse_args(arguments)
-    # phases of the run folder, overridden by the command line
-    seconds_of = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
-    if options.run_dir:
-        phases, notes = measured_phases(options.run_dir)
-    elif missing := {"gen", "update"} - seconds_of.keys():
-        raise ConfigError(
-            f"--{' and --'.join(sorted(missing))} missing: give a run folder, or the seconds of a "
-            "batch by --gen, --score, --update and --sync."
-        )
-    else:
-        phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
-    phases = replace(phases, **{PHASES[name]: seconds for name, seconds in seconds_of.items()})
-    if not (sum(phases.generate) > 0 and sum(phases.update) > 0):
-        zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
-        no_seconds = f"{options.run_dir} has no seconds of {' and '.join(zero)}. "
-        where = no_seconds if options.run_dir else ""
-        raise ConfigError(f"{where}Set --{' and --'.join(zero)} to seconds above 0.")
-    # every number of generators with every number of trainers
-    setups = [
-        _resized(
-            Setup(
-                chunks=options.chunks,
-                max_inflight=options.max_inflight,
-                immediate_weights=options.immediate_weights,
-                fixed_fraction=options.fixed_fraction,
-            ),
-            generators,
-            trainers,
-        )
-        for trainers in options.trainers
-        for generators in options.generators
-    ]
-    num_chunks = max(setup.num_chunks for setup in setups)
-    if 0 < options.max_inflight < num_chunks:
-        raise ConfigError(
-            f"--max-inflight={options.max_inflight} is less than a batch of {num_chunks} chunks: "
-            f"the trainer would wait forever. Set --max-inflight={num_chunks}, or 0 for no limit."
-        )
+    phases, notes = _phases_of(options)
+    setups = _setups_of(options)
     for setup in setups:
         if lopsided := Topology.of(setup.num_generators, setup.num_trainers).lopsided:
             notes.append(
@@ -196,6 +161,46 @@ def overlap(arguments: Sequence[str]) -> None:
         fit(advice, width),
     ]
     print("\n".join(lines), flush=True)
+
+
+def _phases_of(options: argparse.Namespace) -> tuple[Phases, list[str]]:
+    """Return the phases of the run folder with the options' seconds, and notes about the folder."""
+    seconds_of = {name: getattr(options, name) for name in PHASES if getattr(options, name)}
+    if options.run_dir:
+        phases, notes = measured_phases(options.run_dir)
+    elif missing := {"gen", "update"} - seconds_of.keys():
+        raise ConfigError(
+            f"--{' and --'.join(sorted(missing))} missing: give a run folder, or the seconds of a "
+            "batch by --gen, --score, --update and --sync."
+        )
+    else:
+        phases, notes = Phases([0.0], [0.0], [0.0], [0.0]), []
+    phases = replace(phases, **{PHASES[name]: seconds for name, seconds in seconds_of.items()})
+    zero = [name for name in ("gen", "update") if not sum(getattr(phases, PHASES[name])) > 0]
+    if zero:
+        where = f"{options.run_dir} has no seconds of {' and '.join(zero)}. "
+        where = where if options.run_dir else ""
+        raise ConfigError(f"{where}Set --{' and --'.join(zero)} to seconds above 0.")
+    return phases, notes
+
+
+def _setups_of(options: argparse.Namespace) -> list[Setup]:
+    """Return a setup for each number of trainers with each number of generators."""
+    common = Setup(
+        chunks=options.chunks,
+        max_inflight=options.max_inflight,
+        immediate_weights=options.immediate_weights,
+        fixed_fraction=options.fixed_fraction,
+    )
+    sizes = product(options.trainers, options.generators)
+    setups = [_resized(common, generators, trainers) for trainers, generators in sizes]
+    num_chunks = max(setup.num_chunks for setup in setups)
+    if 0 < options.max_inflight < num_chunks:
+        raise ConfigError(
+            f"--max-inflight={options.max_inflight} is less than a batch of {num_chunks} chunks: "
+            f"the trainer would wait forever. Set --max-inflight={num_chunks}, or 0 for no limit."
+        )
+    return setups
 
 
 def advise(phases: Phases, rows: Sequence[PredictedRun]) -> str:
