@@ -254,34 +254,34 @@ class GivenFlags:
     def apply(self, rules: Sequence[Mapping[str, Any]], keys: dict[str, Any] | None = None) -> None:
         """Apply rules that take several flags together; `keys` loses those that a rule drops."""
         for rule in rules:
-            if not self.computed(str(rule.get("when", "True"))):
-                continue
-            for name, expression in rule.get("let", {}).items():
-                self._figures[name] = self.computed(expression)
-            if "error" in rule:
-                raise ConfigError(self._filled(rule["error"]))
-            for kind in ("always", "absent", "rejected"):
-                if kind in rule:
-                    getattr(self.done, kind).append(self._filled(rule[kind]))
-            if "row" in rule:
-                self._by_row(rule["row"])
-            flags = rule.get("of", "").split()
-            settings = {key: self._filled(str(text)) for key, text in rule.get("set", {}).items()}
-            for name in flags:
-                self.becomes(name, settings)
-            if "theirs" in rule and not any(map(self.has, flags)):
-                spelling = (
-                    self._filled(rule["described"])
-                    if "described" in rule
-                    else self.spelled(flags[0])
-                )
-                self.done.default(spelling, self._filled(str(rule["theirs"])), settings)
-            elif "described" in rule:
-                self.done.rename(self._filled(rule["described"]), settings)
-            for key in [key for key in keys or {} if _fits(key, rule.get("drop", ()))]:
-                value = (keys or {}).pop(key)
-                if "dropped" in rule:
-                    self.done.absent.append(f"{key}={value}: {rule['dropped']}")
+            if self.computed(str(rule.get("when", "True"))):
+                self._by_rule(rule, {} if keys is None else keys)
+
+    def _by_rule(self, rule: Mapping[str, Any], keys: dict[str, Any]) -> None:
+        """Apply a rule whose condition holds."""
+        for name, expression in rule.get("let", {}).items():
+            self._figures[name] = self.computed(expression)
+        if "error" in rule:
+            raise ConfigError(self._filled(rule["error"]))
+        for kind in ("always", "absent", "rejected"):
+            if kind in rule:
+                getattr(self.done, kind).append(self._filled(rule[kind]))
+        if "row" in rule:
+            self._by_row(rule["row"])
+        flags = rule.get("of", "").split()
+        settings = {key: self._filled(str(text)) for key, text in rule.get("set", {}).items()}
+        for name in flags:
+            self.becomes(name, settings)
+        described = self._filled(rule.get("described", ""))
+        if "theirs" in rule and not any(map(self.has, flags)):
+            theirs = self._filled(str(rule["theirs"]))
+            self.done.default(described or self.spelled(flags[0]), theirs, settings)
+        elif described:
+            self.done.rename(described, settings)
+        for key in [key for key in keys if _fits(key, rule.get("drop", ()))]:
+            value = keys.pop(key)
+            if "dropped" in rule:
+                self.done.absent.append(f"{key}={value}: {rule['dropped']}")
 
     def _by_row(self, name: str) -> None:
         """Translate a flag, or its default if it is not given, by its row."""
