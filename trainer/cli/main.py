@@ -88,7 +88,7 @@ def main() -> None:
     if not works or {*ASKS_FOR_HELP, "--cfg"} & set(arguments):
         exit_on_broken_pipe()
     if command == "help":
-        command, arguments = "--help", arguments
+        command = "--help"
     if command == "--help" and arguments[:1] and arguments[0] in COMMANDS:
         command, arguments = arguments[0], ["--help"]
     if command in ASKS_FOR_HELP:

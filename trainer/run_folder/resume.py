@@ -190,12 +190,8 @@ class ResumePoint:
                 (self.folder / name).unlink(missing_ok=True)  # the run starts a new one there
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
-            lines = []
-            for line in json_objects(metrics)[0]:
-                step = line.get("step")
-                if isinstance(step, int) and 0 <= step <= last:
-                    lines.append(line)
-            write_whole(metrics, json_lines(lines))
+            lines, steps = json_objects(metrics)[0], range(last + 1)
+            write_whole(metrics, json_lines(line for line in lines if line.get("step") in steps))
         for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
