@@ -69,8 +69,8 @@ def _rewards(flags: GivenFlags) -> None:
         settings = {"reward.function.path": urls, "reward.function.name": "compute_score"}
         flags.becomes("remote_rm_url", settings)
         flags.done.absent.append(
-            "reward_func(queries, prompts, labels): name it compute_score, and its parameters by "
-            "what they hold: solution_strs, raw_prompts, ground_truths; it returns a list"
+            "reward_func(queries, prompts, labels): rename it to compute_score, with the "
+            "parameters solution_strs, raw_prompts, ground_truths; it returns a list"
         )
     elif urls:
         flags.becomes("remote_rm_url", {"reward.list": _reward_list(urls, "url")})
@@ -82,7 +82,7 @@ def _rewards(flags: GivenFlags) -> None:
     low, high = flags.values("reward_clip_range") or ("-10", "10")
     if low != f"-{high}":
         flags.done.rejected.append(
-            f"--reward_clip_range {low} {high}: scores are clamped evenly about 0"
+            f"--reward_clip_range {low} {high}: scores are clamped symmetrically around 0"
         )
     flags.becomes("reward_clip_range", {"algorithm.score_clip": high})
     flags.done.default("--reward_clip_range", high, {"algorithm.score_clip": high})
@@ -136,8 +136,8 @@ def _placement(flags: GivenFlags) -> None:
     settings["trainer.n_gpus_per_node"] = min(total, GPUS_OF_A_NODE)
     flags.done.rename("--*_num_nodes, --*_num_gpus_per_node, --colocate_*", settings)
     flags.done.absent.append(
-        f"how many GPUs a node has: {GPUS_OF_A_NODE} are assumed; set trainer.nnodes and "
-        "trainer.n_gpus_per_node if yours have others"
+        f"number of GPUs per node: {GPUS_OF_A_NODE} is assumed; set trainer.nnodes and "
+        "trainer.n_gpus_per_node if yours differ"
     )
 
 

@@ -63,7 +63,7 @@ class Translation:
         for key, text in self._placed(settings).items():
             if key not in self.settings:
                 self.settings[key] = text
-                self.defaults[key] = f"{flag} is {value} there"
+                self.defaults[key] = f"{flag}: {value}"
 
     def leave_out(self, key: str, reason: str) -> None:
         """Drop a setting that nothing reads; a default of the other framework gets no line."""

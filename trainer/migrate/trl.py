@@ -78,8 +78,8 @@ def translate(command: Command) -> Translation | None:
     done = _translated(SCRIPTS.get(last_name(name), "") or _known_by_its_fields(fields), fields)
     if not processes and {"trl", "accelerate"} & {word.rpartition("/")[2] for word in launcher}:
         done.absent.append(
-            "how many processes there are, by which a step's rows are multiplied: one is taken; "
-            "accelerate takes every GPU unless --num_processes says how many"
+            "number of processes, which multiplies the rows of a step: 1 is assumed; accelerate "
+            "uses every GPU unless you set --num_processes"
         )
     return done
 

@@ -128,8 +128,8 @@ def _images(settings: Mapping[str, str], path: str, done: Translation) -> None:
     """Reject models with images, which verl reads by default; the model's name identifies them."""
     if WITH_IMAGES.search(settings.get(path, "")) and "data.image_key" not in settings:
         done.rejected.append(
-            f"{path}={settings[path]}: models with images are not trained here, and verl "
-            "reads the column images of the rows by default; if there are none, set "
+            f"{path}={settings[path]}: multimodal models are not supported, and verl "
+            "reads the column images by default; if your rows have none, set "
             "data.image_key=null"
         )
 
@@ -152,7 +152,7 @@ def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) 
             "ARGUMENTS"
         )
     elif "${" in value:
-        done.rejected.append(f"{key}={value}: give what it stands for")
+        done.rejected.append(f"{key}={value}: replace the variable with its value")
     elif outcome.key == "trainer.logger":
         known, others = with_trackers(value)
         done.settings[key] = f"[{','.join(known)}]"

@@ -50,7 +50,7 @@ def test_a_template_that_would_be_lost_is_refused() -> None:
     line = (
         "deepspeed --module openrlhf.cli.train_sft --dataset x --pretrain m --output_key response"
     )
-    with pytest.raises(ConfigError, match="write it into the prompts"):
+    with pytest.raises(ConfigError, match="apply it to the prompts"):
         translated_whole("openrlhf", f"{line} --input_key prompt")
     translated_whole("openrlhf", f"{line} --input_key prompt --apply_chat_template")
 

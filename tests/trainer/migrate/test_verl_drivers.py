@@ -31,17 +31,20 @@ def composed(done: Translation) -> Any:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (f"{TURNS}.enable=True", "multi_turn.enable=True: tools are typed functions"),
+        (f"{TURNS}.enable=True", "multi_turn.enable=True: set environment.tools"),
         (f"{TURNS}.tool_config_path=t.yaml", "environment.tools=[FILE.py:FUNCTION]"),
-        ("data.image_key=images", "models with images are not trained here"),
-        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B", "column images of the rows by default"),
-        ("reward_model.sandbox_fusion.url=http://a", "programs run in a sandbox of their own"),
-        (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff=0.1", "loss of routers"),
-        ("actor_rollout_ref.model.mtp.enable=True", "heads for several tokens"),
+        ("data.image_key=images", "multimodal models are not supported"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B", "reads the column images by default"),
+        ("reward_model.sandbox_fusion.url=http://a", "use the built-in sandbox"),
+        (
+            f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff=0.1",
+            "router_aux_loss_coef",
+        ),
+        ("actor_rollout_ref.model.mtp.enable=True", "multi-token prediction"),
         ("data.no_such_key=1", "no such key is known here"),
-        ("trainer.project_name=${trainer.experiment_name}", "give what it stands for"),
+        ("trainer.project_name=${trainer.experiment_name}", "replace the variable with its value"),
         ("actor_rollout_ref.rollout.n=", "rollout.n is empty: the script takes its value from"),
-        ("reward_model.enable=True custom_reward_function.path=f.py", "asks the reward model's"),
+        ("reward_model.enable=True custom_reward_function.path=f.py", "calls the reward model's"),
     ],
 )
 def test_another_experiment_is_refused_by_its_key(words: str, reason: str) -> None:
@@ -164,7 +167,7 @@ def test_dapo_s_reward_manager_is_its_punishment_of_length() -> None:
     words += f"{section}.overlong_buffer_cfg.log=False"
     buffer = composed(translated_whole("verl", f"{MAIN} {words}")).reward.overlong_penalty
     assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 128, 1.0)
-    with pytest.raises(ConfigError, match="max_resp_len=512: the punishment of length ends at"):
+    with pytest.raises(ConfigError, match="max_resp_len=512: the length penalty ends at"):
         translated_whole("verl", f"{MAIN} {words} data.max_response_length=1024")
 
 
@@ -232,7 +235,7 @@ def test_sft_by_engines() -> None:
     assert (config.optim.lr, config.optim.lr_scheduler_type) == (2e-5, "cosine")
     assert (config.data.use_dynamic_bsz, config.data.max_token_len_per_gpu) == (True, 4096)
     assert config.parallel.sp == 2
-    with pytest.raises(ConfigError, match="models with images"):
+    with pytest.raises(ConfigError, match="multimodal models"):
         translated_whole("verl", line.replace("model.path=y", "model.path=Qwen3-VL-2B"))
 
 

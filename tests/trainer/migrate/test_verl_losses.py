@@ -291,8 +291,8 @@ def test_what_a_loss_cannot_have_of_verls_is_told() -> None:
         return "\n".join([*done.renamed, *done.absent, *done.unread])
 
     loss = f"{ACTOR}.policy_loss.loss_mode"
-    assert "from each micro-batch" in told(f"{loss}=kl_cov")
-    assert "from each micro-batch" in told(f"{loss}=clip_cov")
+    assert "in verl, per micro-batch by the new ones" in told(f"{loss}=kl_cov")
+    assert "in verl, per micro-batch by the new ones" in told(f"{loss}=clip_cov")
     assert "older verl" in told(f"{loss}=gspo")
     assert f"{ACTOR}.clip_ratio=0.1" in told(f"{ACTOR}.clip_ratio=0.1")
     weighed = "algorithm.rollout_correction.rollout_is=token"

@@ -223,7 +223,8 @@ def test_all_that_has_no_counterpart_is_refused_at_once_with_the_way_out() -> No
         "trainer.val_only=True",
     ]
     with pytest.raises(
-        ConfigError, match="(?s)loss of routers.*several tokens are not trained.*verl-like eval"
+        ConfigError,
+        match="(?s)router_aux_loss_coef.*multi-token prediction is not trained.*verl-like eval",
     ):
         load_config([*NEEDED, *script])
 
