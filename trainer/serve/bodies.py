@@ -26,7 +26,7 @@ class Body(BaseModel):
 
 
 class LoraBody(Body):
-    """An adapter: its rank, and the trained parts of the model; rank 0 is all weights."""
+    """An adapter: its rank (0 means all weights), and the parts of the model that it trains."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 32
     seed: int | None = None

@@ -54,7 +54,7 @@ class SavedPath(NamedTuple):
             if not NAME.fullmatch(part):
                 raise RequestError(
                     f"{part!r} cannot name a checkpoint: use letters, digits, '_', '-', ':' and "
-                    "'.', and not a '.' first."
+                    "'.', without '.' at the start."
                 )
         return cls(run, kind, name)
 

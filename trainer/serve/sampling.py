@@ -93,7 +93,10 @@ class SampleRequest:
                 "(data.max_response_length)."
             )
         if last_n is not None and last_n >= len(prompt):
-            raise BatchError(f"prompt_logprobs_last_n={last_n} for {len(prompt)} prompt tokens.")
+            raise BatchError(
+                f"prompt_logprobs_last_n={last_n} must be below the number of prompt tokens, "
+                f"{len(prompt)}."
+            )
         targets = None
         if body.target_prompt_logprobs is not None:
             rows, width = body.target_prompt_logprobs.shape
