@@ -21,7 +21,14 @@ from starlette.responses import Response
 
 from trainer.serve.bodies import JsonObject
 from trainer.serve.wire import PROTOBUF
-from verl_like.errors import BatchError, CheckpointError, ConfigError, RolloutError, VerlLikeError
+from verl_like.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    RolloutError,
+    VerlLikeError,
+    WorkerDiedError,
+)
 
 MOST_READ = 256
 """Results to keep after a client has read them, in case the answer was lost."""
@@ -52,7 +59,8 @@ class PendingResult:
     def fail(self, error: BaseException) -> None:
         """Set the error, and whether the user or the server caused it."""
         users = (ConfigError, BatchError, CheckpointError, RolloutError, RequestError)
-        category = "user" if isinstance(error, users) else "server"
+        is_users = isinstance(error, users) and not isinstance(error, WorkerDiedError)
+        category = "user" if is_users else "server"
         self.resolve({"error": f"{error}", "category": category})
 
     async def wait(self, seconds: float) -> Response | None:
@@ -63,7 +71,7 @@ class PendingResult:
 
 
 class PendingResults:
-    """Promises of all sessions by id. Of those that were read, only the newest are kept."""
+    """The pending results of all sessions by id; of those already read, only the newest."""
 
     def __init__(self) -> None:
         self._open: dict[str, PendingResult] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import socket
@@ -27,8 +28,10 @@ from tests.trainer.serve.clients import (
 )
 from trainer.serve import app
 from trainer.serve.app import Api, body_of
+from trainer.serve.pending import PendingResult
 from trainer.serve.wire import CLASSES, PROTOBUF
 from trainer.serve.work_queue import WorkQueue
+from verl_like.errors import BatchError, LostSamplesError, RolloutError
 
 Server = tuple[WorkQueue, str]
 CONNECTIONS = 500
@@ -231,3 +234,17 @@ def test_no_route_answers_without_the_key(tiny_dir: Path, tmp_path: Path) -> Non
                     assert answer.json()["detail"]
         with Client(url, "tml-secret"):
             pass
+
+
+def test_an_error_says_who_caused_it() -> None:
+    for error, category in (
+        (BatchError("no rows"), "user"),
+        (RolloutError("no prompt"), "user"),
+        (LostSamplesError("rank 0 is gone"), "server"),
+        (RuntimeError("no memory"), "server"),
+    ):
+        pending = PendingResult("s:request:1")
+        pending.fail(error)
+        response = asyncio.run(pending.wait(1.0))
+        assert response is not None
+        assert json.loads(response.body) == {"error": str(error), "category": category}
