@@ -42,10 +42,10 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
         else:
             left, right = rectangle_of(left), rectangle_of(right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return _same_layout(left, right) and not bool(_unequal(left, right).any())
+        return _same_layout(left, right) and _equal_tensors(left, right)
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         flat = left.reshape(-1), right.reshape(-1)
-        return _same_layout(left, right) and not _unequal_array(*flat, same).any()
+        return _same_layout(left, right) and _equal_arrays(*flat, same)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
@@ -64,26 +64,19 @@ def _same_layout(left: AnyColumn, right: AnyColumn) -> bool:
     return left.shape == right.shape and left.dtype == right.dtype
 
 
-def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the places where two tensors of one layout differ."""
+def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors of one layout are equal."""
     right = right.to(left.device)
     if left.is_floating_point() and left.element_size() == 1:
         left, right = left.float(), right.float()  # one-byte floats have no comparison
-    different = left != right
-    if left.is_floating_point() or left.is_complex():
-        different &= ~((left != left) & (right != right))
-    return different
+    return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
-def _unequal_array(left: Array, right: Array, same: Callable[[Any, Any], bool]) -> Array:
-    """Return a mask of places where two arrays of one layout differ; `same` compares objects."""
+def _equal_arrays(left: Array, right: Array, same: Callable[[Any, Any], bool]) -> bool:
+    """Return whether two flat arrays of one layout are equal; `same` compares objects."""
     if left.dtype == object:
-        pairs = zip(left, right, strict=True)
-        return np.array([not same(*pair) for pair in pairs], dtype=bool)
-    different = np.asarray(left != right)
-    if left.dtype.kind in "fcmM":
-        different &= ~(np.asarray(left != left) & np.asarray(right != right))
-    return different
+        return all(map(same, left, right))
+    return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
 
 
 def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
