@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import join_chunks, rows_of, split_rows
-from verl_like.calls.future import WorkerFuture
+from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.result import declared_form
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import FutureChunk
@@ -158,14 +158,13 @@ def all_ranks(target: CallTarget) -> list[int]:
 class Mode:
     """A way to split a call and to collect its results.
 
-    `form` is the form of the collected result: `batch`, `list`, `first` (the first worker's), or
-    `own` (defined by the collect function). `collecting_ranks` returns the places whose results
-    count.
+    `returns_batch`: the workers' results are chunks of a batch. `collecting_ranks` returns the
+    places whose results count.
     """
 
     dispatch_fn: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     collect_fn: Callable[[Any, list[Any]], Any]
-    form: str = "own"
+    returns_batch: bool = False
     collecting_ranks: Callable[[CallTarget], list[int]] = all_ranks
 
 
@@ -188,7 +187,7 @@ def split_over(target: CallTarget, value: Any, key: int | str, num_chunks: int) 
     `key` is the argument's position or name, for messages.
     """
     if isinstance(value, WorkerFuture):
-        if value.can_be_passed_to(target.transport, num_chunks):
+        if isinstance(value, DataProtoFuture) and value.fits(target.transport, num_chunks):
             headers = value.headers_of_chunks
             return [FutureChunk(c.payload, headers, n) for n, c in enumerate(value.chunks)]
         value = value.batch()
@@ -275,6 +274,11 @@ def collect_list(target: CallTarget, outputs: list[Any]) -> list[Any]:
     return outputs
 
 
+def collect_first(target: CallTarget, outputs: list[Any]) -> Any:
+    """Return the result of the first worker."""
+    return outputs[0]
+
+
 def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
     """Concatenate the workers' batches in rank order, without chunks that hold only padding."""
     if any(type(output) is not type(outputs[0]) for output in outputs):
@@ -326,7 +330,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     def collect_fn(target: CallTarget, outputs: list[Any]) -> Any:
         return collect_dataproto(target, [outputs[rank] for rank in collecting_ranks(target)])
 
-    return Mode(dispatch_fn, collect_fn, "batch", collecting_ranks)
+    return Mode(dispatch_fn, collect_fn, True, collecting_ranks)
 
 
 def mode_of(dispatch_mode: Any, where: str) -> Mode:
@@ -385,7 +389,7 @@ def register(
 
     def mark(method: F) -> F:
         execute = execute_mode or Execute.ALL
-        returns = declared_form(method) if mode_of(mode, "@register").form == "batch" else ""
+        returns = declared_form(method) if mode_of(mode, "@register").returns_batch else ""
         mark_of = Registration(mode, execute, blocking, readonly, concurrent, returns)
         setattr(method, ATTRIBUTE, mark_of)
         return method
@@ -402,14 +406,14 @@ def registered_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any], Reg
 
 
 for _name, _mode in {
-    "RANK_ZERO": Mode(dispatch_all_to_all, lambda target, outputs: outputs[0], "first"),
-    "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_list, "list"),
-    "ALL_TO_ALL": Mode(dispatch_all_to_all, collect_list, "list"),
-    "DP_COMPUTE": Mode(dispatch_dp_compute, collect_list, "list"),
-    "DP_COMPUTE_METRIC": Mode(dispatch_dp_compute_proto, collect_list, "list"),
-    "DP_COMPUTE_PROTO": Mode(dispatch_dp_compute_proto, collect_dataproto, "batch"),
+    "RANK_ZERO": Mode(dispatch_all_to_all, collect_first),
+    "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_list),
+    "ALL_TO_ALL": Mode(dispatch_all_to_all, collect_list),
+    "DP_COMPUTE": Mode(dispatch_dp_compute, collect_list),
+    "DP_COMPUTE_METRIC": Mode(dispatch_dp_compute_proto, collect_list),
+    "DP_COMPUTE_PROTO": Mode(dispatch_dp_compute_proto, collect_dataproto, True),
     "DP_COMPUTE_PROTO_WITH_FUNC": Mode(
-        dispatch_dp_compute_proto_with_func, collect_dataproto, "batch"
+        dispatch_dp_compute_proto_with_func, collect_dataproto, True
     ),
 }.items():
     Dispatch.register(_name).mode = _mode

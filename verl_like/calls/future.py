@@ -59,7 +59,6 @@ class WorkerFuture:
         transport: Transport,
         pending: Sequence[Pending],
         collect: Callable[[list[Header], list[Any]], Any],
-        form: str = "own",
         chunks: Sequence[Pending] = (),
         rows: int = 0,
         keeps: Sequence[Any] = (),
@@ -67,13 +66,12 @@ class WorkerFuture:
     ):
         """Initialize the future; `collect` turns headers and payloads, by rank, into the result.
 
-        `chunks` are the answers that count. `form` says what they make together: a `batch`,
-        `metrics`, a `list`, the `first` of them, or a value that only `collect` knows (`own`).
-        `rows` is the length of the call's batches, or 0. `keeps` references the arguments until the
-        call has ended, because other calls may share them. `limit` replaces the deadline of calls.
-        It is a pair of the seconds and advice on how to raise them.
+        `chunks` are the answers that count. `rows` is the length of the call's batches, or 0.
+        `keeps` references the arguments until the call has ended, because other calls may share
+        them. `limit` replaces the deadline of calls. It is a pair of the seconds and advice on how
+        to raise them.
         """
-        self.name, self.transport, self.form, self.rows = name, transport, form, rows
+        self.name, self.transport, self.rows = name, transport, rows
         self.pending, self.chunks = list(pending), list(chunks)
         self._collect, self._keeps, self._limit = collect, keeps, limit
         self._launched = time.time()
@@ -114,18 +112,6 @@ class WorkerFuture:
     def lost_ranks(self) -> list[int]:
         """Ranks that were lost during the wait for this call."""
         return [rank for rank, why in self._failures.items() if isinstance(why, WorkerDiedError)]
-
-    @functools.cached_property
-    def headers_of_chunks(self) -> list[Any]:
-        """References to the headers of all chunks: one for each, or one for the whole list."""
-        headers = [chunk.header for chunk in self.chunks]
-        joined = self.transport.join(headers)
-        return headers if joined is None else [joined]
-
-    def can_be_passed_to(self, transport: Transport, num_chunks: int) -> bool:
-        """Return whether `num_chunks` ranks of another group can get a chunk each by reference."""
-        is_split_so = self.form == "batch" and len(self.chunks) == num_chunks
-        return is_split_so and self.transport.kind == transport.kind
 
     def where(self, call: Pending) -> str:
         """Describe the call of one rank."""
@@ -186,6 +172,17 @@ class DataProtoFuture(WorkerFuture):
     If you pass it to a group with as many data-parallel ranks, its chunks go from worker to worker
     and not through the driver.
     """
+
+    def fits(self, transport: Transport, num_chunks: int) -> bool:
+        """Return whether `num_chunks` ranks of another group can get a chunk each by reference."""
+        return len(self.chunks) == num_chunks and self.transport.kind == transport.kind
+
+    @functools.cached_property
+    def headers_of_chunks(self) -> list[Any]:
+        """References to the headers of all chunks: one for each, or one for the whole list."""
+        headers = [chunk.header for chunk in self.chunks]
+        joined = self.transport.join(headers)
+        return headers if joined is None else [joined]
 
 
 def wait_for_start(transport: Transport, references: Sequence[Any]) -> list[Header]:

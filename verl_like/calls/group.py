@@ -28,6 +28,8 @@ from verl_like.calls.dispatch import (
     Execute,
     MeshLayout,
     Registration,
+    collect_first,
+    collect_list,
     mode_of,
     registered_methods,
 )
@@ -119,12 +121,12 @@ class BoundMethod:
         self.mode = mode_of(mark.dispatch_mode, self.name)
         is_rank_zero_mode = getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
         self.first_rank_only = mark.execute_mode is Execute.RANK_ZERO or is_rank_zero_mode
-        self.form = self.mode.form
-        if self.first_rank_only and self.form == "list":
-            self.form = "first"
-        returns_batch = self.form == "batch"
-        if returns_batch and mark.returns == METRICS:
-            self.form = "metrics"
+        self.collect_fn = self.mode.collect_fn
+        if self.first_rank_only and self.collect_fn is collect_list:
+            self.collect_fn = collect_first
+        returns_batch = self.mode.returns_batch
+        is_batch = returns_batch and mark.returns != METRICS
+        self.future_type = DataProtoFuture if is_batch else WorkerFuture
         self.call = Call(role, method, returns_batch=returns_batch, concurrent=mark.concurrent)
         self.__doc__ = function.__doc__
 
@@ -183,14 +185,12 @@ class BoundMethod:
                 )
             pending.append(transport.submit(rank, call, parts))
 
-        future_type = DataProtoFuture if self.form == "batch" else WorkerFuture
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
-        return future_type(
+        return self.future_type(
             self.name,
             transport,
             pending,
             functools.partial(self._collect, target, collecting),
-            form=self.form,
             chunks=[pending[place] for place in collecting],
             rows=max(map(len, batches), default=0),
             keeps=packer.keeps,
@@ -217,20 +217,20 @@ class BoundMethod:
                 value_of(output.slice(0, len(output)) if isinstance(output, DataProto) else output)
                 for output in outputs
             ]
-            return values[0] if self.form == "first" else self.mode.collect_fn(target, values)
+            return self.collect_fn(target, values)
 
         reporting = [headers[rank] for rank in collecting]
         form = form_of(reporting, self.name)
         if form == METRICS:
             return collect_metrics(reporting)
-        batch = value_of(self.mode.collect_fn(target, outputs))
+        batch = value_of(self.collect_fn(target, outputs))
         return CallResult(batch, collect_metrics(reporting)) if form == BOTH else batch
 
 
 def _resolved(value: Any) -> Any:
     """Return the value of a future that is not a batch: only the driver has all of it."""
     if isinstance(value, WorkerFuture):
-        return value.batch() if value.form == "batch" else value.get()
+        return value.batch() if isinstance(value, DataProtoFuture) else value.get()
     return value
 
 

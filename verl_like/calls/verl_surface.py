@@ -39,7 +39,7 @@ def scatter_lists() -> None:
     `execute_all_sync` and its variants. verl guesses: a list that has that length by chance is
     scattered, too. Drivers that are written for this project use `Scatter`.
     """
-    Dispatch.ALL_TO_ALL.mode = Mode(_dispatch_lists, collect_list, "list")
+    Dispatch.ALL_TO_ALL.mode = Mode(_dispatch_lists, collect_list)
 
 
 def _dispatch_lists(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 MESH = "rollout"
 """Ranks with the same data rank share an engine."""
 SPLIT = make_nd_compute_dataproto_dispatch_fn(MESH)
-ASK = replace(SPLIT, collect_fn=collect_list, form="list", collecting_ranks=all_ranks)
+ASK = replace(SPLIT, collect_fn=collect_list, returns_batch=False, collecting_ranks=all_ranks)
 """Splits rows over the engines; returns nothing."""
 
 

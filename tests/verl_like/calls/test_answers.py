@@ -50,7 +50,7 @@ class Ranks(Transport):
 
     def call(self) -> WorkerFuture:
         pending = [Pending(rank, rank, rank, "actor") for rank in range(NUM_RANKS)]
-        return WorkerFuture("actor.update", self, pending, lambda *_: None, "metrics", pending)
+        return WorkerFuture("actor.update", self, pending, lambda *_: None, pending)
 
 
 def header(rank: int, error: Exception | None = None) -> Header:

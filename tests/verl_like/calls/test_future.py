@@ -132,7 +132,7 @@ class Store(Transport):
 
     def call(self, name: str) -> WorkerFuture:
         pending = [Pending(0, name, name, "role")]
-        return WorkerFuture(name, self, pending, lambda _, payloads: payloads, "list", pending)
+        return WorkerFuture(name, self, pending, lambda _, payloads: payloads, pending)
 
 
 def header(error: RemoteError | None = None) -> Header:
