@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,6 @@ from safetensors import SafetensorError, safe_open
 from verl_like.batch.columns import Array, object_rows
 from verl_like.batch.ragged import Column, Ragged
 from verl_like.errors import BatchError
-from verl_like.files import write_whole
 
 T = TypeVar("T")
 
@@ -119,9 +119,16 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 
 
 def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
-    """Write the file atomically."""
+    """Write to a temporary file next to the target, then rename it over the target."""
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         content = safetensors.torch.save(stored, metadata=_FORMAT)
+        # not with safetensors' own writer: its files are readable only by their owner
+        with open(draft, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, target)
     except (KeyError, SafetensorError) as error:
         kinds = {}
         for name, column in stored.items():
@@ -130,8 +137,8 @@ def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
         raise BatchError(
             f"safetensors cannot hold the dtype of one of the columns {kinds}: {error}"
         ) from error
-    # not with safetensors' own writer: its files are readable only by their owner
-    write_whole(target, content)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def load(
