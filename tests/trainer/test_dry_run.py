@@ -225,7 +225,7 @@ def test_fewer_gpus_than_asked_for_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(VerlLikeError, match="n_gpus_per_node=2 GPUs, and this machine has 1"):
+    with pytest.raises(VerlLikeError, match="n_gpus_per_node=2, but this machine has 1"):
         dry("eval", tiny_dir, tmp_path, "trainer.n_gpus_per_node=2")
 
 

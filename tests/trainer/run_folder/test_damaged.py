@@ -103,7 +103,7 @@ def test_where_none_is_whole_every_fault_is_named_and_the_advice_works(tmp_path:
     text = str(refused.value)
     assert "global_step_2/actor/number has 0 bytes" in text
     assert "global_step_4/actor/number has 0 bytes" in text
-    assert "another trainer.default_local_dir, or here: move global_step_2, global_step_4" in text
+    assert "another trainer.default_local_dir, or move global_step_2, global_step_4" in text
 
     assert checkpoints(tmp_path / "another").resume.start is None
     for step in (2, 4):

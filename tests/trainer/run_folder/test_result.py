@@ -41,7 +41,7 @@ def test_a_result_prints_ten_lines_with_the_first_and_the_last_value(tmp_path: P
     assert ["critic/score/mean", "0.125", "->", "2.5"] in words
     assert ["actor/entropy", "3", "->", "-16"] in words
     assert not any("kl" in line for line in lines), "a KL of 0 is of a policy against itself"
-    assert ["model", "none", "is", "left"] in words
+    assert ["model", "not", "saved"] in words
     assert "0 steps in" in repr(RunResult(tmp_path, "", [], None))
 
 
