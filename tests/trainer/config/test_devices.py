@@ -76,7 +76,7 @@ def test_what_the_simulated_gpus_do_not_hold_is_refused(tiny_dir: Path, tmp_path
     with pytest.raises(ConfigError, match=r"does not fit: .* 0\.0 of 4\.0 GiB are usable"):
         run(config_of(tiny_dir, tmp_path, "trainer.simulate=4x4GiB"))
     more = ("trainer.simulate=4xH100", "trainer.n_gpus_per_node=8", "data.train_batch_size=8")
-    with pytest.raises(VerlLikeError, match="=8 GPUs, and trainer.simulate=4xH100 has 4"):
+    with pytest.raises(VerlLikeError, match="n_gpus_per_node=8, but trainer.simulate=4xH100 has 4"):
         run(config_of(tiny_dir, tmp_path, *more, "actor_rollout_ref.actor.ppo_mini_batch_size=8"))
 
 

@@ -94,7 +94,7 @@ def test_a_trainer_that_multiplies_in_float8_is_another_policy_than_its_rollout(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ((ROLLOUT, VLLM), "int8 with .*rollout.name=vllm: vllm has fp8"),
+        ((ROLLOUT, VLLM), "int8 with .*rollout.name=vllm: vllm supports fp8"),
         ((FP8, "actor_rollout_ref.rollout.name=native"), "fp8 with .*rollout.name=native"),
         ((FP8, VLLM, "trainer.device=cpu"), "only on GPUs, and this role's device is cpu"),
         ((FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.simulate=1xH100"), "vLLM takes one"),

@@ -386,7 +386,7 @@ def test_a_loss_of_ones_own_says_what_it_reads(
         *settings_of(tiny_dir, files, tmp_path / "run", "loss=my_preference_losses.closer")
     )
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
-    with pytest.raises(ConfigError, match=r"parameter 'temperature', which is neither"):
+    with pytest.raises(ConfigError, match=r"unknown parameter 'temperature'"):
         load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.wrong"), DPO)
     with pytest.raises(ConfigError, match=r"'desirable' and not 'ref_log_probs'"):
         load_config(settings_of(tiny_dir, files, tmp_path, "loss=my_preference_losses.alone"), DPO)
