@@ -104,8 +104,8 @@ def test_asynchronous_runs_train_players(tiny_dir: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("actor_rollout_ref.rollout.n=3",), "n=3 samples of a prompt.*Set it to 4"),
-        (("actor_rollout_ref.rollout.n=2",), "n=2 samples of a prompt.*Set it to 4"),
+        (("actor_rollout_ref.rollout.n=3",), "n=3 must be a multiple of 2.*such as 4"),
+        (("actor_rollout_ref.rollout.n=2",), "n=2 must be a multiple of 2 above 2, such as 4"),
         (("environment={a: x.py:A, b: y.py:B}",), "there is no .*x.py"),
         ((f"environment={{a: {GAMES}:Count}}",), "no column 'environment' that names one of a"),
     ],
