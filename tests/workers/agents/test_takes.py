@@ -37,7 +37,8 @@ def looped(tokenizer: Any, model: Any) -> Iterator[Looped]:
         config = EnvironmentConfig(
             **{"max_tokens_per_turn": 6, "step_timeout_s": 5.0, "retries": 0, **settings}
         )
-        hosts.append(EnvironmentHost(EnvironmentSpec(f"{HERE}:{name}", kwargs or {}), 5.0))
+        spec = EnvironmentSpec(f"{HERE}:{name}", kwargs or {})
+        hosts.append(EnvironmentHost(spec, config.step_timeout_s))
         chat, engine = TurnRenderer(tokenizer, [], (tokenizer.eos_token_id,)), fresh_engine(model)
         return TurnLoop(engine, hosts[-1], chat, config), engine
 
@@ -141,10 +142,14 @@ def test_trajectories_that_run_together_are_sampled_in_one_way(
 def test_an_environment_that_is_killed_on_purpose_is_played_again_with_the_same_noise(
     looped: Looped, tokenizer: Any
 ) -> None:
-    expected = looped("Count")[0].play(starts(0, 12), sampling(tokenizer), OPEN)
+    expected = looped("Count", step_timeout_s=30.0)[0].play(
+        starts(0, 12), sampling(tokenizer), OPEN
+    )
     faults = Faults(kill_environment=0.3, delay_environment=0.3, delay_s=0.05, seed=1)
     struck = [replace(start, faults=faults) for start in starts(0, 12)]
-    found = looped("Count", retries=1)[0].play(struck, sampling(tokenizer), OPEN)
+    found = looped("Count", step_timeout_s=30.0, retries=1)[0].play(
+        struck, sampling(tokenizer), OPEN
+    )
     same_bits(found, expected)
     for one in found:
         assert one.attempts == 1 + one.faults["kill_environment"]
@@ -153,7 +158,7 @@ def test_an_environment_that_is_killed_on_purpose_is_played_again_with_the_same_
     assert slow
     assert all(one.environment_s > 0.05 for one in slow if one.attempts == 1)
 
-    given_up = looped("Count")[0].play(struck, sampling(tokenizer), OPEN)
+    given_up = looped("Count", step_timeout_s=30.0)[0].play(struck, sampling(tokenizer), OPEN)
     assert [bool(one.problem) for one in given_up] == [one.attempts > 1 for one in found]
 
 

@@ -257,7 +257,7 @@ SAYS_NO_MORE = "import os\nos.close(1)\ntime.sleep(60)"
     ],
 )
 def test_a_program_is_watched_whatever_it_prints(code: str, words: str) -> None:
-    program = Program(f"import time\n{code}", [""], time_s=20.0, total_s=20.0, memory_gb=0.125)
+    program = Program(f"import time\n{code}", [""], time_s=60.0, total_s=60.0, memory_gb=0.125)
     ((output, problem),) = _runners[False].results(program).values()
     assert output == ""
     assert words in str(problem)
