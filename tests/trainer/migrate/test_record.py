@@ -217,7 +217,7 @@ def test_what_a_script_without_a_training_lacks_is_said() -> None:
 def test_what_a_script_leaves_for_records_is_read_with_bounds(line: str) -> None:
     began = time.monotonic()
     recording = record(f"{line} || true\npython -m train")
-    assert time.monotonic() - began < recorder.DEADLINE_S / 2
+    assert time.monotonic() - began < recorder.DEADLINE_S
     may_be_lost = "seq" in line or "mv" in line
     trained = [command.words for command in recording.commands if "python" in command.words]
     assert trained == [["python", "-m", "train"]] or (may_be_lost and trained == [])
