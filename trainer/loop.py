@@ -96,7 +96,7 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
-        """Return lines of a dry run about the inputs that `prepare` has made."""
+        """Return the lines that a dry run prints about the inputs from `prepare`."""
         return []
 
     @classmethod

@@ -215,7 +215,7 @@ def leaves_of(config: Any) -> Iterator[tuple[Key, Any]]:
 
 
 def leaves_of_items(config: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield the keys of sections in values, such as `reward.list[0].name`, as `leaves_of` does."""
+    """Like `leaves_of`, for the sections in values: yields keys such as `reward.list[0].name`."""
     for key, section in leaves_of(config):
         value, items = getattr(section, key.leaf), dict[str, Any]()
         if key.rules.options is not None and value:

@@ -306,7 +306,7 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def new_figure(width: float, height: float, margins: Mapping[str, float] | None = None) -> Figure:
-    """Return an empty figure; fixed `margins` save the layout, which takes longer than drawing."""
+    """Return an empty figure; fixed `margins` skip the layout, which takes longer than drawing."""
     from matplotlib.figure import Figure
 
     if margins is None:

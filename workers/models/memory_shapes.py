@@ -207,7 +207,7 @@ class CountedWeights:
         return tensor.cut_weights(self.module)
 
     def count(self, which: Set[int], mine: Set[int] | None, tp: int) -> int:
-        """Count the numbers of these weights, or of those among them that a rank has."""
+        """Count the elements of these weights, or only of those that a rank holds."""
         here = which if mine is None else which & mine
         if tp == 1:
             return sum(self.numels[n] for n in here)

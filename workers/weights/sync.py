@@ -93,8 +93,8 @@ def deliver_weights(
 
     The default version is the newest; `training/weight_version` reports it.
 
-    The actor continues its work. The group takes the weights after its running calls, and later
-    calls wait; with samples in progress, between two takes. If a rank rejects the weights, they are
+    The actor keeps working. The group takes the weights after its running calls, and later calls
+    wait; with samples in progress, between two takes. If a rank rejects the weights, they are
     sent once more. Raises `WeightSyncError` with the reports of both sides if it fails on any rank,
     and `WorkerDiedError` if a rank of either side is gone.
     """

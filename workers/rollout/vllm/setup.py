@@ -192,7 +192,7 @@ def meta_model(model_path: str) -> Any:
 
 
 def no_choices_of(model_path: str) -> Tensor:
-    """Return empty choices [0, layers, choices] of the model's experts."""
+    """Return an empty tensor of expert choices for this model: [0, layers, choices]."""
     return Routers(meta_model(model_path)).no_choices
 
 
