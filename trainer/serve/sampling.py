@@ -85,8 +85,8 @@ class SampleRequest:
         limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt if samples else None)
         if not samples and not body.prompt_logprobs:
             raise BatchError(f"the role {sampler.role} does not sample; use compute_logprobs.")
-        asked, last_n = body.sampling_params, body.prompt_logprobs_last_n
-        most = asked.max_tokens or limits.response
+        settings, last_n = body.sampling_params, body.prompt_logprobs_last_n
+        most = settings.max_tokens or limits.response
         if most > limits.response:
             raise BatchError(
                 f"max_tokens={most} exceeds the {limits.response} tokens of a response "
@@ -105,13 +105,13 @@ class SampleRequest:
                 raise BatchError(f"target_prompt_logprobs is not [{len(prompt) - 1}, K].")
             targets = targets.reshape(rows, width)
             limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
-        stops: Sequence[int | str] = eos if asked.stop is None else asked.stop
+        stops: Sequence[int | str] = eos if settings.stop is None else settings.stop
         longest = max(SHORTEST, 1 << (most - 1).bit_length())
         params = SamplingParams(
-            temperature=asked.temperature or 1.0,
-            do_sample=asked.temperature > 0,
-            top_k=asked.top_k or -1,
-            top_p=asked.top_p,
+            temperature=settings.temperature or 1.0,
+            do_sample=settings.temperature > 0,
+            top_k=settings.top_k or -1,
+            top_p=settings.top_p,
             max_tokens=min(longest, limits.response),
             stop_token_ids=tuple(stop for stop in stops if isinstance(stop, int)),
             stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),

@@ -69,7 +69,10 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
     right = right.to(left.device)
     if left.is_floating_point() and left.element_size() == 1:
         left, right = left.float(), right.float()  # one-byte floats have no comparison
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    equal = left == right
+    if left.is_floating_point() or left.is_complex():
+        equal |= (left != left) & (right != right)
+    return bool(equal.all())
 
 
 def _equal_arrays(left: Array, right: Array, same: Callable[[Any, Any], bool]) -> bool:

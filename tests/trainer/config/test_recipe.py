@@ -87,11 +87,11 @@ def test_an_inactive_role_leaves_its_devices_to_the_others() -> None:
 
 
 def test_a_role_called_as_in_another_recipe_gets_no_class_of_that_recipe() -> None:
-    own = Recipe(
+    recipe = Recipe(
         "toy", ToyConfig, TOY.config_dir, "toy_trainer", placement_presets({"pool": ["critic"]})
     )
     with pytest.raises(ConfigError, match="Role 'critic' has no worker class: set role_workers"):
-        load_config(["trainer.cls=toy.Trainer", "~role_workers"], own)
+        load_config(["trainer.cls=toy.Trainer", "~role_workers"], recipe)
 
 
 def test_recipes_are_composed_in_turns() -> None:
