@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from tests.integration.runs import POLICY_ALONE, lines
-from tests.trainer.rollouts.test_environments import GAMES, play, rows, settings_of
+from tests.trainer.rollouts.test_environments import GAMES, play, rows
 from trainer.async_training.recipe import ASYNC
-from trainer.config.compose import load_config
-from trainer.launch import run
 from trainer.observers.saved_batches import batch_file
 from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.sample import collect_groups
@@ -96,8 +94,7 @@ def test_a_column_chooses_the_environment_of_a_row(tiny_dir: Path, tmp_path: Pat
 
 def test_asynchronous_runs_train_players(tiny_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    settings = settings_of(tiny_dir, folder, *FOUR, DUEL, "trainer.total_training_steps=1")
-    run(load_config([one for one in settings if "backend=" not in one], ASYNC))
+    play(tiny_dir, folder, *FOUR, DUEL, "trainer.total_training_steps=1", recipe=ASYNC)
     assert sorted({row["uid"].split(":")[1] for row in rows(folder)}) == ["black", "white"]
 
 

@@ -59,7 +59,10 @@ class Client:
     """One session."""
 
     def __init__(self, url: str, key: str = "tml-any") -> None:
-        self.http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
+        # calls in this process set and remove variables while httpx would read them
+        self.http = httpx.Client(
+            base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60, trust_env=False
+        )
         try:
             self.session = self.post("create_session", tags=[], sdk_version="0")["session_id"]
         except FailedError:
