@@ -127,7 +127,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     Case is ignored.
     """
     by_lower_case = {str(v).lower(): str(v) for v in valid}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
     if not close:
         return ""
     return " Did you mean " + " or ".join(repr(by_lower_case[c]) for c in close) + "?"

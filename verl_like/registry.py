@@ -79,8 +79,9 @@ class Registry(Mapping[str, T]):
             return self._entries[name]
         if "." not in name and ":" not in name:
             raise ConfigError(
-                f"unknown {self.kind} {name!r}. Known: {', '.join(sorted(self._entries))}. For "
-                f"your own, give module.name or file.py:name.{nearest(name, self._entries)}"
+                f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: "
+                f"{', '.join(sorted(self._entries))}. For your own, give module.name or "
+                "file.py:name."
             )
         loaded: T = _imported(name, f"{self.kind} {name!r}")
         self._reject_unfit(loaded, name)

@@ -179,8 +179,8 @@ def _check_generators(config: AsyncConfig) -> None:
         )
     if len(config.generator_roles) < async_training.generators * (1 + len(roles)):
         raise ConfigError(
-            "async_training.score_on=generator: a model in `reward.list` has a name that ends "
-            "in a number, like the roles of further generators "
+            "async_training.score_on=generator: the name of a model in `reward.list` ends in a "
+            f"number, so that it is also the name of a generator's role "
             f"({', '.join(config.generator_roles)}). Rename it."
         )
     if config.actor_rollout_ref.ref.update_every is not None and "ref" in roles:

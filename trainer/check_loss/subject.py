@@ -118,13 +118,13 @@ class Subject:
         tensors = [value for value in values if isinstance(value, Tensor)]
         if self.kind == "estimator":
             is_right = len(tensors) == len(values) <= 2 and {t.shape for t in tensors} == {shape}
-            words = f"an estimator returns (advantages, returns) of the mask's shape {list(shape)}"
+            words = f"it must return (advantages, returns), both of the mask's shape {list(shape)}"
         else:
             tensors = [tensor for tensor in tensors if tensor.requires_grad]
             shapes = [shape, torch.Size()][self.kind != "preference" :]
             is_right = len(tensors) == 1 and tensors[0].shape in shapes
-            words = f"return one loss {list(shapes[0])} with a gradient by {self.variable}, or "
-            words += "(loss, metrics)"
+            words = f"it must return one loss of shape {list(shapes[0])} that depends on "
+            words += f"{self.variable}, or (loss, metrics)"
         if not is_right:
             raise ConfigError(f"{self.name} returns {', '.join(map(_described, values))}: {words}.")
         return tensors
@@ -140,7 +140,7 @@ def _described(value: Any) -> str:
 def check_name(name: str, names: Iterable[str], words: str) -> None:
     """Raise an error that begins with these words if the name is not among the names."""
     if name not in {*names}:
-        raise ConfigError(f"{words} {name!r}. Known: {', '.join(names)}.{nearest(name, names)}")
+        raise ConfigError(f"{words} {name!r}.{nearest(name, names)} Known: {', '.join(names)}.")
 
 
 def look_up(
@@ -195,10 +195,9 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     filled = fits[kind]
     if missing := [parameter for parameter in filled if not filled[parameter]]:
         raise ConfigError(
-            f"{name} takes {format_signature(signature)}, but for --kind {kind} these parameters "
-            f"are missing or unknown: {', '.join(missing)}. Known are "
-            f"{', '.join([*_columns(kind), *counts_of()])}, and all settings: "
-            "rename the parameter, give it a default, or set it by --set NAME=VALUE."
+            f"{name} takes {format_signature(signature)}, but --kind {kind} has no "
+            f"{', '.join(missing)}. It has {', '.join([*_columns(kind), *counts_of()])}, and all "
+            "settings. Rename the parameter, give it a default, or set it by --set NAME=VALUE."
         )
     parameters, reads = signature.parameters, {*filled.values()}
     mode = parameters["loss_agg_mode"].default if "loss_agg_mode" in parameters else None

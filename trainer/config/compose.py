@@ -165,8 +165,8 @@ def _reject_ineffective(setting: Override, recipe: Recipe[Any]) -> None:
         )
     if presets and isinstance(value, str) and value not in presets:
         raise ConfigError(
-            f"{name}={value}: there is no such preset. Known: {', '.join(presets)}."
-            f"{nearest(value, presets)}"
+            f"{name}={value}: there is no such preset.{nearest(value, presets)} Known: "
+            f"{', '.join(presets)}."
         )
     key = keys_by_name(recipe.schema).get(name)
     if setting.is_delete() and key is not None and key.is_section and not presets:

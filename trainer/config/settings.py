@@ -133,6 +133,6 @@ def as_text(value: Any, key: str) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(as_text(item, key) for item in value)}]"
     raise ConfigError(
-        f"{key}={value!r}: a {type(value).__name__} cannot be the value of a key; values are "
-        "numbers, texts, true, false, null, lists and dicts of them."
+        f"{key}={value!r}: an object of type {type(value).__name__} cannot be the value of a "
+        "key; values are numbers, texts, true, false, null, lists and dicts of them."
     )

@@ -71,7 +71,7 @@ def good_rows(
             if isinstance(row, ValueError):
                 raise row
             if not isinstance(row, dict):
-                raise ValueError(f"it is a {type(row).__name__}, not an object with columns")
+                raise ValueError(f"it is not an object with columns ({type(row).__name__})")
             result: T | None = make(where, row)
         except ConfigError:  # the error is about all rows, not about this row
             raise

@@ -85,11 +85,16 @@ def _reject_sizes(config: PPOConfig) -> None:
         )
 
     prompts = config.data.total_prompts
-    if prompts is not None and (total is not None or algorithm.filter_groups.enable):
+    if prompts is not None and total is not None:
         raise ConfigError(
-            f"data.total_prompts={prompts} sets the length of the run. So does "
-            "trainer.total_training_steps, and with algorithm.filter_groups.enable a "
-            "step draws as many prompts as it needs. Drop one."
+            f"data.total_prompts={prompts} and trainer.total_training_steps={total} both set the "
+            "length of the run. Drop one."
+        )
+    if prompts is not None and algorithm.filter_groups.enable:
+        raise ConfigError(
+            f"data.total_prompts={prompts} sets the length of the run by a fixed number of prompts "
+            "per step, but with algorithm.filter_groups.enable a step draws as many as it needs. "
+            "Drop one."
         )
 
     # the prompts of every step divide into whole mini-batches, or are fewer than one

@@ -162,8 +162,8 @@ class TrainingOps:
                 failure, model.failure = model.failure, ""
                 group.clear_gradients()
                 raise ConfigError(
-                    "no step was taken, and the gradients are cleared: a forward_backward before "
-                    f"it failed: {failure}"
+                    "no step was taken, and the gradients are cleared, because an earlier "
+                    f"forward_backward failed: {failure}"
                 )
             metrics = group.optim_step(settings)[0]
         model.num_steps += 1

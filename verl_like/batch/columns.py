@@ -62,7 +62,7 @@ def check_tensor(name: str, column: Any) -> None:
 def check_tensordict(batch: Any) -> None:
     """Raise unless the batch is a TensorDict of dense tensors with one batch dim."""
     if not isinstance(batch, TensorDict):
-        raise BatchError(f"batch is a {type(batch).__name__}, not a TensorDict: use from_dict().")
+        raise BatchError(f"batch is not a TensorDict ({type(batch).__name__}): use from_dict().")
     if len(batch.batch_size) != 1:
         raise BatchError(f"A batch has one batch dim, not batch_size {tuple(batch.batch_size)}.")
     for name, column in tensors_of(batch).items():

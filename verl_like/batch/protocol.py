@@ -458,7 +458,7 @@ class DataProto:
         for place, part in enumerate(parts):
             if not isinstance(part, DataProto):
                 raise BatchError(
-                    f"Concat: part {place} is a {type(part).__name__}, not a DataProto."
+                    f"Concat: part {place} is not a DataProto ({type(part).__name__})."
                 )
         all_tensors = [part.columns for part in parts]
         all_arrays = [part.non_tensor_batch for part in parts]

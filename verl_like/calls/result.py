@@ -94,8 +94,8 @@ def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetric
     for name, entry in metrics.items():
         if not isinstance(name, str):
             raise DispatchError(
-                f"{where} returned metrics with the key {name!r}, a {type(name).__name__}: names "
-                "are strings."
+                f"{where} returned a metric with the key {name!r} ({type(name).__name__}). Keys of "
+                "metrics must be strings."
             )
         if isinstance(entry, list):
             plain[name] = [_plain_value(element, name, where) for element in entry]

@@ -176,7 +176,8 @@ def _numbers(key: str, text: str) -> Bounds:
         numbers = []
     if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
         raise ConfigError(
-            f"{key}={text}: give one number, or lower_upper such as 0.5_2.0 (both with a point)."
+            f"{key}={text}: give one number, or lower_upper such as 0.5_2.0 (both with a decimal "
+            "point)."
         )
     return Bounds(numbers[-1], numbers[0] if len(numbers) == 2 else None)
 

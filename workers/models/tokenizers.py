@@ -93,8 +93,8 @@ def check_template(tokenizer: Any) -> None:
         problems.close()
     if problem:
         raise ConfigError(
-            f"{tokenizer.name_or_path}: the chat template is rejected: {problem}, for a message "
-            "of one letter. Give the model folder another template."
+            f"{tokenizer.name_or_path}: the chat template failed on a message of one letter: "
+            f"{problem}. Give the model folder another template."
         )
 
 

@@ -77,9 +77,13 @@ def main(pipe: Connection, network: str) -> None:
         try:
             isolate_network()
         except ConfigError as err:
-            print(f"the model's programs can reach the network: {err}", file=sys.stderr, flush=True)
+            words = f"warning: the model's programs can reach the network: {err}"
+            print(words, file=sys.stderr, flush=True)
     if not can_restrict_writes():
-        words = "programs of the model can write outside their folder: this machine has no Landlock"
+        words = (
+            "warning: the model's programs can write outside their folder, because this machine "
+        )
+        words += "has no Landlock"
         print(words, file=sys.stderr, flush=True)
     while True:
         try:

@@ -124,7 +124,9 @@ class Scorer:
             process.start()
         except (ConfigError, OSError, ProcessEndedError) as err:
             logger.warning(
-                "a process of %s does not start: %s", self._function, err or type(err).__name__
+                "a process of %s could not be started: %s",
+                self._function,
+                err or type(err).__name__,
             )
             return
         size = 1

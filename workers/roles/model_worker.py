@@ -129,10 +129,10 @@ class ModelWorker(Worker):
         """
         known = self.losses()
         if loss not in known:
-            valid = "it is frozen."
-            if known:
-                valid = f"valid: {', '.join(known)}.{nearest(loss, known)}"
-            raise ConfigError(f"{self.role}.forward_backward: no loss {loss!r}; {valid}")
+            why = (
+                f"{nearest(loss, known)} Known: {', '.join(known)}." if known else " It is frozen."
+            )
+            raise ConfigError(f"{self.role}.forward_backward: there is no loss {loss!r}.{why}")
         loss_of_batch = known[loss](data)
         metrics, outputs = self.engine.forward_backward_rows(
             data, self.budget, loss_of_batch, denominators

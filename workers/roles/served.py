@@ -71,7 +71,7 @@ def client_loss(name: str, role: str = "actor") -> LossInputs:
         raise ConfigError(NO_FORMULA)
     if name not in losses:
         raise ConfigError(
-            f"no loss {name!r} of the {role}; valid: {', '.join(losses)}.{nearest(name, losses)}"
+            f"the {role} has no loss {name!r}.{nearest(name, losses)} Known: {', '.join(losses)}."
         )
     return losses[name]
 

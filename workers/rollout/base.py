@@ -252,8 +252,8 @@ class RolloutEngine(ABC):
         """Free memory; an engine that owns its weights loses them and becomes stale."""
         if self._running:
             raise RolloutError(
-                f"rollout: sleep with {self.num_running} samples in flight; abort() returns them "
-                "first."
+                f"rollout: cannot sleep while {self.num_running} samples are in flight. Call "
+                "abort() first; it returns them."
             )
         if not self.asleep and self.owns_weights:
             self.version = None
@@ -382,7 +382,8 @@ def _check_response(sample: Sample, sampling: SamplingParams, vocab_size: int) -
         return
     if sampling.truncated_log_probs and sample.truncated_log_probs is None:
         raise RolloutError(
-            f"rollout: {sample.name} was started without truncated_log_probs; continue without."
+            f"rollout: {sample.name} was started without truncated_log_probs; continue it "
+            "without them."
         )
     longest = sample.longest(sampling.max_tokens)
     if len(sample.tokens) >= longest or sample.finish_reason != UNFINISHED:

@@ -136,11 +136,10 @@ def prove_rows(
         ranks = SequenceRanks(group, support.config.num_attention_heads)
     if reason not in ("", PADDED_BY_USER):
         logger.warning(
-            "model type %s is not %s right from packed rows (%s); it runs on padded rows, which "
-            "takes longer. use_remove_padding=false in the model's section turns packed rows (and "
-            "this warning) off.",
+            "model type %s %s packed rows (%s), so it runs on padded rows, which is slower. "
+            "use_remove_padding=false in the model's section silences this warning.",
             support.model_type,
-            "proven" if reason.startswith(NO_MODEL) else "computed",
+            "could not be tested on" if reason.startswith(NO_MODEL) else "gives wrong results on",
             reason,
         )
     is_square = kind == "packed" and support.attention == "eager" and not takes_layout(module)

@@ -66,7 +66,7 @@ class TrainedStates:
             raise ConfigError(f"there is a state {name!r} already.")
         if (rank == 0) != (self.rank == 0):
             kind = "adapters (lora_rank > 0)" if self.rank else "all weights (lora_rank=0)"
-            raise ConfigError(f"this model trains {kind}; a state of rank {rank} is not possible.")
+            raise ConfigError(f"this model trains {kind}, so it cannot add a state of rank {rank}.")
         if rank != self.rank and not self.engine.is_whole:
             raise ConfigError(
                 f"an adapter of rank {rank} in a sharded model whose adapters have rank "

@@ -70,8 +70,8 @@ def publish_weights(
     absent = [rank for rank in senders if not 0 <= rank < actor_group.world_size]
     if absent or not senders:
         raise WeightSyncError(
-            f"version {version} cannot be published by ranks {list(senders)}: the actor has ranks "
-            f"0 to {actor_group.world_size - 1}, and one of them at least must send."
+            f"version {version} cannot be published by ranks {list(senders)}: name at least one of "
+            f"the actor's ranks, 0 to {actor_group.world_size - 1}."
         )
     reports: list[PublishReport] = actor_group.publish_weights(version, list(senders), bucket_mb)
     figures = {

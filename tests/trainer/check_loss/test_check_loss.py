@@ -145,15 +145,21 @@ def test_a_random_loss_is_called_random() -> None:
     [
         (
             "0.0",
-            r"returns float: return one loss \[\] with a gradient by log_prob",
+            r"returns float: it must return one loss of shape \[\] that depends on log_prob",
         ),
-        ("None", "returns NoneType: return one loss"),
+        ("None", "returns NoneType: it must return one loss"),
         (
             "(log_prob.sum(), -log_prob.sum())",
             r"returns a tensor \[\] with a gradient, a tensor ",
         ),
-        ("log_prob.sum().detach()", r"returns a tensor \[\] without a gradient: return one loss"),
-        ("log_prob * 2", r"returns a tensor \[1, 3\] with a gradient: return one loss \[\] with"),
+        (
+            "log_prob.sum().detach()",
+            r"returns a tensor \[\] without a gradient: it must return one loss",
+        ),
+        (
+            "log_prob * 2",
+            r"returns a tensor \[1, 3\] with a gradient: it must return one loss of shape \[\] that",
+        ),
         ("1 / 0", r"raises ZeroDivisionError on a batch \[\[0, 0, 1\]\]: division by zero"),
     ],
 )
@@ -191,7 +197,7 @@ def test_what_cannot_be_filled_or_found_is_said_in_a_sentence(
         (dict(target="vanilla", kind="polcy"), "there is no kind 'polcy'.*'policy'"),
         (dict(target="vanilla", skip=["padding"]), "there is no relation 'padding'"),
         (dict(target="verl:gspo"), "verl cannot be imported .*pip install verl==0.9.1"),
-        (dict(target="trl:gpro"), "trl has no loss 'gpro'. Known: dapo, .*Did you mean 'grpo'"),
+        (dict(target="trl:gpro"), "trl has no loss 'gpro'. Did you mean 'grpo'.* Known: dapo"),
     ]
     for given, sentence in cases:
         with pytest.raises(ConfigError, match=sentence):

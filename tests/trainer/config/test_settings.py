@@ -60,7 +60,7 @@ def test_a_key_that_is_given_twice_is_refused() -> None:
 
 def test_what_the_command_line_has_no_form_for_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.shuffle=<object .*: a object cannot be the value"
+        ConfigError, match=r"data\.shuffle=<object .*: an object of type object cannot be the value"
     ):
         overrides_of({"data.shuffle": object()})
 

@@ -109,7 +109,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_marks_them(
         ({"question": "a", "answer": "b"}, "nor 'text'; columns: answer, question"),
         ({"prompt": "a"}, "'prompt' and 'response'.*columns: prompt"),
         ({"text": " "}, "'text' is empty"),
-        ({"text": 3}, "'text' is a int, not a string"),
+        ({"text": 3}, r"'text' is not a string \(int\)"),
         ({"prompt": "a", "response": ""}, "'response' is empty"),
         ({"messages": CHAT[:1]}, "has no message of the assistant"),
         ({"messages": [{"role": "user"}]}, "not a list of messages with role and content"),

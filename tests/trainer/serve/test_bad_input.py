@@ -144,7 +144,7 @@ def test_a_truncated_or_damaged_request_is_an_error_of_its_sender(
     for end in range(len(body)):
         answer = client.http.post("forward_backward", content=body[:end], headers=headers)
         if answer.status_code == 200:  # a message without a loss
-            with pytest.raises(FailedError, match="user: no loss ''"):
+            with pytest.raises(FailedError, match="user: the actor has no loss ''"):
                 client.result(answer.json())
         else:
             assert answer.status_code in (400, 404), answer.text

@@ -247,8 +247,8 @@ def test_bad_requests_of_a_critic(client: Client) -> None:
         return str(error.value)
 
     value = "verl_like:value"
-    assert f"no loss 'ppo' of the critic; valid: {value}" in failure(critic, of_policy(), "ppo")
-    assert f"no loss '{value}' of the actor" in failure(actor, returns_of(), value)
+    assert f"the critic has no loss 'ppo'. Known: {value}" in failure(critic, of_policy(), "ppo")
+    assert f"the actor has no loss '{value}'" in failure(actor, returns_of(), value)
     for rows, text in (
         (datum(), "needs loss_fn_inputs['values']"),
         (datum(values=[0.0], returns=[0.0]), "values has shape [1] for 6 input tokens"),

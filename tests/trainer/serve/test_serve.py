@@ -98,7 +98,7 @@ def test_an_algorithm_names_its_loss_and_settings(model: Model) -> None:
     changed = {**settings, "clip_ratio_low": 0.9}
     usual, wide = metrics("verl_like:dapo"), metrics("verl_like:dapo", clip_ratio_low=0.9)
     assert wide == metrics("verl_like:vanilla", **changed) != usual
-    with pytest.raises(FailedError, match="user: no loss 'verl_like:grpo'"):
+    with pytest.raises(FailedError, match="user: the actor has no loss 'verl_like:grpo'"):
         metrics("verl_like:grpo")  # has a KL term, which needs a reference
 
 
@@ -310,7 +310,7 @@ def test_a_bad_sample_request_is_rejected_at_once(
 BAD_DATUMS = [
     ([], "cross_entropy", "the request has no datums"),
     ([datum()], "ppo", "the loss ppo needs loss_fn_inputs.'logprobs'"),
-    ([datum()], "nope", "no loss 'nope' of the actor; valid: cross_entropy"),
+    ([datum()], "nope", "the actor has no loss 'nope'. Known: cross_entropy"),
     ([datum()], "stable_reinforce", "no public formula.*--stable-reinforce"),
     ([datum(weights=[1.0])], "cross_entropy", r"weights has shape \[1\] for 6 input tokens"),
     ([datum(weights=[math.nan] * 6)], "cross_entropy", r"datum 0: weights is nan at \[0\]"),

@@ -319,7 +319,7 @@ def test_a_process_that_does_not_start_leaves_its_samples_to_the_others(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     scores, _ = manager.remote(make_batch(tokenizer, ["ab"] * 20, ["slow"] * 20)).result()
     assert scores.batch["token_level_scores"].sum(-1).tolist() == [2.0] * 20
-    assert "a process of odd_rewards:odd does not start" in caplog.text
+    assert "a process of odd_rewards:odd could not be started" in caplog.text
 
 
 def test_coroutines_run_side_by_side(managers: Any, tokenizer: Any) -> None:

@@ -101,7 +101,9 @@ def test_a_step_takes_settings_of_its_own_and_only_for_itself(one_layer_dir: Pat
 def test_what_a_verb_does_not_know_is_refused_with_what_it_knows(one_layer_dir: Path) -> None:
     config = config_of(one_layer_dir)
     actor, reference = started(ActorWorker, config, 1), started(ReferenceWorker, config)
-    with pytest.raises(ConfigError, match="no loss 'polcy'; valid: policy, ptx, lm"):
+    with pytest.raises(
+        ConfigError, match="there is no loss 'polcy'. Did you mean 'policy'. Known: policy, ptx, lm"
+    ):
         actor.forward_backward(make_batch(4), "polcy")
     with pytest.raises(ConfigError, match="optim_step: there are no gradients"):
         actor.optim_step()

@@ -245,7 +245,9 @@ def test_what_runs_forbids_sleep_another_batch_and_other_settings(engine: Rollou
     whole = lists(engine.generate(requests, settings()))
     numbers = engine.submit(requests, settings())
     try:
-        with pytest.raises(RolloutError, match=f"sleep with {len(PROMPTS)} samples in flight"):
+        with pytest.raises(
+            RolloutError, match=f"cannot sleep while {len(PROMPTS)} samples are in flight"
+        ):
             engine.sleep()
         with pytest.raises(RolloutError, match=f"generating {len(PROMPTS)} samples already"):
             engine.generate(requests, settings())

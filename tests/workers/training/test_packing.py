@@ -134,7 +134,7 @@ def test_a_family_that_cannot_be_packed_runs_padded_with_one_warning(
         actor = started(ActorWorker, tiny_config(tmp_path), 1)
     assert not actor.engine.packs
 
-    said = "model type bloom is not computed right from packed rows"
+    said = "model type bloom gives wrong results on packed rows"
     assert len([record for record in caplog.records if said in record.message]) == 1
 
 
