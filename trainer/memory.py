@@ -26,8 +26,8 @@ from workers.memory import (
 from workers.parallel.sharding import dims_of
 
 HEAD = (
-    *("role", "pool", "weights / compute", "weights", "gradients", "optimizer state"),
-    *("gathered layers", "activations", "KV cache", "in host memory"),
+    *("role", "pool", "dtype (weights / compute)", "weights", "gradients", "optimizer state"),
+    *("all-gathered layers", "activations", "KV cache", "in host memory"),
 )
 
 
@@ -98,7 +98,7 @@ def memory_table(
     device = devices.gpu or devices.type
     if devices.gib is not None and not device.endswith("GiB"):
         device += f", {devices.gib:g} GiB"
-    title = f"GiB per device ({device}), computed from shapes for rows of full length"
+    title = f"Estimated GiB per device ({device}), if every row has the maximum length"
     title = f"{heading}: {title}" if heading else title
     return "\n".join([title, *draw_table(lines, max_columns, 3, flush_right=True), *sums])
 

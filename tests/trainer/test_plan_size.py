@@ -68,4 +68,4 @@ def test_it_is_short_and_no_wider_than_the_terminal_unless_all_is_asked_for(
     full = plan(load_config(settings, recipe), full=True)
     assert len(full) > len(brief)
     assert max(map(len, full)) <= WIDTH
-    assert any("Memory: GiB per device" in line for line in full)
+    assert any("Memory: Estimated GiB per device" in line for line in full)

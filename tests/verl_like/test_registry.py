@@ -64,7 +64,7 @@ def test_a_dotted_path_is_imported(estimators):
 def test_an_unknown_name_lists_what_there_is_and_the_nearest(estimators):
     with pytest.raises(
         ConfigError,
-        match=r"unknown estimator 'grp'\. Known: gae, group_relative, grpo.*Did you mean 'grpo'",
+        match=r"unknown estimator 'grp'\. Did you mean 'grpo'\? Known: gae, group_relative, grpo",
     ):
         estimators.look_up("grp")
 

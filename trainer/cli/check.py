@@ -51,7 +51,7 @@ from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
-from verl_like.errors import ConfigError
+from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import load_object
 from verl_like.terminal import fit, terminal_width
@@ -83,9 +83,7 @@ def explain(
         "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
         "Metrics to watch": watch_lines(config),
         "Changed from the defaults": change_lines(config),
-        "Keys without effect": [
-            f"{', '.join(keys)}: {reason}" for reason, keys in unused_keys(config).items()
-        ],
+        "Keys without effect": lines_of_unused_keys(config),
     }
     return "\n\n".join(
         "\n".join([title, "-" * len(title), *(lines or ["nothing"])])
@@ -182,6 +180,26 @@ def change_lines(config: PPOConfig) -> list[str]:
     return lines
 
 
+def lines_of_unused_keys(config: PPOConfig) -> list[str]:
+    """Return the sections and changed keys that this run does not read, with the reasons.
+
+    The last line counts the other keys.
+    """
+    schema: type = type(config)
+    default, leaves = schema(), {key.name for key in leaf_keys(schema)}
+    lines, num_others = [], 0
+    for reason, keys in unused_keys(config).items():
+        shown = [k for k in keys if k not in leaves or read(config, k) != read(default, k)]
+        num_others += len(keys) - len(shown)
+        if shown:
+            lines.append(f"{', '.join(shown)}: {reason}")
+    if num_others:
+        lines.append(
+            f"{num_others} keys at their defaults (--cfg job prints only keys with effect)"
+        )
+    return lines
+
+
 def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
     """Return key -> value in the recipe's YAML; references have the values of this run."""
     recipe: Recipe[Any] = ASYNC if isinstance(config, AsyncConfig) else PPO
@@ -203,8 +221,13 @@ def _show(value: Any) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Check the run of these settings; an error ends the process with its message."""
     name, rest = "ppo", list(arguments)
-    if rest and rest[0] in RECIPES:
+    if rest and "=" not in rest[0] and not rest[0].startswith("-"):
         name = rest.pop(0)
+        if name not in RECIPES:
+            known = ", ".join(RECIPES)
+            raise ConfigError(
+                f"check {name}: no such recipe.{nearest(name, RECIPES)} Known: {known}."
+            )
     parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")
     parser.add_argument("--full", action="store_true")

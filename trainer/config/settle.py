@@ -274,16 +274,14 @@ def _too_few(
             )
     taken = sum(max(_devices_of(config, pool, n) for n in user_pools[pool]) for pool in user_pools)
     left = max(num_devices - taken, 0)
-    first_words = "".join(
-        f" resource_pool_spec.{pool}={list(user_pools[pool])} comes first." for pool in user_pools
-    )
     instead = ", or placement=colocate, where roles share processes" if left else ""
+    given = [f"resource_pool_spec.{pool}={list(user_pools[pool])}" for pool in user_pools]
+    first_words = f" {' and '.join(given)} come{'s' * (len(given) == 1)} first." if given else ""
     return ConfigError(
-        f"The placement needs {len(pools)} pools ({', '.join(pools)}), but "
         f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={num_devices} leaves no device for "
-        f"{pools[min(left, len(pools) - 1)]!r}.{first_words} Set "
-        f"trainer.n_gpus_per_node={taken + len(pools)} or more (on a CPU machine devices are "
-        f"process slots){instead}."
+        f"{pools[min(left, len(pools) - 1)]!r}.{first_words} These pools need at least a device "
+        f"each: {', '.join(pools)}. Set trainer.n_gpus_per_node={taken + len(pools)} or more (on "
+        f"a CPU machine devices are process slots){instead}."
     )
 
 

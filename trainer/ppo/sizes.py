@@ -1,7 +1,7 @@
 """Prompts, samples and tokens of each part of a step: in total, per rank, per micro-batch.
 
-The table is printed before a process starts. `… at most` columns are upper bounds: prompts and
-responses of full length.
+The table is printed before a process starts. `max tokens` columns are for prompts and responses of
+maximum length.
 """
 
 from __future__ import annotations
@@ -127,6 +127,6 @@ def batch_table(
         )
         lines.append((row.part, *(f"{cell:,}" for cell in cells), *micro))
     samples_each = f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt"
-    title = f"{samples_each}, up to {width} tokens each"
+    title = f"{samples_each}, each up to {width:,} tokens (prompt and response)"
     title = f"{heading} ({title})" if heading else title
     return "\n".join([title, *draw_table(lines, max_columns, flush_right=True)])

@@ -60,8 +60,9 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
     if (name, device_type) != ("native", "cuda"):
         return []
     return [
-        f"notice: {SECTION}.name=native is the engine for CPUs: on GPUs it has no CUDA graphs and "
-        f'no paged KV cache. Use {SECTION}.name=vllm (pip install -e ".[vllm]")'
+        "notice: this run generates with the native engine, which is slow on GPUs: it has no CUDA "
+        f"graphs and no paged KV cache. {SECTION}.name=auto chooses vLLM where it is installed "
+        '(pip install -e ".[vllm]")'
     ]
 
 

@@ -158,7 +158,7 @@ def test_a_random_loss_is_called_random() -> None:
         ),
         (
             "log_prob * 2",
-            r"returns a tensor \[1, 3\] with a gradient: it must return one loss of shape \[\] that",
+            r"returns a tensor \[1, 3\] with a gradient: it must return one loss of shape \[\]",
         ),
         ("1 / 0", r"raises ZeroDivisionError on a batch \[\[0, 0, 1\]\]: division by zero"),
     ],

@@ -107,8 +107,10 @@ def test_changed_keys_that_the_run_does_not_read_are_not_listed() -> None:
 def test_headings_are_not_repeated() -> None:
     lines = explained("actor_rollout_ref.rollout.n=8").splitlines()
     after = {title: after for title, _, after in zip(lines, lines[1:], lines[2:], strict=False)}
-    assert after["Batch sizes"].startswith("8 samples per prompt, up to ")
-    assert after["Memory per device"].startswith(("GiB per device (", "Memory: not known"))
+    assert after["Batch sizes"].startswith("8 samples per prompt, each up to ")
+    assert after["Memory per device"].startswith(
+        ("Estimated GiB per device (", "Memory: not known")
+    )
 
 
 def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
@@ -119,7 +121,9 @@ def test_what_to_watch_is_said_of_estimator_and_loss() -> None:
 
 def test_keys_without_effect_are_listed_with_the_reason() -> None:
     text = explained("algorithm.adv_estimator=reinforce_plus_plus")
-    assert "critic: this run has no critic" in text.partition("Keys without effect")[2]
+    unused = text.partition("Keys without effect")[2]
+    assert "critic: this run has no critic" in unused
+    assert re.search(r"\n[1-9]\d keys of other sections", unused)
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
@@ -146,6 +150,11 @@ def test_an_async_run_is_explained_with_its_generators_and_how_fast_it_will_be(
 def test_only_an_async_run_is_predicted() -> None:
     with pytest.raises(ConfigError, match=r"--measured=x works only with `verl-like check async"):
         main(["--measured=x", *NEEDED])
+
+
+def test_a_recipe_that_does_not_exist_is_rejected_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"check dpoo: no such recipe. Did you mean 'dpo'"):
+        main(["dpoo", *NEEDED])
 
 
 def test_an_option_that_does_not_exist_is_rejected() -> None:
@@ -181,5 +190,5 @@ def test_rows_are_checked_by_the_name_of_their_recipe(
     folder = f"trainer.default_local_dir={tmp_path}/run"
     main(["sft", "--full", *settings, f"model.path={tiny_dir}/model", folder])
     text = capsys.readouterr().out
-    assert "Memory: GiB per device" in text
+    assert "Memory: Estimated GiB per device" in text
     assert ALL_FOUND in text
