@@ -181,23 +181,18 @@ def change_lines(config: PPOConfig) -> list[str]:
 
 
 def lines_of_unused_keys(config: PPOConfig) -> list[str]:
-    """Return the sections and changed keys that this run does not read, with the reasons.
+    """Return the sections that this run does not read, with the reasons, and count other keys.
 
-    The last line counts the other keys.
+    A notice has named every such key that the user set.
     """
-    schema: type = type(config)
-    default, leaves = schema(), {key.name for key in leaf_keys(schema)}
-    lines, num_others = [], 0
-    for reason, keys in unused_keys(config).items():
-        shown = [k for k in keys if k not in leaves or read(config, k) != read(default, k)]
-        num_others += len(keys) - len(shown)
-        if shown:
-            lines.append(f"{', '.join(shown)}: {reason}")
-    if num_others:
-        lines.append(
-            f"{num_others} keys at their defaults (--cfg job prints only keys with effect)"
-        )
-    return lines
+    leaves = {key.name for key in leaf_keys(type(config))}
+    lines, num_keys = [], 0
+    for reason, names in unused_keys(config).items():
+        sections = [name for name in names if name not in leaves]
+        num_keys += len(names) - len(sections)
+        if sections:
+            lines.append(f"{', '.join(sections)}: {reason}")
+    return [*lines, f"{num_keys} keys of other sections (--cfg job prints the keys with effect)"]
 
 
 def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
