@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the importable names, which an error about a misspelt name lists."""
+    """Return the importable names, which an error about a misspelled name lists."""
     return __all__

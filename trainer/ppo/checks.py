@@ -1,7 +1,7 @@
-"""PPO's rules between keys: sizes that must divide, required parts, keys that have no effect.
+"""Checks across PPO's keys: sizes must divide, required keys are set, every set key has an effect.
 
-A rule of one key is declared at its field, and `trainer.config.checks` reads it there. A run that
-trains, but not as its keys say, gets a warning (`trainer.ppo.contradictions`).
+A rule about one key is declared at its field, where `trainer.config.checks` reads it. A run that
+can train, but not as its keys suggest, gets a warning (`trainer.ppo.contradictions`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def validate(config: PPOConfig) -> None:
 
 
 def reject(config: PPOConfig) -> None:
-    """Reject settings that cannot work together, with the numbers and the way out."""
+    """Reject settings that cannot work together; the error has the numbers and a way out."""
     check_rewards(config)
     RolloutCorrection.of(config.algorithm.rollout_correction)
     _reject_sizes(config)
@@ -71,7 +71,7 @@ def reject(config: PPOConfig) -> None:
 
 
 def _reject_sizes(config: PPOConfig) -> None:
-    """Reject numbers of steps, prompts and tokens that do not fit each other."""
+    """Reject numbers of steps, prompts and tokens that do not fit together."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     custom = config.data.custom_cls
     if custom.path and not custom.name:
@@ -121,7 +121,7 @@ def _reject_sizes(config: PPOConfig) -> None:
                 f"data.total_prompts={prompts - left % size}, or {key} to a divisor of {left}."
             )
 
-    # a pass of tokens, on the ranks that share a row, has room for the longest row
+    # a pass over the ranks that share a row has room for the longest row
     longest = config.data.max_prompt_length + config.data.max_response_length
     budget, models = tokens_per_pass(config), models_of(config, without_users=True)
     ranks_of_size: dict[str, str] = {}
@@ -149,7 +149,7 @@ def _reject_sizes(config: PPOConfig) -> None:
 def _reject_rewards(config: PPOConfig) -> None:
     """Reject rewards, samples and teachers from which no advantage can be estimated."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    # a teacher has log-probs to compare with, and reward settings have an effect
+    # a teacher needs old log-probs to compare with, and settings of rewards need rewards
     if has_teacher(config) and algorithm.rollout_correction.bypass_mode:
         raise ConfigError(
             "distillation compares the teacher with the trainer's own log-probs before the update, "
@@ -171,7 +171,7 @@ def _reject_rewards(config: PPOConfig) -> None:
                 "distillation.use_task_rewards=true."
             )
 
-    # compared samples are several, and can differ
+    # an estimator that compares samples needs several, which can differ
     name = algorithm.adv_estimator
     estimator = ADVANTAGE_ESTIMATORS.get(name)  # None for a user's function
     compares_samples = estimator is not None and needs_groups(estimator)
@@ -201,7 +201,7 @@ def _reject_rewards(config: PPOConfig) -> None:
                 "separately. Drop one."
             )
 
-    # the estimator reads the rewards that settings change or name
+    # the estimator must read the rewards that other keys change or name
     reads = inspect.signature(get_estimator(name)).parameters
     changes_rewards = {
         "use_kl_in_reward=true": algorithm.use_kl_in_reward,
@@ -247,9 +247,9 @@ def _reject_rewards(config: PPOConfig) -> None:
 
 
 def _reject_losses(config: PPOConfig) -> None:
-    """Reject corrections and settings of the loss that contradict the loss."""
+    """Reject corrections and loss settings that contradict the policy loss."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    # nothing reads old log-probs under a bypass, and its loss can be corrected
+    # in bypass mode nothing may read old log-probs, and the loss must be one that can be corrected
     correction = algorithm.rollout_correction
     loss = actor.policy_loss.loss_mode
     if correction.bypass_mode:
@@ -309,9 +309,9 @@ def _reject_losses(config: PPOConfig) -> None:
 
 
 def _reject_weights(config: PPOConfig) -> None:
-    """Reject syncs, quantisation and references that contradict the models' weights."""
+    """Reject settings of weight sync, quantization and reference that contradict each other."""
     policy, models = config.actor_rollout_ref, models_of(config, without_users=True)
-    # dropped weight buckets can occur, and int8 weights are not offloaded
+    # only weights that are sent can lose a bucket, and int8 weights cannot be offloaded
     pools = expand_roles(config.role_mapping)
     receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
     chance = config.injected_faults.drop_weight_bucket
@@ -357,7 +357,7 @@ def _reject_weights(config: PPOConfig) -> None:
 
 
 def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
-    """Reject numbers of samples that players cannot share."""
+    """Reject a number of samples per prompt that the players cannot share equally."""
     n = config.actor_rollout_ref.rollout.n
     estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
     compares_samples = estimator is not None and needs_groups(estimator)
@@ -378,7 +378,7 @@ def check_players(config: PPOConfig, kinds: Collection[Kind]) -> None:
 
 
 def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
-    """Raise if these samples have no number under a configured reward name."""
+    """Raise if these samples lack a reward that a key names."""
     named = [(GDPO_KEY, name) for name in algorithm.gdpo_reward_keys]
     if algorithm.filter_groups.enable:
         named.append((METRIC_KEY, algorithm.filter_groups.metric))

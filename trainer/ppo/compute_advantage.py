@@ -1,10 +1,13 @@
 """Call an advantage estimator on the driver, with the columns that it reads.
 
 An estimator is a registered name or the dotted path of a user's function. Its parameters are filled
-by name: the parameters in `SETTINGS` from the configuration, `index` from the column uid, and every
-other parameter without a default from the tensor column of its name (token_level_rewards,
-response_mask, values, reward_baselines, or a user's column). `algorithm.args` sets the other
-keyword-only parameters that have a default.
+by name:
+
+- the parameters in `SETTINGS`: from the configuration
+- `index`: from the column uid
+- every other parameter without a default: from the tensor column of its name (token_level_rewards,
+  response_mask, values, reward_baselines, or a user's column)
+- keyword-only parameters with a default: from `algorithm.args`
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ SETTINGS: Mapping[str, str] = {
     "truncated": "bootstrap_truncated",
     "whiten": "running_norm",
 }
-"""Parameter that `compute_advantage` fills from the configuration -> its key under `algorithm`."""
+"""Maps a parameter that is filled from the configuration to its key under `algorithm`."""
 
 
 def get_estimator(adv_estimator: str) -> Estimator:
@@ -98,9 +101,9 @@ def check_columns(config: PPOConfig) -> None:
 
 
 def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> DataProto:
-    """Add the columns advantages and returns to the batch, from token_level_rewards.
+    """Add the columns advantages and returns to the batch, which needs token_level_rewards.
 
-    `keys` are keys of `algorithm`, such as `gamma`; the other keys have their defaults.
+    `keys` sets keys of `algorithm`, such as `gamma`; the other keys keep their defaults.
     """
     return advantages_of(batch, AlgorithmConfig(adv_estimator=adv_estimator, **keys))
 
@@ -118,7 +121,7 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
         elif name == "whiten":
             arguments[name] = "advantages" not in algorithm.running_norm
         elif name == "truncated" and algorithm.bootstrap_truncated:
-            require(batch, "finish_reason")  # rows that hit the length limit before an end token
+            require(batch, "finish_reason")  # names rows cut by the length limit
             reasons = batch.non_tensor_batch["finish_reason"]
             arguments[name] = torch.tensor([reason == CUT_BY_LENGTH for reason in reasons])
         elif name == "truncated":
@@ -135,18 +138,19 @@ def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
-    """Return [rows, names]: the score, or a reward function's number; nan if missing.
+    """Return the rewards of these names as [rows, names], with nan for missing ones.
 
-    Raise for a name that no sample has.
+    A name is that of the score or of a number that a reward function returns. Raise for a name that
+    no sample has.
     """
     columns = [read_named_reward(batch, name, GDPO_KEY).float() for name in names]
     return torch.stack(columns, dim=1)
 
 
 def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:
-    """Raise if rewards or values are nan or infinite, and name their samples.
+    """Raise if rewards or values are nan or infinite; the error names their samples.
 
-    Such a number would spread to every sample of its group or batch.
+    A single such number would make the advantages of its whole group or batch nan.
     """
     for name in ("token_level_rewards", "token_level_scores", "values", "reward_baselines"):
         column = arguments.get(name)

@@ -1,7 +1,7 @@
 """The configuration tree of a PPO run.
 
-`RunConfig` has the sections about the run, and `WorkersConfig` those that workers read. This module
-adds the prompts, the algorithm and PPO's keys of the section `trainer`.
+`RunConfig` has the sections about the run, and `WorkersConfig` has the sections that workers read.
+This module adds the prompts, the algorithm and PPO's keys of the section `trainer`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_STEPS_OR_CRITIC = When(
 
 
 def estimator_takes(name: str) -> tuple[When, When]:
-    """Return the conditions that an estimator is used and has a parameter of that name."""
+    """Return the conditions under which an estimator is used and has a parameter of that name."""
     return REWARDS_TEACH, entry_takes(name, "advantage estimator", "adv_estimator")
 
 
@@ -172,7 +172,7 @@ class PPOFaultsConfig(FaultsConfig):
 
     @property
     def has_faults(self) -> bool:
-        """True if any fault is configured."""
+        """True if any fault is configured to be injected."""
         chances = self.drop_weight_bucket, self.kill_environment, self.delay_environment
         return max(chances) > 0 or super().has_faults
 
@@ -197,18 +197,18 @@ class PPOConfig(RunConfig, WorkersConfig):
 
     @property
     def steps_per_version(self) -> int:
-        """Steps between two versions of the rollout's weights."""
+        """Number of steps from one version of the rollout's weights to the next."""
         return 1
 
     @property
     def steps_per_batch(self) -> int:
-        """Steps that train on the same samples."""
+        """Number of steps that train on the same samples."""
         return 1
 
     def reads_in(self, role: str) -> str:
-        """Return the stage in which a role other than the actor reads the samples."""
+        """Return the stage in which a role other than the actor scores the samples."""
         return "score"
 
     def prompts_per_call(self, role: str) -> int:
-        """Return the prompts per call of a role that reads or generates: the whole batch."""
+        """Return how many prompts a role scores or generates per call: the whole batch."""
         return self.data.train_batch_size

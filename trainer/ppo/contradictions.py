@@ -1,8 +1,8 @@
-"""Named warnings about keys that work together, but not as a reader would expect.
+"""Named warnings about combinations of keys that work, but not as you would expect.
 
-Each warning begins with its name, as in `warning kl-twice: …`. Properties of an algorithm, such as
-that it has no ratio, are declared at its function by the decorators of its registry. A setting that
-can never have an effect is rejected (`trainer.ppo.checks`).
+Each warning begins with its name, as in `warning kl-twice: …`. Decorators of the registries declare
+the properties of an algorithm at its function, for example that a loss has no importance ratio. A
+setting that can never have an effect is rejected (`trainer.ppo.checks`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 ACTOR = "actor_rollout_ref.actor"
 WIDEST_RANGE_OF_SEQUENCES = 0.05
-"""Widest clip range of a sequence's ratio that has an effect: mean log-ratios rarely exceed it."""
+"""Widest clip range that affects the ratio of a sequence: its mean log-ratio is rarely larger."""
 
 
 def log_warnings(config: PPOConfig) -> None:
-    """Log a warning for every such combination of keys."""
+    """Log a warning for each such combination in the configuration."""
     warn = partial(logger.warning, "warning %s: %s")
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode

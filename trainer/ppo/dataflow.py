@@ -1,4 +1,4 @@
-"""The graph of a step's calls, for a configuration: dependencies, and calls that may overlap.
+"""The graph of the calls of a step: which calls depend on each other, and which can overlap.
 
 Nothing here runs a step: `describe(config)` prints what `PPOTrainer.step` will do with that
 configuration. The edges follow from the columns that calls read and write.
@@ -44,17 +44,17 @@ BYPASS_NOTICE = (
 CONCURRENT_TITLE = "Concurrent"
 ON_ONE_POOL = "Sequential, because they share a pool"
 INLINE = "Sequential, in the driver's process"
-"""Pools in the driver's own thread (`RunConfig.is_inline`) run before all later calls."""
+"""Title of calls in the driver's own thread (`RunConfig.is_inline`), which block later calls."""
 
 STAGES = frozenset(
     "step sample sample_prompts generate balance score estimate update sync call".split()
 )
-"""The methods of a trainer that make the calls of each step."""
+"""The methods of a trainer that make the calls of a step."""
 
 
 @dataclass(frozen=True)
 class CallNode:
-    """One call of a step: its place, and the columns that it reads and writes."""
+    """One call of a step: where it runs, and which columns it reads and writes."""
 
     stage: str
     name: str
@@ -62,7 +62,7 @@ class CallNode:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     is_inline: bool = False
-    """True if the driver runs the call in its own thread, before it launches the next one."""
+    """True if the driver runs the call in its own thread before it launches the next one."""
 
     @property
     def place(self) -> str:
@@ -71,7 +71,7 @@ class CallNode:
 
 
 def overridden_stages(trainer_cls: type) -> list[str]:
-    """Return `Class.method` for every part of the step that a user's class overrides."""
+    """Return `Class.method` for every method of the step that a user's class overrides."""
     base = next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
     overridden = []
     for name in sorted(STAGES):
@@ -91,7 +91,7 @@ class Graph:
     def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
         """Add a call on the role's workers, if the run has any.
 
-        With several generators, the call covers all roles of that kind.
+        If the run has several generators, one node stands for the roles of all of them.
         """
         mapping = expand_roles(self.config.role_mapping)
         pools = [pool for name, pool in mapping.items() if self.config.kind_of(name) == role]
@@ -107,7 +107,7 @@ class Graph:
         self.nodes.append(CallNode(stage, name, "driver", tuple(reads), writes))
 
     def add_readings(self, stage: str) -> None:
-        """Add the calls of this stage that score samples, without rewards."""
+        """Add the calls of this stage that score samples, except rewards."""
         finds = update_computes_old_log_probs(self.config, step=1)
         for scoring in readings(scorings_of(self.config), self.config, finds):
             if scoring.stage == stage:
@@ -153,7 +153,7 @@ def step_nodes(config: PPOConfig) -> list[CallNode]:
 
 
 def edges(nodes: Sequence[CallNode]) -> dict[str, list[str]]:
-    """Return the name of each node -> the latest writers of the columns that it reads."""
+    """Map the name of each node to the latest writers of the columns that it reads."""
     writer: dict[str, str] = {}
     after: dict[str, list[str]] = {}
     for node in nodes:
@@ -189,14 +189,14 @@ def _by_stage(
 
 
 def _describe_calls(group: Sequence[CallNode], between: str) -> str:
-    """Describe nodes as `a, then b ‖ c`: pools in parallel, the calls of a pool in order."""
+    """Describe nodes as `a, then b ‖ c`: the calls of a pool in order, the pools in parallel."""
     places = dict.fromkeys(node.place for node in group)
     calls = ([node.name for node in group if node.place == place] for place in places)
     return between.join(", then ".join(of_place) for of_place in calls)
 
 
 def _describe_pairs(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return title -> lines, one line per stage whose calls are independent of each other."""
+    """Map each title to its lines: one line per stage that has independent calls."""
     pairs: dict[str, list[tuple[CallNode, CallNode]]] = {
         CONCURRENT_TITLE: [],
         ON_ONE_POOL: [],
@@ -230,10 +230,11 @@ def describe(
     max_columns: int | None = None,
     overridden: Sequence[str] = (),
 ) -> str:
-    """Describe the graph: what each call waits for, which calls overlap, which take turns.
+    """Describe the graph: what each call waits for, which calls overlap, and which take turns.
 
-    The table is no wider than `max_columns`. `overridden` are the stages of a subclass.
-    Bookkeeping columns such as the attention mask come with the tokens and are not drawn.
+    The table is no wider than `max_columns`. `overridden` lists the methods that a subclass
+    overrides. Bookkeeping columns that come with the tokens, such as the attention mask, are left
+    out.
     """
     nodes = step_nodes(config)
     after = edges(nodes)

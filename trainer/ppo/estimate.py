@@ -1,16 +1,16 @@
 """The third stage: turn scores into rewards, and rewards into advantages.
 
-Scores are clamped and normalised, and the KL to the reference is subtracted. An estimator turns
-them into advantages (`trainer.ppo.compute_advantage`), and a teacher adds its own. The KL in the
-actor's loss (`actor.use_kl_loss`) is a different term, which is in `workers`.
+Scores are clamped and normalized, and the KL to the reference is subtracted. An estimator turns the
+resulting rewards into advantages (`trainer.ppo.compute_advantage`), and a teacher adds its own
+advantages. The KL in the actor's loss (`actor.use_kl_loss`) is a separate term, computed in
+`workers`.
 
 On-policy distillation: the policy samples a response y, and its teacher scores the same tokens. A
-token's reward is log p(teacher) - log p(policy), whose mean over the policy's own samples is minus
-the KL of the policy to the teacher, KL(policy || teacher): the reverse KL, which seeks one mode of
-the teacher instead of covering all of them. With `distillation.gamma` above 0 a token's reward
-includes later tokens, too. Sources: MiniLLM, arXiv 2306.08543 (the reverse KL by policy gradient);
-GKD, arXiv 2306.13649 (on the student's own samples); Thinking Machines, On-Policy Distillation,
-2025 (per token, no discount).
+token's reward is log p(teacher) - log p(policy). Its mean over the policy's own samples is
+-KL(policy || teacher). This reverse KL seeks one mode of the teacher instead of covering all of
+them. With `distillation.gamma` above 0, later tokens' rewards also count, discounted. Sources:
+MiniLLM, arXiv 2306.08543 (the reverse KL by policy gradient); GKD, arXiv 2306.13649 (on the
+student's own samples); Thinking Machines, On-Policy Distillation, 2025 (per token, no discount).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEARNED = "advantages", "returns"
 
 @dataclass(frozen=True)
 class EstimationPart:
-    """A part of the stage: its function, with name and columns for the printed dataflow."""
+    """A part of the stage: its function, and its name and columns for the printed dataflow."""
 
     name: str
     reads: Sequence[str]
@@ -47,7 +47,7 @@ class EstimationPart:
 
 
 class Estimation:
-    """The parts of a configuration, in order, and their state between steps."""
+    """The parts that a configuration needs, in order, and their state between steps."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
@@ -84,7 +84,7 @@ class Estimation:
         return parts
 
     def token_rewards(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Set the token rewards: scores, clamped and normalised, minus the KL, as configured."""
+        """Set the token rewards: the scores, clamped, normalized and minus the KL as configured."""
         algorithm = self.config.algorithm
         metrics: Metrics = {}
         if algorithm.score_clip is not None:
@@ -99,11 +99,11 @@ class Estimation:
         return batch, metrics | new_metrics
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Estimate advantages, and normalise them if configured."""
+        """Estimate advantages, and normalize them if configured."""
         return self.running_norm.advantages(advantages_of(batch, self.config.algorithm))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the KL's coefficient and the running moments."""
+        """Return the KL coefficient and the running moments."""
         return {"kl_coef": self.kl_ctrl.value, "running_norm": self.running_norm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,11 +113,11 @@ class Estimation:
 
 
 class KLController:
-    """The coefficient of the KL in the reward; the adaptive type steers the KL to a target.
+    """The coefficient of the KL in the reward; with type `adaptive`, it steers the KL to a target.
 
-    It grows or shrinks by its clipped relative error, at most 20 %, times n_steps / horizon. A
-    batch larger than the horizon counts as several (arXiv 1909.08593, section 2.2). `value` is its
-    whole state.
+    Each update scales it by 1 + error * n_steps / horizon, where the error is the KL's relative
+    distance to the target, clipped to ±20 % (arXiv 1909.08593, section 2.2). A batch larger than
+    the horizon counts as several updates. `value` is the whole state.
     """
 
     def __init__(self, config: KLControlConfig) -> None:
@@ -130,13 +130,13 @@ class KLController:
             return
         horizon = self.config.horizon
         error = min(max(current_kl / self.config.target_kl - 1.0, -0.2), 0.2)
-        for first in range(0, n_steps, horizon):  # so no factor is below 0.8
+        for first in range(0, n_steps, horizon):  # keeps each factor within 0.8 to 1.2
             part = min(horizon, n_steps - first)
             self.value *= 1.0 + error * part / horizon
 
 
 def clamp_scores(batch: DataProto, limit: float) -> tuple[DataProto, dict[str, float]]:
-    """Clamp the scores to [-limit, limit]; also return the share of samples that changed."""
+    """Clamp the scores to [-limit, limit]; also return the fraction of samples that changed."""
     scores = read_columns(batch, "token_level_scores")["token_level_scores"]
     clamped = scores.clamp(-limit, limit)
     changed = (clamped != scores).any(dim=-1).double().mean().item()
@@ -150,11 +150,11 @@ def apply_kl_penalty(
     normalised_scores: Tensor | None = None,
     kl_penalty_per: str = "token",
 ) -> tuple[DataProto, dict[str, float]]:
-    """Set the batch's rewards to scores - weight x KL on response tokens; also return two metrics.
+    """Set the token rewards to scores - coefficient x KL; also return the KL and the coefficient.
 
-    With `kl_penalty_per` sequence, the mean KL of a response is subtracted only at its last token.
-    Scores are `token_level_scores`, or `normalised_scores` if set. The reported KL, which the
-    controller gets too, is the mean over samples of their tokens' mean.
+    With `kl_penalty_per=sequence`, the mean KL of a response is subtracted at its last token only.
+    The scores are `token_level_scores`, or `normalised_scores` if given. The reported KL, which
+    also updates the controller, is averaged over the tokens of each sample, then over samples.
     """
     columns = read_columns(
         batch, "token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"
@@ -207,16 +207,17 @@ class RunningMoments:
 
 
 class RunningNorm:
-    """Running moments of the normalised quantities, by name: "rewards", "advantages"."""
+    """Running moments of the normalized quantities, by name: "rewards", "advantages"."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """`names` is `algorithm.running_norm`."""
+        """Normalize the quantities in `names`, the value of `algorithm.running_norm`."""
         self.moments = {name: RunningMoments() for name in names}
 
     def scores(self, batch: DataProto) -> tuple[Tensor, Metrics]:
-        """Return `token_level_scores`, normalised if configured, by moments of samples' sums.
+        """Return `token_level_scores`, normalized by the running moments if configured.
 
-        Every score is divided by the standard deviation; the mean is subtracted at the last token.
+        The moments are over the scores of samples. Every token's score is divided by the standard
+        deviation; the mean is subtracted once per sample, at the last token.
         """
         columns = read_columns(batch, "token_level_scores", "response_mask")
         scores = columns["token_level_scores"]
@@ -236,7 +237,7 @@ class RunningNorm:
         return normalised, self._metrics("rewards")
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Normalise the batch's advantages, if configured, by the moments over tokens."""
+        """Normalize the batch's advantages by the running moments over tokens, if configured."""
         if "advantages" not in self.moments:
             return batch, {}
 
@@ -259,7 +260,7 @@ class RunningNorm:
         }
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return the moments by name, as JSON."""
+        """Return the moments by name, ready for JSON."""
         return {name: asdict(moments) for name, moments in self.moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -280,7 +281,7 @@ def compute_distillation_advantage(
 def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, float]]:
     """Add the teacher's part to the batch's advantages and returns; also return the reverse KL.
 
-    The KL is estimated by the mean over samples of their tokens' mean.
+    The KL estimate is averaged over the tokens of each sample, then over samples.
     """
     columns = read_columns(batch, "old_log_probs", "teacher_log_prob", "response_mask")
     settings = config.distillation

@@ -1,4 +1,4 @@
-"""Memory of PPO's roles on a device: the table of the plan, and the largest passes that fit."""
+"""Memory of PPO's roles per device: the table in the plan, and the largest passes that fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.parallel.sharding import dims_of
 P = TypeVar("P", bound=PPOConfig)
 
 SHARE_OF_A_MACHINE = 0.5
-"""Share of a machine's memory that all processes of a run on CPUs may use together."""
+"""Fraction of a machine's memory that all processes of a CPU run may use together."""
 WAYS_OUT = (
     "Use smaller passes (ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu), "
     "actor_rollout_ref.model.enable_gradient_checkpointing=true, param_offload and "
@@ -41,7 +41,8 @@ def role_memories(
 ) -> list[RoleMemory]:
     """Return the memory of every role that has a model.
 
-    `tokens_at_once` is the size of passes with dynamic batch sizes, by default as configured.
+    `tokens_at_once` is the number of tokens per pass with dynamic batch sizes; by default, the
+    configured number.
     """
     pools, models = expand_roles(config.role_mapping), models_of(config)
     rows, memories = rows_of(config, tokens_at_once), []
@@ -65,7 +66,7 @@ def role_memories(
             largest = largest_pass(config, role, rows)
             memories.append(model_memory(config, role, models[role], device_type, largest))
 
-    # an engine and the roles on its pool use memory at the same time
+    # an engine and the other roles of its pool may need memory at the same time
     by_role = {memory.role: memory for memory in memories}
     engine, actor = by_role.get("rollout"), by_role.get("actor")
     if engine is None:
@@ -74,16 +75,16 @@ def role_memories(
     if engine.weights and actor is not None and actor.pool == engine.pool:
         engine = replace(engine, sync=sync_bytes(models_of(config)["actor"], actor, device_type))
     by_role["rollout"] = replace(engine, sleeps=rests)
-    for role in model_rewards(config) if rests else ():  # it may draw more samples after them
+    for role in model_rewards(config) if rests else ():  # they may score between draws
         if role in by_role and by_role[role].pool == engine.pool:
             by_role[role] = replace(by_role[role], beside_engine=True)
     return list(by_role.values())
 
 
 def engine_rests(config: PPOConfig, device_type: str) -> bool:
-    """Return whether the rollout sleeps between the last sample of a step and its next weights.
+    """Return whether the rollout sleeps from the last sample of a step until the next weight sync.
 
-    It sleeps if other roles compute on its GPUs in that time.
+    It sleeps if other roles compute on its GPUs meanwhile.
     """
     pools = expand_roles(config.role_mapping)
     shares = list(pools.values()).count(pools.get("rollout", "")) > 1
@@ -104,7 +105,7 @@ def largest_pass(
 ) -> LargestPass:
     """Return the role's largest pass if all rows have full length.
 
-    `rows` are the parts of a step, by default as configured.
+    `rows` are the parts of a step; by default, the parts that the configuration gives.
     """
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
@@ -126,7 +127,7 @@ def largest_pass(
     if not trained:
         return reading
     reads = round(trained * share)
-    if role == "actor" and config.ptx.train_files:  # every token of a text is in the loss
+    if role == "actor" and config.ptx.train_files:  # in PTX rows every token is in the loss
         actor = config.actor_rollout_ref.actor
         of_texts = actor.ppo_micro_batch_size_per_gpu * -(-longest_row(config) // dims.sp)
         if actor.use_dynamic_bsz:
@@ -136,7 +137,7 @@ def largest_pass(
 
 
 def check_memory(config: PPOConfig, devices: Devices) -> None:
-    """Raise if the roles do not fit on their devices even with the passes that fit best."""
+    """Raise if the roles do not fit on their devices with the passes that the run would use."""
     if devices.bytes is not None:
         tokens = tokens_that_fit(config, devices)
         roles = role_memories(config, devices.type, devices.bytes, tokens)
@@ -149,7 +150,7 @@ def plan_text(
     brief: bool = False,
     heading: str = "Memory",
 ) -> str:
-    """Return the memory table of the plan, or the reason why there is none."""
+    """Return the memory table of the printed plan, or the reason why it cannot be computed."""
     devices = devices_of(config.trainer)
     try:
         tokens = tokens_that_fit(config, devices)
@@ -160,7 +161,7 @@ def plan_text(
 
 
 def fit_passes(config: P, devices: Devices) -> P:
-    """Return the configuration with the tokens per pass of `tokens_that_fit`."""
+    """Return the configuration with the number of tokens per pass from `tokens_that_fit`."""
     tokens = tokens_that_fit(config, devices)
     if tokens is None:
         return config
@@ -168,7 +169,7 @@ def fit_passes(config: P, devices: Devices) -> P:
 
 
 def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
-    """Return the tokens per pass with which every pool has room, or None for the default.
+    """Return the number of tokens per pass that fits on every pool, or None for the default.
 
     The default is halved until it fits, down to the longest row. Return None if the default fits,
     if the user has set a size, or if the devices' memory is not known.

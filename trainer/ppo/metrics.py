@@ -1,4 +1,4 @@
-"""Metrics of the samples of a PPO step, under verl's function and metric names.
+"""Metrics of a PPO step's samples; functions and metrics have verl's names.
 
 As in verl, names under `critic/` also exist without a critic: they describe scores, rewards and
 advantages.
@@ -59,9 +59,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of every phase, and milliseconds per token of the model's phases.
+    """Return the seconds per phase, and the milliseconds per token of phases that run a model.
 
-    The phase gen counts response tokens, the others all tokens.
+    The phase `gen` counts response tokens; the other phases count all tokens.
     """
     prompt_length, response_length = token_counts(batch)
     num_response_tokens = int(response_length.sum())
@@ -79,7 +79,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
 ) -> dict[str, float]:
-    """Return the tokens of the step, its seconds, and its tokens per second and device."""
+    """Return the tokens of the step, its seconds, and the tokens per second per device."""
     num_tokens = sum(int(lengths.sum()) for lengths in token_counts(batch))
     seconds = timing_raw["step"]
     return {
@@ -90,7 +90,7 @@ def compute_throughout_metrics(
 
 
 def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
-    """Return throughput and times of the step that a `PPOTrainer` has just run on this batch."""
+    """Return the throughput and timings of the step that a `PPOTrainer` just ran on this batch."""
     run, timing = trainer.run, trainer.run.timing
     num_devices = sum(plan.world_size for plan in run.groups.placement.pools.values())
     timings = call_seconds(run.calls, trainer.call_labels) | timing
@@ -103,7 +103,7 @@ def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
 
 
 def _widths(batch: DataProto) -> tuple[int, int]:
-    """Return (widest possible prompt, widest possible response)."""
+    """Return the maximum lengths of (prompt, response)."""
     max_response_length = batch.column("responses").shape[-1]
     return batch.column("attention_mask").shape[-1] - max_response_length, max_response_length
 
@@ -111,9 +111,9 @@ def _widths(batch: DataProto) -> tuple[int, int]:
 def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:
     """Return the policy's entropy in nats per token.
 
-    The pass for old log-probs computes it. In a step without that pass it is the mean of -log p
-    over the sampled tokens, which needs no extra pass and is unbiased if nothing truncates the
-    distribution (top_k, top_p).
+    The pass for old log-probs computes it. In a step without that pass, it is estimated by the mean
+    of -log p over the sampled tokens, which is unbiased if nothing truncates the distribution
+    (top_k, top_p).
     """
     if has_column(batch, "entropys"):
         return {"actor/entropy": _mean(read_columns(batch, "entropys")["entropys"][inside])}
@@ -124,7 +124,7 @@ def _entropy(batch: DataProto, inside: Tensor) -> dict[str, float]:
 
 
 def _extremes(name: str, values: Tensor) -> dict[str, float]:
-    """Return mean, max and min; zeros without values."""
+    """Return mean, max and min; all are 0 if there are no values."""
     if not values.numel():
         values = torch.zeros(1)
     return {

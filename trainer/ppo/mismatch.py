@@ -1,7 +1,7 @@
 """Explain a gap between the log-probs of the rollout and of the trainer.
 
-Call `self_test` by hand on a trainer whose models are built. It generates twice and compares, and
-changes no weights. `trainer.ppo.score` has the metrics of every step.
+Call `self_test` by hand on a trainer whose models are built. It generates twice, compares the
+log-probs, and changes no weights. `trainer.ppo.score` computes the gap metrics of every step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.3}
 
 
 def largest_gap(batch: DataProto) -> float:
-    """Return the largest difference between the two log-probs of a token."""
+    """Return the largest difference between rollout and trainer log-probs over all tokens."""
     columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
     gaps = (columns["rollout_log_probs"] - columns["old_log_probs"]).abs()
     return float(gaps.masked_fill(columns["response_mask"] == 0, 0.0).max())
@@ -31,19 +31,19 @@ class GapMeasurements:
     """The measurements of `self_test`."""
 
     gap: float
-    """Largest log-prob gap of the run's own sampling."""
+    """Largest log-prob gap with the run's sampling settings."""
     plain_gap: float
     """The same gap without top-k, top-p, min-p, bias and minimum length."""
     stale: bool
     """True if the rollout's weights differ from the actor's."""
     quantization: str | None
-    """The engine's configured quantisation."""
+    """The engine's configured quantization."""
     dtype: str
-    """The narrower of the two computing dtypes."""
+    """The narrower of the compute dtypes of rollout and actor."""
 
 
 def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
-    """Return the first cause that the measurements support, as a word and a sentence.
+    """Return the first cause that explains the measurements, as (name, sentence).
 
     The causes: none, staleness, sampling semantics, quantisation, dtype, unknown.
     """
@@ -77,9 +77,10 @@ def explain_gap(measured: GapMeasurements) -> tuple[str, str]:
 
 
 def self_test(trainer: Any, prompts: DataProto) -> tuple[str, str]:
-    """Return the cause of the gap between rollout and actor, as `explain_gap` does.
+    """Return the cause of the gap between rollout and actor, in the form of `explain_gap`.
 
-    These prompts are sampled as configured and without truncation; the actor scores both.
+    The prompts are sampled once as configured and once without truncation; the actor scores both
+    batches.
     """
     policy = trainer.config.actor_rollout_ref
     gaps = []

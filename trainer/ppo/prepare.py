@@ -1,4 +1,4 @@
-"""Checks and inputs of a PPO run before a process starts."""
+"""Check a PPO run and prepare its inputs before any process starts."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from workers.rollout.build import check_notes_routing
 def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     """Check models and files, and return tokenizer, prompts, rewards and PTX rows.
 
-    The cluster starts meanwhile, because importing transformers takes as long.
+    The cluster starts in the background, because importing transformers takes about as long.
     """
     preflight(config)
     check_promptless_rows(config)
     check_files(config.data)
     begin_cluster(config, at_end)
-    # workers inherit it: one progress bar per weight file and rank would hide our own
+    # workers inherit this; a progress bar per rank and weight file would hide the run's own output
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
@@ -77,7 +77,7 @@ def resolve_config(config: Any) -> Any:
 
 
 def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
-    """Describe prompts and rewards; check that rewards return the numbers that keys name."""
+    """Describe prompts and rewards; check that the rewards return the names that keys refer to."""
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0
     count = f"{len(loader.prompts)} prompts to train on, {num_validation} to validate on"
@@ -89,11 +89,11 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
 
 
 def preflight(config: PPOConfig) -> None:
-    """Reject missing or too short models, and unsupported engines and offloads."""
+    """Reject models that are missing or whose context is too short, and unsupported engines."""
     policy, models = config.actor_rollout_ref, models_of(config)
     for role, model in models.items():
         if model.head == "score":
-            continue  # check_reward_models checks it
+            continue  # checked by check_reward_models
         check_model(config, model.key, model.model.path)
         check_axes_of(config, role, model)
         if model.trains:
@@ -102,7 +102,7 @@ def preflight(config: PPOConfig) -> None:
         elif model.head == "token":
             check_same_tokenizer(model.model.path, policy.model.path, role)
 
-    # mini-batches have at least as many passes as ranks that share a model's layers
+    # a mini-batch needs at least as many passes as the pipeline has ranks
     trained = {role: model for role, model in models.items() if model.trains}
     has_stages = any(model.sharding.pp > 1 for model in trained.values())
     for row in rows_of(config) if has_stages else ():
@@ -113,11 +113,11 @@ def preflight(config: PPOConfig) -> None:
             check_passes(config, row.role, trained[row.role], rows, at_once)
 
     if policy.actor.router_aux_loss_coef > 0:
-        from workers.training.parts import load_balancing  # with the engine: a second
+        from workers.training.parts import load_balancing  # slow import: loads the engine
 
         load_balancing.check_routers(policy.model.path, config.axes(policy.actor.parallel))
     if replays_routing(policy):
-        from workers.models import routing  # with transformers: a second
+        from workers.models import routing  # slow import: loads transformers
 
         check_notes_routing(policy.rollout)
         routing.check_routers(meta_model(policy.model, "token"))

@@ -1,4 +1,4 @@
-"""Trains a policy by PPO, GRPO and others, with roles on the GPUs of your config.
+"""Trains a policy with PPO, GRPO and other algorithms, on the GPUs that you configure.
 
   verl-like ppo data.train_files=FILE actor_rollout_ref.model.path=FOLDER
                 [key=value ...]   in a checkout also: python -m trainer.main_ppo
@@ -49,7 +49,7 @@ ROWS_OF_A_PASS = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref",
     "critic.ppo_micro_batch_size_per_gpu": "critic",
 }
-"""Key that counts the rows of a pass -> the role of the pass."""
+"""Maps a key that sets the rows per pass to the role of the pass."""
 
 PLACEMENTS = {
     "colocate": {"global_pool": ["actor_rollout", "ref", "critic", "reward_model", "teacher"]},
@@ -66,16 +66,16 @@ PLACEMENTS = {
         "teacher_pool": ["teacher"],
     },
 }
-"""Preset -> pool -> roles. Under `split` the updates of actor and critic overlap, and a teacher has
-the critic's pool."""
+"""Maps preset -> pool -> roles. With `split`, the updates of actor and critic overlap, and a
+teacher uses the critic's pool."""
 
 REWARD_MODEL_WORKER = "workers.roles.reward_model.RewardModelWorker"
 NO_REWARD_MODEL = "reward.model.enable=false, and `reward.list` has no model"
-"""The reason why a run has no role `reward_model`."""
+"""Why a run has no role `reward_model`."""
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
-    """Return roles that this run does not need -> why, for a `PPOConfig` or the composed tree."""
+    """Map each role that a run does not need to the reason; `config` may be the composed tree."""
     inactive = {}
     name = config.algorithm.adv_estimator
     estimator = registry_of("advantage estimator").look_up(name)
@@ -93,7 +93,7 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 
 def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
-    """Return roles of further models in `reward.list` -> class, and the role that shares a pool."""
+    """Map roles of further models in `reward.list` to (class, role whose pool they share)."""
     further = [role for role in model_rewards(config) if role != "reward_model"]
     return dict.fromkeys(further, (REWARD_MODEL_WORKER, "reward_model"))
 
@@ -101,13 +101,14 @@ def extra_roles(config: Any) -> dict[str, tuple[str, str]]:
 def complete(
     config: P, keys: Collection[str], inexact_weights: str = ""
 ) -> tuple[P, Sequence[str]]:
-    """Choose the mini-batch size, the sizing of passes and the correction that the user left out.
+    """Choose the mini-batch size, pass sizing and correction if the user did not set them.
 
-    `inexact_weights` says why the rollout's weights may differ from the trainer's, or is "".
+    `inexact_weights` says why the rollout's weights may differ from the trainer's; "" if they
+    cannot.
     """
     notices = []
     size = config.data.train_batch_size
-    if MINI_BATCH not in keys and size > 0:  # the largest up to the default that divides the batch
+    if MINI_BATCH not in keys and size > 0:  # largest divisor up to the default
         most = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, size)
         largest = next(n for n in range(most, 0, -1) if size % n == 0)
         config = changed(config, {MINI_BATCH: largest})
@@ -122,8 +123,8 @@ def complete(
             "faster"
         )
 
-    # Truncated importance weights per token make the objective decoupled: PPO's ratio compares with
-    # the policy before the update, and the weight corrects for the policy that sampled the token.
+    # Truncated importance weights per token decouple the objective: PPO's ratio compares with the
+    # policy before the update, and the weight corrects for the policy that sampled the token.
     reason = inexact_weights or needs_correction(config)
     correction = config.algorithm.rollout_correction
     is_set = any(key == "correction" or key.startswith(CORRECTION) for key in keys)
@@ -143,7 +144,7 @@ def complete(
 
 
 def needs_correction(config: PPOConfig) -> str:
-    """Return why the rollout's policy differs from the trainer's, or ""."""
+    """Return why the rollout's policy differs from the trainer's; "" if it does not."""
     rollout = config.actor_rollout_ref.rollout
     key, quantization = "quantization", rollout.quantization
     if not quantization and rollout.name == "vllm":
@@ -156,7 +157,7 @@ def needs_correction(config: PPOConfig) -> str:
 
 
 def check(config: PPOConfig) -> None:
-    """Check PPO's rules between fields; this imports torch, so it does not run before `--help`."""
+    """Run the checks across PPO's keys; they import torch, so they do not run before `--help`."""
     from trainer.ppo.checks import validate
 
     validate(config)

@@ -1,8 +1,8 @@
-"""The roles of a run as their classes declare them: which models they hold and how they score.
+"""The roles of a run: which models they hold and how they score, as their classes declare.
 
 The printed dataflow, the tables of sizes and memory, the checks before a process starts and the
-score stage of the step use these declarations. A user's class without declarations counts as the
-recipe's class of that role.
+score stage of the step use these declarations. If a user's class declares nothing, the declarations
+of the recipe's class for that role apply.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def recipe_workers() -> dict[str, str]:
 
 
 def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
-    """Return the class whose declarations count for the role, or None for an unknown user class.
+    """Return the class whose declarations apply to the role, or None for an unknown user class.
 
-    `without_users` does not import user code, because a configuration may be checked where the code
-    cannot be imported.
+    With `without_users`, no user code is imported, because a configuration may be checked on a
+    machine where that code cannot be imported.
     """
     recipes_own = recipe_workers().get(config.kind_of(role))
     is_users = not config.role_workers.get(role, "").startswith("workers.")
@@ -49,7 +49,7 @@ def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
 
 
 def models_of(config: Any, without_users: bool = False) -> dict[str, RoleModel]:
-    """Return role -> the model that it declares; rollouts are not included."""
+    """Map each role to the model that it declares; rollouts are not included."""
     models = {}
     for role in expand_roles(config.role_mapping):
         cls = declaring_class(config, role, without_users)
@@ -60,7 +60,7 @@ def models_of(config: Any, without_users: bool = False) -> dict[str, RoleModel]:
 
 
 def rollouts_of(config: Any) -> list[RolloutConfig]:
-    """Return the rollout configuration of every role that generates; they may differ."""
+    """Return the rollout configuration of each role that generates; configurations may differ."""
     roles = [
         role for role in expand_roles(config.role_mapping) if config.kind_of(role) == "rollout"
     ]
@@ -69,7 +69,7 @@ def rollouts_of(config: Any) -> list[RolloutConfig]:
 
 @dataclass(frozen=True)
 class Scoring:
-    """One call in which a role other than a reward scores samples."""
+    """One call in which a role that is not a reward scores samples."""
 
     role: str
     method: str
@@ -80,15 +80,15 @@ class Scoring:
 
     @property
     def column(self) -> str:
-        """The column that shows that the call was made."""
+        """The column whose presence shows that the call was made."""
         return self.writes[0]
 
 
 def scorings_of(config: Any) -> list[Scoring]:
     """Return the calls that score samples, in the order in which roles are constructed.
 
-    The first of several roles of one kind (`RunConfig.kind_of`) represents all. A column that is
-    written during generation is not written again by another role.
+    Of several roles of one kind (`RunConfig.kind_of`), only the first is listed. A column that a
+    role writes during generation is not written again by another role.
     """
     roles = expand_roles(config.role_mapping)
     scorings = []

@@ -1,13 +1,13 @@
-"""The first stage: choose the groups of samples that a step trains on, and order them by rank.
+"""The first stage: choose the groups of samples that a step trains on, and balance them over ranks.
 
 `algorithm.filter_groups` is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): groups of
-equal scores, whose advantages are zero, are replaced by groups of further prompts. With players, a
-group stays if the scores of any player differ.
+equal scores, whose advantages are zero, are replaced by groups of further prompts. In an
+environment with players, a group is kept if the scores of any player differ.
 
 Rows are balanced over the ranks of the actor so that ranks have nearly equal numbers of tokens. W
-ranks get W contiguous chunks of the batch, and mini-batch k of K has the rows whose number is k
-modulo K. Rows are therefore only exchanged within their mini-batch: every optimizer step has the
-same samples as before, and its ranks finish at about the same time.
+ranks get W contiguous chunks of the batch, and mini-batch k of K has the rows whose index is k
+modulo K. Rows are therefore exchanged only within their mini-batch: every optimizer step keeps its
+samples, and the ranks finish it at about the same time.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def collect_groups(
     """Return `num_prompts` groups whose samples differ, in the order of sampling, and metrics.
 
     `sample_prompts(attempt)` returns scored samples of further prompts with their metrics. After
-    `max_num_gen_batches` draws, groups of equal scores fill the remaining places, the earliest
-    first. The batch keeps its size, and a metric counts these groups.
+    `max_num_gen_batches` draws, groups of equal scores fill the remaining places in sampling order.
+    A metric counts these groups.
     """
     differing: list[DataProto] = []
     spare: list[DataProto] = []
@@ -86,9 +86,9 @@ def collect_groups(
 
 
 def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's draws: counts and times add up, other metrics are averaged.
+    """Merge the metrics of a step's draws: sum counts and times, and average other metrics.
 
-    A metric `/max` or `/min` is the largest or smallest value.
+    Of a metric that ends in `/max` or `/min`, keep the largest or smallest value.
     """
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in attempts for name in metrics):
@@ -105,7 +105,7 @@ def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def greedy_scores(
     rollouts: Rollouts, prompts: DataProto, samples: DataProto, limit: float | None
 ) -> Tensor:
-    """Return, for each sample, the score of its prompt's greedy response, the baseline of ReMax.
+    """Return the score of the greedy response to each sample's prompt: the baseline of ReMax.
 
     `limit` clamps these scores as it clamps the scores of the samples. A player's baseline is its
     score when all players are greedy.
@@ -122,7 +122,7 @@ def greedy_scores(
 def groups_of(samples: DataProto) -> Groups:
     """Return the groups of samples by prompt, in the order in which the prompts appear.
 
-    If the samples have players, a group has those of all players.
+    In an environment with players, a group has the samples of all players.
     """
     uids = samples.non_tensor_batch["uid"]
     return Groups.of([split_player_uid(str(uid))[0] for uid in uids], torch.empty(0))
@@ -153,7 +153,8 @@ def balance(
 ) -> tuple[DataProto, dict[str, float]]:
     """Order the samples so that the actor's ranks get nearly equal numbers of tokens.
 
-    Mini-batches keep their samples; with `actor.shuffle`, the sample numbers are assigned before.
+    Mini-batches keep their samples. With `actor.shuffle`, sample numbers are assigned before the
+    reordering.
     """
     policy, critic = config.actor_rollout_ref, config.critic
     num_prompts = len(batch) // policy.rollout.n
@@ -175,8 +176,8 @@ def balance_ranks(
 ) -> tuple[DataProto, dict[str, float]]:
     """Return the batch in a balanced order, with the tokens per rank (`global_seqlen/...`).
 
-    The batch stays unchanged if its rows do not divide by ranks and mini-batches, or if the new
-    order is no better.
+    The order stays unchanged if ranks x mini-batches does not divide the number of rows, or if the
+    new order is no better.
     """
     lengths = count_ones(batch, "attention_mask").numpy()
     before = after = _tokens_of_ranks(lengths, num_ranks)
@@ -196,7 +197,7 @@ def balance_ranks(
 
 
 def balanced_order(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> np.ndarray:
-    """Return the row numbers in the new order; the rows must divide by ranks and mini-batches."""
+    """Return row indices in the new order; ranks x mini-batches must divide the number of rows."""
     places = np.arange(len(lengths)).reshape(num_ranks, -1)
     order = np.empty_like(places)
     for index in range(num_mini_batches):
@@ -208,11 +209,11 @@ def balanced_order(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -
 
 
 def _tokens_of_ranks(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the tokens of each rank's chunk of the rows, as dispatch splits them."""
+    """Return the number of tokens that each rank gets when dispatch splits the rows."""
     size = -(-len(lengths) // num_ranks)
     return np.asarray([lengths[rank * size : (rank + 1) * size].sum() for rank in range(num_ranks)])
 
 
 def _slowest(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> int:
-    """Return the largest number of tokens of any rank, summed over mini-batches."""
+    """Return the tokens of the slowest rank of each mini-batch, summed over mini-batches."""
     return int(lengths.reshape(num_ranks, -1, num_mini_batches).sum(axis=1).max(axis=0).sum())

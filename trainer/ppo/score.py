@@ -21,8 +21,8 @@ from workers.losses.registry import get_policy_loss, traits_of
 def readings(scorings: Sequence[Scoring], config: PPOConfig, in_update: bool) -> list[Scoring]:
     """Return the scoring calls of a step.
 
-    Old log-probs are not computed under a bypass, which uses the rollout's log-probs, nor if the
-    update computes them.
+    Old log-probs are left out if the update computes them, or in bypass mode, which uses the
+    rollout's log-probs.
     """
     if config.algorithm.rollout_correction.bypass_mode or in_update:
         return [scoring for scoring in scorings if scoring.column != "old_log_probs"]
@@ -30,7 +30,7 @@ def readings(scorings: Sequence[Scoring], config: PPOConfig, in_update: bool) ->
 
 
 def requested_columns(scoring: Scoring, config: PPOConfig) -> dict[str, bool]:
-    """Return the further columns of a call that the estimator reads, as settings of the call."""
+    """Return keyword arguments that ask the call for the optional columns the estimator reads."""
     wanted = columns_read(config.algorithm.adv_estimator)
     return {name: True for name in scoring.writes[1:] if name in wanted}
 
@@ -41,11 +41,11 @@ def update_computes_old_log_probs(config: PPOConfig, step: int) -> bool:
 
 
 def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
-    """Return whether samples of the current policy need no old log-probs before the update.
+    """Return whether the update can compute the old log-probs of samples of the current policy.
 
-    This holds if the first forward pass of the update sees every row under the weights that sampled
-    it, and nothing reads the old log-probs earlier: one mini-batch, one epoch, no KL in the reward,
-    no teacher, no correction for the rollout, no bypass, no loss that chooses tokens by old
+    It can if its first forward pass sees every row under the weights that sampled it, and nothing
+    reads the old log-probs earlier. So there must be one mini-batch, one epoch, no KL in the
+    reward, no teacher, no rollout correction, no bypass, and no loss that chooses tokens by old
     log-probs. (Models train without dropout.)
     """
     actor = config.actor_rollout_ref.actor
@@ -66,8 +66,8 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
 def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: int) -> bool:
     """Return whether the update's own forward pass computes the old log-probs of this batch.
 
-    It does if the update allows it, and every sample comes from the current policy, whose weights
-    have this version.
+    It does if the configuration allows it in this step, and every sample comes from the current
+    policy: weights of this `version`.
     """
     if config.steps_per_version > 1 or not update_computes_old_log_probs(config, step):
         return False
@@ -76,7 +76,7 @@ def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: i
 
 
 def measures_reference(config: PPOConfig, step: int) -> bool:
-    """Return whether this step, the first, measures the error of an int8 reference."""
+    """Return whether this is the first step, and it measures the error of an int8 reference."""
     return (
         step == 1
         and "ref" in config.role_mapping
@@ -86,7 +86,7 @@ def measures_reference(config: PPOConfig, step: int) -> bool:
 
 
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
-    """Return verl's metrics of `rollout_log_probs` against `old_log_probs`."""
+    """Return verl's metrics that compare `rollout_log_probs` with `old_log_probs`."""
     columns = read_columns(batch, "rollout_log_probs", "old_log_probs", "response_mask")
     gauge = MismatchGauge(columns["response_mask"].shape[1])
     gauge.add(columns["rollout_log_probs"], columns["old_log_probs"], columns["response_mask"])
@@ -96,7 +96,7 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
 def reference_drift(batch: DataProto, config: PPOConfig, step: int) -> dict[str, float]:
     """Return the mean |reference log-prob - actor log-prob| per token in the first step.
 
-    Both have the same weights then, and the actor's are not rounded.
+    In that step both have the same weights, and only the reference's are rounded.
     """
     if not measures_reference(config, step) or not has_column(batch, "old_log_probs"):
         return {}

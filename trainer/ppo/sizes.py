@@ -1,7 +1,7 @@
-"""Prompts, samples and tokens of each part of a step: in total, per rank, per micro-batch.
+"""Number of prompts, samples and tokens in each part of a step: total, per rank, per micro-batch.
 
-The table is printed before a process starts. `max tokens` columns are for prompts and responses of
-maximum length.
+The table is printed before a process starts. Token counts are upper bounds: they assume prompts and
+responses of full length.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 
 CRITIC_COPY = "critic_copy"
-"""The role of a frozen copy of the critic, which computes values during generation."""
+"""Role of a frozen copy of the critic that computes values during generation."""
 
 
 @dataclass(frozen=True)
 class SizeRow:
     """One part of a step.
 
-    A rank computes `micro_samples` at once, or `micro_tokens` if that is None.
+    A rank processes `micro_samples` per pass, or `micro_tokens` if `micro_samples` is None.
     """
 
     part: str
@@ -38,7 +38,7 @@ class SizeRow:
 def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[SizeRow]:
     """Return the parts of a step in order, for the roles of this run.
 
-    Passes with dynamic batch sizes have `tokens_at_once` tokens, by default as configured.
+    A pass with dynamic batch sizes has `tokens_at_once` tokens; by default, the configured number.
     """
     from trainer.ppo.roles import models_of, scorings_of  # imports torch, which a recipe must not
 
@@ -77,7 +77,7 @@ def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[SizeRo
     roles = list(expand_roles(config.role_mapping))
     parts_of_run = [row for row in parts if row.role in roles]
     for row, role in product(parts, roles):
-        if role != row.role and config.kind_of(role) == row.role:  # with separate settings
+        if role != row.role and config.kind_of(role) == row.role:  # a further role of that kind
             samples = num_sequences(role) if row.role == "rollout" else row.micro_samples
             part = f"{row.part}, {role}"
             parts_of_run.append(replace(row, part=part, role=role, micro_samples=samples))
@@ -104,7 +104,7 @@ HEAD = (
 def batch_table(
     config: PPOConfig, max_columns: int | None = None, heading: str = "Batch sizes"
 ) -> str:
-    """Return the table of `rows_of` in prompts, samples and tokens, no wider than `max_columns`."""
+    """Return the table of prompts, samples and tokens per part, no wider than `max_columns`."""
     from trainer.ppo.roles import models_of  # imports torch, which a recipe must not
 
     width = config.data.max_prompt_length + config.data.max_response_length

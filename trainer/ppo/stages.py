@@ -3,10 +3,10 @@
     prompts ─> rollout ─> { old log-probs ‖ reference ‖ teacher ‖ values ‖ rewards }
             ─> KL, advantages ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
-Every `‖` joins futures: roles on different pools run at the same time, roles on one pool take
-turns. Placement is configuration; this file does not depend on it. The formulas of a stage are in
-the file with its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around
-a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
+Calls separated by `‖` are futures: roles on different pools run at the same time, roles on one pool
+take turns. Placement is configuration; this file does not depend on it. The formulas of each stage
+are in the file with its name: `sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop
+around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PPOTrainer(Trainer):
     """The stages of PPO over the roles in `groups`.
 
     To change a stage, override its method in a subclass, and select the subclass by
-    `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks, in their order.
+    `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks in the order of their calls.
     """
 
     config: PPOConfig
@@ -72,7 +72,7 @@ class PPOTrainer(Trainer):
         rewards: Rewards,
         ptx: RowLoader[LMRow] | None = None,
     ) -> None:
-        """Load no model; the loop loads the models when it starts."""
+        """Store the inputs; models are loaded when the loop starts."""
         super().__init__(run)
         weights = RolloutWeights(self.config, self.groups)
         self.weights: PolicyWeights = weights
@@ -111,7 +111,7 @@ class PPOTrainer(Trainer):
         return batch, metrics | balanced
 
     def sample_prompts(self, attempt: int = 0) -> DataProto:
-        """Return samples of the next prompts; `attempt` counts the calls within one step."""
+        """Return samples of the next prompts; `attempt` counts the calls within a step from 0."""
         batch = self.generate(next(self.prompts), attempt)
         self.call_hook("on_samples", batch)
         return batch
@@ -142,7 +142,7 @@ class PPOTrainer(Trainer):
         config, groups, step = self.config, self.groups, self.global_step
         device_type = devices_of(config.trainer).type
         if "rollout" in groups and engine_rests(config, device_type):
-            groups["rollout"].sleep()  # frees its memory for the other roles, until `sync`
+            groups["rollout"].sleep()  # frees memory for other roles until `sync`
 
         has_scores = has_column(batch, "token_level_scores")
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
@@ -166,7 +166,7 @@ class PPOTrainer(Trainer):
     # ---------------------------------------------------------------------------- 4. update
 
     def update(self, batch: DataProto) -> Metrics:
-        """Train critic and actor on the filtered samples, at the same time on separate pools."""
+        """Train critic and actor on the filtered samples; on separate pools, at the same time."""
         config, step = self.config, self.global_step
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
         metrics: Metrics = {}
@@ -224,7 +224,7 @@ class PPOTrainer(Trainer):
     def describe(
         cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Return batch sizes, memory, and the graph of a step as this class runs it."""
+        """Return batch sizes, memory, and the graph of a step with the overrides of this class."""
         memory = plan_text(config, max_columns, brief=brief)
         if brief:
             return [batch_line(config), memory, overlaps(config)]
@@ -236,7 +236,7 @@ class PPOTrainer(Trainer):
         """Check the user's code, and that some role writes the columns that the estimator reads."""
         super().check_code(config, callbacks)
         is_ours = cls.__module__.partition(".")[0] == "trainer"
-        if is_ours and not callbacks:  # they may write other columns
+        if is_ours and not callbacks:  # those may write other columns
             check_columns(config)
 
     resolve_config = staticmethod(prepare.resolve_config)
@@ -248,11 +248,11 @@ class PPOTrainer(Trainer):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, from the number of prompts or as configured."""
+        """Number of steps of the run, as configured or from the number of prompts."""
         return self.loader.total_steps
 
     def init_arguments(self, role: str) -> dict[str, Any]:
-        """Return the length of the learning-rate schedules of actor and critic."""
+        """Return the number of steps for the learning-rate schedule of the actor or critic."""
         if role == "critic":
             return {"total_steps": self.total_steps}
         if role == "actor":
@@ -260,7 +260,7 @@ class PPOTrainer(Trainer):
         return {}
 
     def before_steps(self) -> None:
-        """Send the rollout its weights before the first prompt."""
+        """Send weights to the rollout before the first prompt."""
         self.weights.send_next()
 
     def replaceable_roles(self) -> frozenset[str]:
@@ -268,7 +268,7 @@ class PPOTrainer(Trainer):
         return replaceable_roles(self.config, self.groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's own state as JSON."""
+        """Return the driver's own state, ready for JSON."""
         return {
             "weight_version": self.weights.version,
             **self.estimation.state_dict(),

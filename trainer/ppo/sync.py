@@ -1,4 +1,4 @@
-"""The fifth stage: send the actor's weights to the rollout, and to a reference that is updated.
+"""The fifth stage: send the actor's weights to the rollout, and to a reference that follows it.
 
 The reference is updated after the weight sync, so the next step's KL is to the new reference. A
 validation may use the moving average of the weights (`actor.ema_decay`).
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWeights(Protocol):
-    """The actor's weights as numbered versions for the roles that generate.
+    """Sends the actor's weights, as numbered versions, to the roles that generate.
 
     Example:
 
@@ -29,14 +29,14 @@ class PolicyWeights(Protocol):
     """
 
     version: int
-    """The version of the weights that sample next."""
+    """The version of the weights that generate the next samples."""
 
     def send_next(self) -> Metrics:
         """Send the current weights as the next version."""
 
 
 class RolloutWeights:
-    """The weights of the role `rollout`. Each transfer is verified."""
+    """Sends weights to the role `rollout`, and verifies each transfer."""
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._groups = groups
@@ -77,10 +77,10 @@ def update_reference(config: PPOConfig, groups: WorkerGroups, step: int) -> Metr
 
 @contextmanager
 def averaged_weights(config: ActorConfig, actor: Any, sync: Callable[[], Any]) -> Iterator[None]:
-    """Let the rollout generate with the averaged weights inside the block, and restore it after.
+    """Let the rollout generate with averaged weights inside the block; then restore its weights.
 
-    `actor` is the actor's group. Both switches call `sync`, which gives a new weight version, so
-    samples stay distinguishable.
+    `actor` is the actor's worker group. Both switches call `sync`, which sends a new weight
+    version, so that samples with averaged weights can be told apart.
     """
     if config.ema_decay is None:
         yield

@@ -1,18 +1,23 @@
-"""The fourth stage: filters of the samples for critic and actor, and the weight of the entropy.
+"""The fourth stage: filters for the samples that critic and actor train on, and the entropy bonus.
 
-Filters act on the batch before the losses. Samples may be masked out of the losses (truncated, or
-without a score), tokens may be weighted or rejected (`correct_rollout`), samples resampled by their
-scores (PF-PPO), and tokens selected for a loss. Rows of PTX are trained in the same update.
+Filters change the batch before the losses see it:
+
+- truncated samples, or samples without a score, are masked out
+- tokens are weighted or rejected (`correct_rollout`)
+- samples are resampled by their scores (PF-PPO)
+
+Tokens may also be chosen for the policy loss, and PTX rows are trained on in the same update.
 
 PF-PPO: rewards are least reliable in the middle, so samples with high and low scores are drawn more
-often (arXiv 2409.06957). `clip_cov` and `kl_cov` compare a mini-batch's tokens with each other. The
-driver has all tokens, so it chooses, and the workers read the column `chosen_tokens`. Therefore
-neither the number of ranks nor the split into micro-batches changes the choice.
+often (arXiv 2409.06957). The losses `clip_cov` and `kl_cov` compare the tokens of a mini-batch with
+each other. The driver has all tokens, so it chooses, and the workers read the column
+`chosen_tokens`. The choice therefore depends neither on the number of ranks nor on the split into
+micro-batches.
 
-`correct_rollout` takes a batch that has old log-probs and advantages, before it is split: a
-rejected token is in no mini-batch's mask, and therefore in no denominator, at any number of ranks.
-Advantages are estimated earlier, from all samples. Under `bypass_mode` there are no old log-probs
-yet, and the actor corrects within its update.
+`correct_rollout` acts on the whole batch before it is split. A rejected token is therefore in no
+mini-batch's mask and in no denominator, at any number of ranks. Advantages are estimated earlier,
+from all samples. Under `bypass_mode` there are no old log-probs yet, so the actor corrects within
+its update.
 """
 
 from __future__ import annotations
@@ -45,11 +50,11 @@ from workers.rollout.sample import CUT_BY_LENGTH
 logger = logging.getLogger(__name__)
 WithMetrics = tuple[DataProto, dict[str, float]]
 LARGEST_ERROR = 1.0
-"""The largest distance to the target, in nats, that counts in one step."""
+"""Distances to the target are clipped to this many nats per step."""
 ENTROPY_COEFF_LR = 0.1
-"""Step size of the log of the coefficient, per nat of distance to the target."""
+"""Change of the log-coefficient per nat of distance to the target."""
 RANGE = 100.0
-"""The largest factor between the coefficient and its first value, in either direction."""
+"""The coefficient stays within its first value divided and multiplied by this factor."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,14 @@ class Filter:
     """A transformation of the samples before the losses see them."""
 
     reason: str
-    """Its key, under which the sample log notes the samples that it leaves out."""
+    """The key that configures it; the sample log names it for samples that it leaves out."""
     run: Callable[[DataProto], WithMetrics]
 
 
 def filters(
     config: PPOConfig, step: int, balance: Callable[[DataProto], WithMetrics]
 ) -> list[Filter]:
-    """Return the filters of this run, in their order; `balance` orders rows for the ranks."""
+    """Return the filters of this run in order; `balance` orders resampled rows over the ranks."""
     algorithm, chosen = config.algorithm, []
     if algorithm.mask_truncated:
         chosen.append(Filter("algorithm.mask_truncated", without_truncated))
@@ -85,7 +90,7 @@ def filters(
 def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
     """Add the column `chosen_tokens` to the batch if the policy loss reads it.
 
-    Mini-batch k of K has the rows whose number is k modulo K.
+    Mini-batch k of K has the rows whose index, ordered by name, is k modulo K.
     """
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     choose = traits_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens
@@ -110,10 +115,10 @@ def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataPro
 
 
 def without_truncated(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-    """Return a batch whose `response_mask` is zero in truncated samples, and their share.
+    """Return a batch whose `response_mask` is zero in truncated samples, and their fraction.
 
-    The batch shares its other columns with the argument. Every mini-batch counts its tokens and
-    rows by that mask, so the losses divide by the remaining ones.
+    The other columns are shared with the argument. Mini-batches count tokens and rows by that mask,
+    so the losses average over the remaining samples.
     """
     require(batch, "finish_reason")
     reasons = batch.non_tensor_batch["finish_reason"]
@@ -146,9 +151,9 @@ def _without(batch: DataProto, left_out: Tensor) -> DataProto:
 def resample_by_score(
     batch: DataProto, config: PolicyFiltrationConfig, seed: int, step: int
 ) -> tuple[DataProto, dict[str, float]]:
-    """Return as many rows, drawn by score and ordered by name, and two metrics.
+    """Return a batch of the same size with rows drawn by score, in order of uid, and two metrics.
 
-    If all weights are zero, or all equal, every row is kept once.
+    If all weights are zero, or all are equal, every row is drawn once.
     """
     order = in_order_of_names(batch)
     scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)[order]
@@ -164,7 +169,7 @@ def resample_by_score(
 
 
 def in_order_of_names(batch: DataProto) -> Tensor:
-    """Return the rows ordered by uid and sample index, independent of the number of ranks."""
+    """Return row indices by uid and sample index, an order independent of the number of ranks."""
     require(batch, "uid", "sample_index")
     uids = batch.non_tensor_batch["uid"].astype(str)
     index = read_columns(batch, "sample_index")["sample_index"].numpy()
@@ -172,7 +177,7 @@ def in_order_of_names(batch: DataProto) -> Tensor:
 
 
 def filtration_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
-    """Return each sample's unnormalised probability in float64, by one of verl's three methods."""
+    """Return each sample's unnormalized probability in float64, by one of verl's three methods."""
     scores = scores.double()
     if reweight_method == "pow":
         return scores.abs() ** weight_pow
@@ -183,10 +188,10 @@ def filtration_weights(scores: Tensor, reweight_method: str, weight_pow: float =
 
 
 def draw_rows(weights: Tensor, offset: float) -> Tensor:
-    """Return as many row numbers as there are weights, ascending, by systematic sampling.
+    """Draw as many row indices as there are weights by systematic sampling; return them sorted.
 
-    One number `offset` in [0, 1) determines the whole draw: a row with share w of the weights is
-    drawn n w times, rounded up or down.
+    One number `offset` in [0, 1) determines the whole draw. A row whose fraction of the total
+    weight is w is drawn n w times, rounded up or down.
     """
     total = weights.sum()
     if total <= 0:
@@ -215,13 +220,13 @@ def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | Non
 
 
 def longest_row(config: PPOConfig) -> int:
-    """Return the tokens of the longest row, by default of a prompt with its response."""
+    """Return the maximum length of a PTX row; by default, that of a prompt with its response."""
     sample = config.data.max_prompt_length + config.data.max_response_length
     return config.ptx.max_length or sample
 
 
 def rows_per_update(config: PPOConfig, num_prompts: int) -> int:
-    """Return the PTX rows of all optimizer steps of an `update_actor` on this number of prompts."""
+    """Return the number of PTX rows that one `update_actor` on `num_prompts` prompts trains on."""
     actor = config.actor_rollout_ref.actor
     num_steps = max(num_prompts // actor.ppo_mini_batch_size, 1) * actor.ppo_epochs
     return num_steps * (config.ptx.batch_size or actor.ppo_mini_batch_size)
@@ -239,9 +244,9 @@ def columns_of_correction(config: RolloutCorrectionConfig) -> tuple[str, ...]:
 def correct_rollout(
     batch: DataProto, config: RolloutCorrectionConfig
 ) -> tuple[DataProto, dict[str, float]]:
-    """Return the batch for an update, with importance weights and without rejected tokens.
+    """Add importance weights to the batch, and mask out rejected tokens.
 
-    The argument's mask is not changed. Without a correction the batch is returned unchanged.
+    The argument itself is not changed. It is returned as is if no correction is configured.
     """
     if not columns_of_correction(config):
         return batch, {}
@@ -276,9 +281,9 @@ class EntropyController:
         self.bounds = self.value / RANGE, self.value * RANGE
 
     def update(self, entropy: float) -> dict[str, float]:
-        """Adapt after an update whose tokens had this mean entropy; return the coefficient it used.
+        """Adapt to the mean entropy in an update; return the coefficient that the update used.
 
-        An entropy of 0 means no tokens or no update, and changes nothing.
+        An entropy of 0 means that there were no tokens or no update; it changes nothing.
         """
         if self.target is None:
             return {}

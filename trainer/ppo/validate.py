@@ -1,7 +1,8 @@
 """Validation: all of `data.val_files`, sampled as `rollout.val_kwargs` configures.
 
-It has its own random numbers, so it does not change the training. Metrics are the mean, best, worst
-and majority of a prompt's samples, by the bootstrap, with verl's names and random numbers.
+It uses its own random numbers, so it does not change the training. Metrics are the mean of a
+prompt's samples, and bootstrap estimates of best, worst and majority of n, with verl's names and
+random numbers.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ def sample_all(prompts: PromptSet, rollouts: Rollouts) -> DataProto:
 
 
 def name_metrics(samples: DataProto) -> dict[str, float]:
-    """Return the metrics of every data source under verl's names, mean length, and turn metrics.
+    """Return metrics per data source with verl's names, the mean response length, and turn metrics.
 
-    The core variable of a data source is acc if its rule returns it, otherwise the reward. Its
-    mean, best and majority are under `val-core/…`, and all other numbers under `val-aux/…`.
+    The core variable of a data source is `acc` if its reward function returns it, otherwise the
+    reward. Its mean, best and majority over all samples are under `val-core/…`; all other numbers
+    are under `val-aux/…`.
     """
     sources = samples.non_tensor_batch["data_source"]
     metrics: dict[str, float] = {}
@@ -53,7 +55,7 @@ def name_metrics(samples: DataProto) -> dict[str, float]:
 
 
 def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, float]:
-    """Return the metrics of the data source of these rows."""
+    """Return the metrics of one data source, whose rows are `rows`."""
     variables = _variables(samples, rows)
     core = "acc" if "acc" in variables else "reward"
     uids = samples.non_tensor_batch["uid"][rows].tolist()
@@ -70,9 +72,9 @@ def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, flo
 
 
 def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
-    """Return the reward, and the numbers that the rule returned with it.
+    """Return the reward, and the other numbers that the reward function returned.
 
-    If a sample lacks one of its data source's numbers (its rule failed), it counts as 0.
+    A number that a sample lacks because its reward function failed counts as 0.
     """
     scores = read_columns(samples, "token_level_scores")["token_level_scores"]
     variables: dict[str, Any] = {"reward": scores.sum(-1).double().numpy()[rows]}
@@ -91,7 +93,7 @@ def _variables(samples: DataProto, rows: Any) -> dict[str, Any]:
 
 
 def _num_samples(metric: str) -> int:
-    """Return N of mean@N, best@N/mean and the like."""
+    """Return N of a metric name such as mean@N or best@N/mean."""
     return int(metric.partition("@")[2].partition("/")[0])
 
 
@@ -103,9 +105,9 @@ def process_validation_metrics(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return {data source: {variable: {metric: mean over its prompts}}} without text variables.
 
-    A prompt is the samples of one uid. A prompt with N samples has mean@N, std@N, and for n = 2, 4,
-    8, … and N the bootstrap's best@n, worst@n and, if there is a variable `pred` to vote with,
-    maj@n, each as /mean and /std.
+    The samples of one uid are a prompt. A prompt with N samples has mean@N and std@N. For n = 2, 4,
+    8, … and N it has the bootstrap estimates best@n, worst@n and, if there is a variable `pred` to
+    vote with, maj@n, each as /mean and /std.
     """
     rows_of_prompt: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
@@ -155,7 +157,7 @@ def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, seed: int) -> 
 
 @lru_cache(maxsize=16)
 def _draws(num_items: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
-    """Return item numbers [n_bootstrap, subset_size] from verl's random stream.
+    """Return item indices [n_bootstrap, subset_size], drawn with verl's random stream.
 
     numpy's global random state is not changed.
     """

@@ -3,10 +3,10 @@
     translate(map(parse, ["trainer.balance_batch=True", "trainer.max_actor_ckpt_to_keep=2"]))
     # trainer.max_ckpt_to_keep=2, and one notice about both
 
-A key that only determines how the work is laid out is dropped with a notice. Other keys without a
-counterpart are rejected, all of them at once. A key that neither verl nor this project has is left
-to the check of keys, which runs next. `verl_keys.yaml` lists verl's keys that differ from ours;
-`trainer.migrate.verl` and the docs read it, too.
+A key without a counterpart that only determines how the work is laid out is dropped with a notice.
+Other keys without a counterpart are rejected in one error. Keys that neither verl nor this project
+has are left to the key check that runs next. `verl_keys.yaml` lists verl's keys that differ from
+ours; `trainer.migrate.verl` and the docs read it, too.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "trainer.save_freq": NEVER,
     "trainer.test_freq": {"False": "-1"},
 }
-"""Key -> verl's word for a value -> this project's word."""
+"""Maps key -> verl's name of a value -> this project's name."""
 TRACKERS = ("console", "tensorboard", "trackio", "wandb")
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
-"""Configurations of verl's drivers, which have verl's defaults."""
+"""Names of the configurations that verl's own drivers ship, which have verl's defaults."""
 OF_ALL_RANKS = ("*.micro_batch_size", "*.log_prob_micro_batch_size", "*.ppo_micro_batch_size")
-"""Older keys, which count the rows of all ranks together."""
+"""Older keys, which count the rows on all ranks together."""
 SHARED_ROWS = ("ulysses_sequence_parallel_size",) + tuple(
     f"megatron.{axis}_parallel_size" for axis in ("context", "tensor_model", "pipeline_model")
 )
@@ -61,25 +61,25 @@ class Tables:
     """verl's keys that differ from ours; names may contain `*`."""
 
     renamed: Mapping[str, str]
-    """Names of several versions -> ours; further names are declared at the fields,
+    """Maps names in several versions of verl to ours; other names are declared at the fields,
     `key(verl=...)`."""
     changes_nothing: Mapping[str, str]
-    """Keys that have no effect, whatever their value -> this project's behaviour."""
+    """Maps keys that have no effect, whatever their value, to what this project does."""
     changes_nothing_at: Mapping[str, Mapping[str, Any]]
-    """Keys that have no effect `at` some values -> the alternative for other values, `else`."""
+    """Maps keys that have no effect `at` some values to the way out for other values, `else`."""
     not_here: Mapping[str, str]
-    """Keys that have no counterpart -> the way out."""
+    """Maps keys that have no counterpart to the way out."""
     newer: Mapping[str, str]
-    """Other versions' names, or prefixes of names -> the names in these tables."""
+    """Maps names in other versions, or their prefixes, to the names in these tables."""
     lays_out: Sequence[str]
-    """The rejected keys that determine how the work is laid out, not what is trained."""
+    """Unsupported keys that determine how the work is laid out, not what is trained."""
 
 
 @cache
 def tables() -> Tables:
     """Return the content of `verl_keys.yaml`."""
     tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8"))
-    for name in ("changes_nothing", "not_here"):  # these map a reason to its keys
+    for name in ("changes_nothing", "not_here"):  # in the file: reason -> keys
         tree[name] = {key: reason for reason, keys in tree[name].items() for key in keys}
     return Tables(**tree)
 
@@ -93,15 +93,15 @@ class KeyTranslation:
     value: str = ""
     """The value that our key gets."""
     nothing: str = ""
-    """This project's behaviour, if the key has no effect."""
+    """What this project does, if the key has no effect."""
     rejected: str = ""
     """The way out, if the key has no counterpart."""
     lays_out: bool = False
-    """True if the run is the same experiment without this rejected key."""
+    """True if the run is the same experiment without this key."""
 
 
 def translate(settings: Iterable[Override]) -> list[Override]:
-    """Return the settings in our keys; a notice lists those that were dropped or renamed."""
+    """Return the settings with our keys; a notice lists what was dropped or renamed."""
     translated, notices, rejected = [], [], []
     settings = [part for setting in settings for part in _parts(setting)]
     sizes = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -154,7 +154,7 @@ def _parts(setting: Override) -> list[Override]:
 
 
 def _warm_up_by_share(settings: list[Override]) -> list[str]:
-    """Add -1 warm-up steps if only a share is set, which this project then uses as verl does."""
+    """Set the warm-up steps to -1 if only their ratio is set, because the ratio then applies."""
     keys = {setting.key_or_group for setting in settings}
     notices = []
     for section in WARM_UPS:
@@ -168,9 +168,10 @@ def _warm_up_by_share(settings: list[Override]) -> list[str]:
 def translate_key(
     key: str, value: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> KeyTranslation | None:
-    """Translate one of verl's keys, which is among `settings`; None for keys unknown to verl.
+    """Translate one of verl's keys; return None for keys unknown to verl.
 
-    A key that has the same name in this project counts as verl's, too.
+    A key that has the same name in this project also counts as verl's. `settings` has all keys of
+    the command.
     """
     key = older(key)
     ours = renamed(key)
@@ -199,7 +200,7 @@ def translate_key(
 
 
 def _value_of(text: str, settings: Mapping[str, str]) -> str:
-    """Return the text, or for `$key` the value of that key."""
+    """Return the text, or the value of the key if the text is `$key`."""
     if not text.startswith("$"):
         return text
     key = text.removeprefix("$")
@@ -207,7 +208,7 @@ def _value_of(text: str, settings: Mapping[str, str]) -> str:
 
 
 def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
-    """Return the size without the ranks that share a sequence, which verl includes."""
+    """Return verl's size divided by the ranks that share a sequence, which verl counts."""
     sequence = settings.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
     if value.isdigit() and sequence.isdigit() and int(value) % int(sequence) == 0:
         return str(int(value) // int(sequence))
@@ -215,7 +216,7 @@ def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
 
 
 def _no_axis(key: str, value: str, settings: Mapping[str, str]) -> str:
-    """Return why this layout of ranks is not possible, or ""."""
+    """Return why this layout of ranks is not possible; "" if it is."""
     section, _, axis = key.rpartition(".")
     if not value.isdigit():
         return f"{key} is a number: set its variable, NAME=... verl-like migrate verl SCRIPT"
@@ -226,7 +227,7 @@ def _no_axis(key: str, value: str, settings: Mapping[str, str]) -> str:
 
 
 def _rows_of_one_rank(rows: int, settings: Mapping[str, str]) -> int:
-    """Return a rank's share of a micro-batch that counts the rows of all ranks."""
+    """Return the rows per rank of a micro-batch whose size counts the rows on all ranks."""
 
     def number(key: str, default: int) -> int:
         return int(value) if (value := settings.get(key, "")).isdigit() else default
@@ -237,7 +238,7 @@ def _rows_of_one_rank(rows: int, settings: Mapping[str, str]) -> int:
 
 
 def settings_of_configuration(name: str, path: str) -> list[str]:
-    """Return the settings in the YAML of a command's `--config-name` and `--config-path`."""
+    """Return the settings in the YAML file that `--config-name` and `--config-path` select."""
     file, settings = configuration(name, path, [Path()])
     if file is None:
         logger.warning(
@@ -251,7 +252,7 @@ def settings_of_configuration(name: str, path: str) -> list[str]:
 def configuration(
     name: str, path: str, folders: Sequence[Path]
 ) -> tuple[Path | None, dict[str, str]]:
-    """Return the file of `--config-name` and its keys; no file for verl's own configurations."""
+    """Return the file of `--config-name` and its keys; None for verl's own configurations."""
     name = name.removesuffix(".yaml")
     if not name or any(fnmatchcase(name, pattern) for pattern in (*BASES, *OF_DRIVERS)):
         return None, {}
@@ -293,13 +294,13 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def older(key: str) -> str:
-    """Return the name in our tables for a key of rewards, which several versions of verl name."""
+    """Return the table's name for a key of rewards, whose name differs between versions of verl."""
     start = next((name for name in tables().newer if f"{key}.".startswith(f"{name}.")), "")
     return tables().newer[start] + key.removeprefix(start) if start else key
 
 
 def with_trackers(value: str) -> tuple[list[str], list[str]]:
-    """Return the trackers that are supported here, and the others."""
+    """Split trackers into those that are supported here and the others."""
     listed = parse(f"x={value}").value()
     names = [str(name) for name in (listed if isinstance(listed, list) else [listed])]
     here = [name for name in names if name in TRACKERS]
@@ -307,7 +308,7 @@ def with_trackers(value: str) -> tuple[list[str], list[str]]:
 
 
 def renamed(key: str) -> str | None:
-    """Return our key for verl's: the same name, a key's or section's `verl=`, or an older name."""
+    """Return our key for verl's key: the same name, the one with this `verl=`, or a renamed one."""
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):
         return key
@@ -320,7 +321,7 @@ def renamed(key: str) -> str | None:
 
 @cache
 def _ours() -> tuple[Collection[str], tuple[str, ...], Mapping[str, str]]:
-    """Return this project's keys, the prefixes of user-defined keys, and verl's names -> keys."""
+    """Return our keys, the prefixes of user-defined keys, and verl's names mapped to our keys."""
     keys = config_keys(PPOConfig)
     options = {key.name: key.rules.options for key in keys if key.rules.options is not None}
     takes_any = tuple(f"{key.name}." for key in keys if key.takes_any and key.name not in options)

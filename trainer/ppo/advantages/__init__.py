@@ -1,15 +1,15 @@
-"""Advantage estimators: from rewards to the weight of every token's gradient.
+"""Advantage estimators: they turn rewards into the weight of every token's gradient.
 
 An estimator is one file (`gae.py`, `grpo.py`, …) that registers its function by name in
 `trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`. All files of the folder are imported, so you
 add an estimator by adding a file. Shared code is in `groups` (samples of one prompt), `returns`
-(discounted sums over a row) and `whiten`. An estimator gets a batch's columns by the names of its
-parameters (`trainer.ppo.compute_advantage`).
+(discounted sums over a row) and `whiten`. The names of an estimator's parameters say which columns
+of the batch it gets (`trainer.ppo.compute_advantage`).
 
-Tensors are [rows, response tokens], and finite outside the mask, too. Rows with equal values of
-`index` are samples of one prompt. Every estimator returns (advantages, returns), zero outside the
-mask. A token outside the mask inside a row (a tool's answer) is skipped: its neighbours count as
-consecutive.
+Tensors have the shape [rows, response tokens], and are finite outside the mask as well. Rows with
+equal values of `index` are samples of one prompt. Every estimator returns (advantages, returns),
+zero outside the mask. A masked-out token in the middle of a row, such as a tool's output, is
+skipped: its neighbors count as consecutive.
 """
 
 import importlib

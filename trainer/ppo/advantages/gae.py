@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (GAE): PPO's own, with a critic."""
+"""Generalized advantage estimation (GAE), the estimator of the PPO paper; it needs a critic."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def compute_gae_advantage_return(
     truncated: Tensor | None = None,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the later TD errors, discounted by `gamma * lam` per token, then whitened.
+    """The sum of the TD errors from each token on, discounted by `gamma * lam`, then whitened.
 
     The TD error at token t is `reward[t] + gamma * value[t + 1] - value[t]`. After the last token,
     the value is 0; in a truncated row, with `bootstrap_truncated`, it is the value at the last
-    token. Returns are the advantages before whitening, plus the values.
+    token. The returns are the unwhitened advantages plus the values.
 
     Watch: If `critic/vf_explained_var` is near or below 0, set `trainer.critic_warmup`, or raise
     the critic's learning rate.
@@ -52,7 +52,7 @@ def compute_gae_advantage_return(
         errors[rows, last] += gamma * ordered_values[rows, last]
 
     advantages = put_back(discounted_sum(errors, gamma * lam), order)
-    del errors, inside  # before whitening allocates a column
+    del errors, inside  # frees memory before whitening allocates
     returns = values.add_(advantages)
     if whiten:
         advantages = whiten_(advantages, response_mask)

@@ -1,4 +1,4 @@
-"""Group reward-decoupled normalization (GDPO): several rewards, each compared on its own scale."""
+"""Group reward-decoupled normalization (GDPO): each of several rewards is normalized separately."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def compute_gdpo_outcome_advantage(
     gdpo_reward_weights: Sequence[float] | None = None,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The advantages that GRPO gives for each reward, summed with weights, then whitened.
+    """The weighted sum of the GRPO advantages of each reward, then whitened.
 
-    `named_rewards` has the shape [rows, rewards]. Each reward counts on its own scale. A missing
-    reward (nan) counts as the mean of its group. A group of one sample keeps its raw rewards.
+    `named_rewards` has the shape [rows, rewards]. A missing reward (nan) counts as the mean of its
+    group. A group of one sample keeps its raw rewards.
 
-    Watch: If `reward/<name>/mean` stays while others rise, raise the weight of that reward, or drop
-    it.
+    Watch: If `reward/<name>/mean` stays flat while others rise, raise the weight of that reward, or
+    drop it.
 
     Source: arXiv 2601.05242
     """
@@ -40,8 +40,8 @@ def compute_gdpo_outcome_advantage(
     for rewards, weight in zip(named_rewards.unbind(dim=1), weights, strict=True):
         centered = groups.centered(_without_gaps(rewards, groups))
         if norm_adv_by_std_in_grpo:
-            normalised = centered / (groups.std(centered) + epsilon)
-            centered = torch.where(groups.size_of_row() > 1, normalised, centered)
+            normalized = centered / (groups.std(centered) + epsilon)
+            centered = torch.where(groups.size_of_row() > 1, normalized, centered)
         total.add_(centered, alpha=weight)
 
     advantages = on_tokens(total, response_mask)
@@ -51,7 +51,7 @@ def compute_gdpo_outcome_advantage(
 
 
 def _without_gaps(rewards: Tensor, groups: Groups) -> Tensor:
-    """Replace nan rewards by the mean of the group's other rewards; by zero if all are nan."""
+    """Replace nan rewards with the mean of the group's other rewards, or with 0 if all are nan."""
     known = ~rewards.isnan()
     lowest = groups.lowest(torch.where(known, rewards, torch.inf))
     lowest = torch.where(lowest.isinf(), 0, lowest)

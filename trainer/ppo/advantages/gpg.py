@@ -1,4 +1,4 @@
-"""Group policy gradient (GPG): centered scores, scaled up where many samples teach nothing."""
+"""Group policy gradient (GPG): centered scores, scaled up if many scores are zero."""
 
 from __future__ import annotations
 

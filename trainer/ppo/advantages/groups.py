@@ -1,4 +1,4 @@
-"""Groups of samples of one prompt: mean, standard deviation, and scores spread over tokens."""
+"""Groups of samples that share a prompt, with their mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Groups:
     """Assigns rows to groups; the samples of one prompt are a group."""
 
     of_row: Tensor
-    """The number of each row's group."""
+    """The index of each row's group."""
     size: Tensor
     """The number of rows of each group, in the scores' dtype."""
 
@@ -45,10 +45,10 @@ class Groups:
         return lowest[self.of_row]
 
     def centered(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return scores minus their group's mean, which `weights` may weight by row.
+        """Return the scores minus their group's mean, in which `weights` can weight the rows.
 
-        The score of a group of one stays unchanged. Equal scores give exactly zero, because
-        distances from the group's lowest score are summed.
+        The score of a group of one stays unchanged. Equal scores give exactly zero, because the
+        mean is computed from distances to the group's lowest score.
         """
         shifted = scores - self.lowest(scores)
         if weights is None:
@@ -70,5 +70,5 @@ def scores_of(token_level_rewards: Tensor) -> Tensor:
 
 
 def on_tokens(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Return each row's score on all of its tokens, zero outside the mask."""
+    """Copy each row's score to all of its tokens; it is zero outside the mask."""
     return torch.where(response_mask.bool(), scores.unsqueeze(-1), 0)

@@ -1,4 +1,4 @@
-"""Group relative policy optimization (GRPO): a sample against the others of its prompt."""
+"""Group relative policy optimization (GRPO): compares a sample with the others of its prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score minus the group's mean, divided by the group's standard deviation.
 
-    With `norm_adv_by_std_in_grpo=false`, nothing is divided, as in Dr. GRPO.
+    With `norm_adv_by_std_in_grpo=false`, there is no division, as in Dr. GRPO.
 
     Watch: If `actor/grad_norm` falls to 0 below the best `critic/score/mean`, most groups have
     equal scores: set `algorithm.filter_groups.enable`. If `response_length/mean` grows while the
@@ -33,7 +33,7 @@ def compute_grpo_outcome_advantage(
     groups = Groups.of(index, scores)
     centered = groups.centered(scores)
     if norm_adv_by_std_in_grpo:
-        normalised = centered / (groups.std(centered) + epsilon)
-        centered = torch.where(groups.size_of_row() > 1, normalised, centered)
+        normalized = centered / (groups.std(centered) + epsilon)
+        centered = torch.where(groups.size_of_row() > 1, normalized, centered)
     advantages = on_tokens(centered, response_mask)
     return advantages, advantages

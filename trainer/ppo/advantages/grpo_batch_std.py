@@ -1,4 +1,4 @@
-"""GRPO with one scale for the whole batch: the group gives the mean, the batch the spread."""
+"""GRPO with the group's mean, but the standard deviation of the whole batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def compute_grpo_batch_std_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The score minus the group's mean, divided by the standard deviation of the batch's scores.
 
-    Groups of nearly equal scores are not amplified.
+    The small differences in a group of nearly equal scores are not amplified.
 
     Watch: If `critic/advantages/min` sinks while the score nears its limit, a few bad samples
     dominate: use harder prompts.
@@ -30,7 +30,7 @@ def compute_grpo_batch_std_outcome_advantage(
 
     from_mean = scores - scores.mean()
     variance = from_mean.square().sum() / max(len(scores) - 1, 1)
-    normalised = centered / (variance.sqrt() + epsilon)
-    advantages = torch.where(groups.size_of_row() > 1, normalised, centered)
+    normalized = centered / (variance.sqrt() + epsilon)
+    advantages = torch.where(groups.size_of_row() > 1, normalized, centered)
     advantages = on_tokens(advantages, response_mask)
     return advantages, advantages

@@ -1,4 +1,4 @@
-"""GRPO for pass@k: only the best sample of a prompt is rewarded."""
+"""GRPO for pass@k: only the best sample of a prompt gets a nonzero advantage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """For the best sample of a group, its lead over the second best; 0 for all other samples.
+    """The best sample's lead over the second best of its group; 0 for all other samples.
 
     The lead is divided by the group's standard deviation, unless `norm_adv_by_std_in_grpo=false`. A
     tie for the best score gives 0.
@@ -44,7 +44,7 @@ def compute_grpo_passk_outcome_advantage(
 
 
 def _two_best(scores: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Return the rows of each group's best and second-best score; equal in a group of one."""
+    """Return each group's best and second-best row, which are the same in a group of one."""
     by_score = scores.argsort(descending=True, stable=True)
     by_group = by_score[groups.of_row[by_score].argsort(stable=True)]
     sizes = groups.size.to(torch.int64)

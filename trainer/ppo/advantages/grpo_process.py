@@ -1,4 +1,4 @@
-"""GRPO for process rewards: the scores of steps, compared with all steps of a prompt's samples."""
+"""GRPO for process rewards: compares a step's score with all steps of the prompt's samples."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def compute_grpo_process_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the normalized scores of the token's step and all later steps.
+    """The sum of the normalized scores of a token's step and all later steps.
 
     Mean and standard deviation (n - 1) are over all steps of the prompt's samples; `step_ends`
     marks the last token of each step. If the policy chooses its number of steps, this estimator is
     biased; `rloo_process` is not.
 
-    Watch: If `critic/advantages/max` and `response_length/mean` both rise, the policy gains by more
-    steps: use `rloo_process`.
+    Watch: If `critic/advantages/max` and `response_length/mean` both rise, the policy gains by
+    making more steps: use `rloo_process`.
 
     Source: GRPO with process supervision, arXiv 2402.03300, section 4.1.3
     """

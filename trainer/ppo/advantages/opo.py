@@ -1,4 +1,4 @@
-"""On-policy RL with the optimal baseline (OPO): long samples count for more in the mean."""
+"""On-policy RL with the optimal baseline (OPO): longer samples weigh more in the baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimal token baseline (OTB): a baseline for every token, of least variance of the gradient."""
+"""Optimal token baseline (OTB): the baseline per token that minimizes the gradient's variance."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def compute_optimal_token_baseline_advantage(
     response_mask: Tensor,
     index: Index,
 ) -> tuple[Tensor, Tensor]:
-    """The token's return G minus the mean G of the t-th tokens of its group, weighted by W.
+    """The return G of token t minus the W-weighted mean of G over the t-th tokens of its group.
 
     W is the sum over the tokens so far of `1 - 2 p + sum(p^2 over the vocabulary)`: the squared
-    norm of the gradient of log p by the logits. t counts only tokens inside the mask, as in verl's
-    `tir_optimal_token_baseline`. A token that only one sample reaches gets 0 (in verl, its raw
-    return). Importance weights do not enter W.
+    norm of the gradient of log p with respect to the logits. t counts only tokens inside the mask,
+    as in verl's `tir_optimal_token_baseline`. A token that only one sample reaches gets 0 (in verl,
+    its raw return). W ignores importance weights.
 
     Watch: If `actor/grad_norm` is not lower and steadier than with `rloo` or `grpo`, W is nearly
-    equal for all samples: use one of these.
+    equal for all samples: use one of those two.
 
     Source: arXiv 2602.07078
     """
@@ -66,16 +66,17 @@ def compute_optimal_token_baseline_advantage(
 
 
 def _weights(old_log_probs: Tensor, sum_pi_squared: Tensor, inside: Tensor) -> Tensor:
-    """Return W of the tokens of ordered rows, zero outside."""
+    """Return W for every token of ordered rows, and 0 outside the mask."""
     norms = torch.sub(sum_pi_squared, old_log_probs.exp(), alpha=2).add_(1).clamp_(min=0)
-    # values outside come after a row's tokens, so no token's sum includes them
+    # values outside the mask come after a row's tokens, so no token's sum includes them
     return zero_outside(norms.cumsum_(dim=-1), inside)
 
 
 def _lowest_score(ordered_returns: Tensor, groups: Groups) -> Tensor:
-    """Return [rows, 1]: the group's lowest score, so that equal scores give exactly zero.
+    """Return the lowest score of each row's group, [rows, 1].
 
-    It is zero in a group of one. A row's score is the return of its first token.
+    Subtracting it first gives exactly zero for equal scores. It is 0 in a group of one. A row's
+    score is the return of its first token.
     """
     lowest = groups.lowest(ordered_returns[:, 0])
     return torch.where(groups.size_of_row() > 1, lowest, 0).unsqueeze(-1)

@@ -24,12 +24,12 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", chec
 
 
 def needs_groups(estimator: Estimator) -> bool:
-    """Return whether the estimator compares the samples of a prompt, and needs several."""
+    """Return whether the estimator compares the samples of a prompt, so that it needs several."""
     return "index" in inspect.signature(estimator).parameters
 
 
 def has_kl_in_loss(estimator: AnyEstimator) -> AnyEstimator:
-    """Mark an estimator whose KL belongs in the loss, because it compares summed rewards."""
+    """Mark an estimator that compares summed rewards, so that the KL belongs in the loss."""
     estimator.wants_kl_in_loss = True  # type: ignore[attr-defined]
     return estimator
 

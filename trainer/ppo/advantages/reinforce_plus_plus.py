@@ -17,7 +17,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The token's discounted return, whitened.
 
-    Watch: If `critic/score/mean` stands still while `actor/grad_norm` does not fall, use
+    Watch: If `critic/score/mean` stays flat while `actor/grad_norm` does not fall, use
     `reinforce_plus_plus_baseline` with `rollout.n` above 1.
 
     Source: arXiv 2501.03262

@@ -1,4 +1,4 @@
-"""REINFORCE++ with a baseline: the group gives the mean, the batch gives the scale."""
+"""REINFORCE++ with a baseline: the group's mean is subtracted, then the batch is whitened."""
 
 from __future__ import annotations
 

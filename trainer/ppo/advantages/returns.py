@@ -1,4 +1,4 @@
-"""Discounted sums over the tokens of a row, from the last one back."""
+"""Discounted sums over the tokens of a row, computed from the last token back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from verl_like.tensor_ops.masked import zero_outside
 
 BLOCK = 64
-"""Tokens that one matrix product sums at once."""
+"""Number of tokens that one matrix product sums."""
 
 
 def order_inside_first(response_mask: Tensor) -> Tensor | None:
-    """Return the column order that moves each row's tokens inside the mask to its left.
+    """Return the column order that moves each row's tokens inside the mask to the left.
 
     Return None if they are there already.
     """
@@ -40,9 +40,10 @@ def is_last_inside(response_mask: Tensor) -> Tensor:
 
 
 def discounted_sum(terms: Tensor, decay: float) -> Tensor:
-    """out[t] = the sum over s >= t of decay^(s - t) terms[s].
+    """Return out[t], the sum over s >= t of decay^(s - t) * terms[s].
 
-    A matrix product sums inside blocks, then block by block from the end.
+    A matrix product sums within each block; the blocks are then combined from the last to the
+    first.
     """
     num_rows, width = terms.shape
     num_blocks = -(-width // BLOCK)
@@ -50,7 +51,7 @@ def discounted_sum(terms: Tensor, decay: float) -> Tensor:
     padded = torch.nn.functional.pad(terms, (0, missing)) if missing else terms
 
     steps = torch.arange(BLOCK, device=terms.device)
-    distance = steps[:, None] - steps[None, :]  # row: the token summed; column: where it goes
+    distance = steps[:, None] - steps[None, :]  # row: summed token; column: first token of the sum
     powers = float(decay) ** distance.clamp(min=0).to(terms.dtype)
     sums = padded.view(num_rows, num_blocks, BLOCK) @ torch.where(distance >= 0, powers, 0)
 
@@ -61,7 +62,7 @@ def discounted_sum(terms: Tensor, decay: float) -> Tensor:
 
 
 def returns_of(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Return every token's discounted return, the sum of its own and its row's later rewards."""
+    """Return each token's discounted return: the sum of its own and the row's later rewards."""
     order = order_inside_first(response_mask)
     rewards = zero_outside(token_level_rewards, response_mask)
     rewards = put_in_order(rewards, order)

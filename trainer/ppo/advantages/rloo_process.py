@@ -1,4 +1,4 @@
-"""RLOO for process rewards: compare the return from each step on with that of other samples."""
+"""RLOO for process rewards: compares the return from each step on with other samples' returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_like.tensor_ops.masked import zero_outside
 def compute_rloo_process_advantage(
     token_level_scores: Tensor, step_ends: Tensor, response_mask: Tensor, index: Index
 ) -> tuple[Tensor, Tensor]:
-    """The scores of the token's step and all later steps, minus their mean in the other samples.
+    """The summed scores of the token's step and all later steps, minus the other samples' mean.
 
     The k-th step is compared with the k-th steps of the prompt's other samples; `step_ends` marks
     the last token of each step. A step that no other sample reached keeps its raw sum. The
@@ -24,7 +24,7 @@ def compute_rloo_process_advantage(
     Watch: If `actor/grad_norm` is always above `actor.grad_clip`, scale the scores, or bound them
     (`algorithm.score_clip`).
 
-    Source: leave-one-out of arXiv 2402.14740, step by step
+    Source: leave-one-out of arXiv 2402.14740, applied to each step
     """
     ends = step_ends.bool() & response_mask.bool()
     rows, places = ends.nonzero(as_tuple=True)
@@ -32,7 +32,7 @@ def compute_rloo_process_advantage(
     step = num_before[rows, places]
     num_steps = int(ends.sum(dim=-1).max())
 
-    # by steps, not by tokens: equal scores then add up to the same bits at any position
+    # [rows, steps], not tokens: equal scores then add up to the same bits at any token position
     scores = token_level_scores.new_zeros(len(ends), num_steps)
     scores[rows, step] = token_level_scores[rows, places]
     to_go = scores.flip(-1).cumsum(dim=-1).flip(-1)[rows, step]
@@ -42,7 +42,7 @@ def compute_rloo_process_advantage(
     from_mean_to_others = same_step.size / (same_step.size - 1).clamp(min=1)
     lead = same_step.centered(to_go) * from_mean_to_others[same_step.of_row]
 
-    of_steps = token_level_scores.new_zeros(len(ends), num_steps + 1)  # after the last step: zero
+    of_steps = token_level_scores.new_zeros(len(ends), num_steps + 1)  # 0 after the last step
     of_steps[rows, step] = lead
     advantages = zero_outside(of_steps.gather(1, num_before), response_mask)
     return advantages, advantages

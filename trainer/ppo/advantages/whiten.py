@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def whiten_(values: Tensor, response_mask: Tensor) -> Tensor:
-    """Set mean 0 and variance 1, in place, for values that are zero outside the mask.
+    """Scale the values in place to mean 0 and variance 1; they must be zero outside the mask.
 
     This needs a third of the memory traffic of an out-of-place version.
     """
