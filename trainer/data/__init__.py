@@ -1,1 +1,1 @@
-"""Prompts, texts and pairs: from files to batches."""
+"""Read prompts, texts and preference pairs from files, and make batches of them."""

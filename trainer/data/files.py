@@ -1,7 +1,7 @@
-"""Rows of parquet, CSV and JSONL files, of the hub's data sets, or of the user's own class.
+"""Rows of Parquet, CSV and JSONL files, of Hugging Face data sets, or of the user's own class.
 
-`rows_of_prompts` yields rows of prompts, and `rows_of_files` the rows of recipes without
-generation. `good_rows` converts either, and names a bad row by its file and number.
+`rows_of_prompts` yields rows with prompts; `rows_of_files` yields the rows of recipes that do not
+generate. `good_rows` converts both, and reports a bad row with its file and number.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from workers.rewards.functions import GIVE_REWARD
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 DATA_SOURCE = "prompts"
-"""The `data_source` of rows without one, a name in validation metrics."""
+"""Default `data_source` of a row, which is part of the names of validation metrics."""
 RULE_COLUMNS = ("data_source", "reward_model")
 PLAIN = (str, int, float, bool, type(None))
-"""Values that JSON keeps as they are."""
+"""Types whose values JSON stores unchanged."""
 WAY_OUT = " Fix it, or leave such rows out with data.on_bad_row=skip."
 DRY_RUN_ROWS = 10_000
-"""Rows that a dry run reads of each list of files, in addition to the rows of a step."""
+"""Number of rows that a dry run reads from each list of files, in addition to one step's rows."""
 T = TypeVar("T")
 
 
 def row_limit(config: Any) -> int | None:
-    """Return how many rows of each list of files the run reads; None if it reads all."""
+    """Return how many rows the run reads from each list of files; None means all."""
     if not config.trainer.dry_run:
         return None
     return DRY_RUN_ROWS + getattr(config.data, "train_batch_size", 0)
@@ -44,7 +44,7 @@ def row_limit(config: Any) -> int | None:
 def read_rows(
     config: DataConfig, setting: str, tokenizer: Any = None, needs_rules: bool = True
 ) -> tuple[list[Row], int]:
-    """Return the rows of prompts that a run would read, and how many it would skip."""
+    """Return the prompt rows that a run would use, and the number of rows that it would skip."""
     placed = rows_of_prompts(config, setting, tokenizer, needs_rules)
     checked = list(
         good_rows(
@@ -60,10 +60,10 @@ def read_rows(
 def good_rows(
     rows: Iterable[tuple[str, Any]], make: Callable[[str, Row], T], on_bad_row: str
 ) -> Iterator[T | None]:
-    """Yield what `make` returns for each row and its place; None for each row that is skipped.
+    """Yield `make(place, row)` for each row, or None for a row that is skipped.
 
-    A ValueError of `make` says what is wrong with a row. It stops the run unless `on_bad_row` is
-    skip.
+    If a row is bad, `make` raises a ValueError that says why. It stops the run unless `on_bad_row`
+    is `skip`.
     """
     has_warned = False
     for where, row in rows:
@@ -73,7 +73,7 @@ def good_rows(
             if not isinstance(row, dict):
                 raise ValueError(f"it is not an object with columns ({type(row).__name__})")
             result: T | None = make(where, row)
-        except ConfigError:  # the error is about all rows, not about this row
+        except ConfigError:  # the error concerns all rows, not only this one
             raise
         except ValueError as problem:
             if on_bad_row != "skip":
@@ -86,10 +86,10 @@ def good_rows(
 
 
 def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
-    """Return the row if it has a prompt; a ValueError says what it lacks.
+    """Check a row with a prompt, and return it; a ValueError says what it lacks.
 
-    With `needs_rules`, rules by data_source score the row: it needs a data_source, and a
-    reward_model with a ground_truth. Otherwise these columns are filled in.
+    With `needs_rules`, the rule of its data_source scores the row, so it needs a data_source, and a
+    reward_model with a ground_truth. Otherwise missing ones are filled in.
     """
     if not needs_rules:
         row = with_rule_columns(row)
@@ -111,12 +111,12 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
 
 
 def ground_truth_of(row: Row) -> Any:
-    """Return the ground truth of a row without verl's `reward_model`."""
+    """Return the ground truth of a row that lacks verl's column `reward_model`."""
     return row.get("ground_truth", row.get("answer"))
 
 
 def with_rule_columns(row: Row) -> Row:
-    """Return the row with a data_source and a ground truth, if missing."""
+    """Add a data_source and a ground truth to the row if they are missing."""
     rule = row.get("reward_model")
     if rule is None or (isinstance(rule, dict) and "ground_truth" not in rule):
         row = row | {"reward_model": {**(rule or {}), "ground_truth": ground_truth_of(row)}}
@@ -130,7 +130,7 @@ def rows_of_prompts(
     needs_rules: bool,
     limit: int | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of the files, or of the user's class, that the key `setting` names."""
+    """Yield (place, row) from the files, or from the user's class, that `data.<setting>` names."""
     value, key = getattr(config, setting), f"data.{setting}"
     if config.custom_cls.path:
         return _first(_custom_rows(config, names_of(value), tokenizer), limit, key)
@@ -145,8 +145,9 @@ def rows_of_files(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) for every row of the files that the configuration's `key` names.
 
-    A file may be a data set of the hub. A missing file stops the run, as does a table (parquet,
-    CSV, hub) without one of the `columns`. `limit` ends the rows early (`row_limit`).
+    A file may also be a data set of the Hugging Face Hub. A missing file stops the run, and so does
+    a table (Parquet, CSV, Hub) that lacks one of the `columns`. At most `limit` rows are read (see
+    `row_limit`).
     """
     return _first(_all_rows(files, key, columns), limit, key)
 
@@ -179,7 +180,7 @@ def _all_rows(files: Sequence[str], key: str, columns: Sequence[str]) -> Iterato
 
 
 def is_num_trajectories(files: Any) -> bool:
-    """Return whether `files` is a number of rows without a prompt, for an environment."""
+    """Return whether `files` is a number of trajectories, whose prompts an environment makes."""
     return type(files) is int
 
 
@@ -191,7 +192,7 @@ def _games(config: DataConfig, setting: str) -> Iterator[tuple[str, Row]]:
 
 
 def names_of(files: str | int | Sequence[str] | None) -> list[str]:
-    """Return the names as a list; a number of rows is not a file's name."""
+    """Return the file names as a list; a number of trajectories counts as one name."""
     if not files:
         return []
     if isinstance(files, int):
@@ -202,7 +203,7 @@ def names_of(files: str | int | Sequence[str] | None) -> list[str]:
 def check_files(config: DataConfig) -> None:
     """Raise an error for a missing file, before anything is read."""
     if config.custom_cls.path:
-        return  # the class defines the meaning of its names
+        return  # the user's class decides what the names mean
     for setting in ("train_files", "val_files"):
         if is_num_trajectories(getattr(config, setting)):
             continue
@@ -250,7 +251,7 @@ def _custom_rows(
 
 def _check(path: Path | str, wanted: Sequence[str], there: Sequence[str]) -> None:
     for column in there:
-        if column and there.count(column) > 1:  # spreadsheets write columns without a name
+        if column and there.count(column) > 1:  # spreadsheets write unnamed columns
             raise ConfigError(f"{path}: two of its columns have the name {column!r}; rename one.")
     for column in wanted:
         if column not in there:
@@ -269,7 +270,7 @@ def filled_columns(row: Row) -> str:
 
 
 def listing(folder: Path) -> str:
-    """Return the content of a folder for messages."""
+    """Describe the content of a folder for error messages."""
     if not folder.is_dir():
         return "nothing: there is no such folder"
     names = sorted(entry.name for entry in folder.iterdir())
@@ -277,7 +278,7 @@ def listing(folder: Path) -> str:
 
 
 def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
-    """Return the columns of plain values (no images) that verl's schema does not have."""
+    """Return the columns outside verl's schema whose values are plain, so no images."""
     plain: dict[str, bool] = {}
     for row in rows:
         for name, value in row.items():
@@ -286,7 +287,7 @@ def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:
 
 
 def extra_columns(names: Iterable[str], prompt_key: str) -> list[str]:
-    """Return the columns that verl's schema does not have, sorted."""
+    """Return the columns outside verl's schema, sorted."""
     return sorted({*names} - {prompt_key, *RULE_COLUMNS, "extra_info"})
 
 

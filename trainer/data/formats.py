@@ -1,15 +1,15 @@
-"""Rows of one file, by its format: parquet, CSV, JSON lines.
+"""Read the rows of one file in Parquet, CSV or JSON Lines format.
 
-A row comes with its place. A row that cannot be read is yielded as a ValueError, and reading
-continues after it as far as the format allows.
+Each row is yielded with its place. For a row that cannot be read, a ValueError is yielded instead,
+and reading continues after it if the format allows.
 
-Data sets of the Hugging Face hub come by name, through the library `datasets`:
+Data sets of the Hugging Face Hub are loaded by name, with the library `datasets`:
 
-    hub://openai/gsm8k/main:train       organisation/name, a configuration or folder, a split
+    hub://openai/gsm8k/main:train       organization/name, a configuration or folder, a split
     Dahoas/rm-static:test               `hub://` is optional if there is no such file
 
-The library takes a second to import. So files on this machine have separate readers, which also
-name a bad row by its line and never guess a column's type.
+Importing that library takes a second. Local files therefore have their own readers, which also
+report the line of a bad row and never guess a column's type.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<folder>(/[\w.-]+)*)(:(?P<split>
 FILE_ENDINGS = (".parquet", ".csv", ".json", ".jsonl", ".gz")
 NOT_CONFIGURED = re.compile("BuilderConfig .* not found")
 NOT_CACHED = "Couldn't find cache"
-"""Beginning of the library's error if a data set, or its cache, lacks a configuration."""
+"""Beginning of the library's error if the data set or its cache lacks the configuration."""
 PARQUET_OF_THE_HUB = "refs/convert/parquet"
-"""Branch with the hub's own conversion to Parquet, for data sets that need their own code."""
+"""Branch with the Hub's conversion to Parquet, for data sets that need a loading script."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether `name` is a data set of the hub, by its prefix or its form."""
+    """Return whether `name` has the prefix or the form of a data set of the Hub."""
     if name.startswith(SCHEME):
         return True
     is_file = name.endswith(FILE_ENDINGS) or Path(name).expanduser().parent.exists()
@@ -46,9 +46,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def load_hub_split(name: str, key: str) -> Any:
-    """Return one split as a `datasets.Dataset`, which the configuration's `key` names.
+    """Return the split with this name as a `datasets.Dataset`; errors mention `key`.
 
-    The library keeps what it fetched, so a later start needs no network.
+    The library caches downloads, so later starts need no network.
     """
     match = NAME.fullmatch(name.removeprefix(SCHEME))
     if match is None:
@@ -74,14 +74,14 @@ def load_hub_split(name: str, key: str) -> Any:
 
 
 def _load(name: str, folder: str | None, split: str | None) -> Any:
-    """Load the split; `folder` is the name of a configuration, or otherwise a folder with files."""
+    """Load the split; `folder` is the name of a configuration, or of a folder with files."""
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 
     place: dict[str, Any] = {"path": name, "data_dir": folder, "split": split}
     try:
         return load_dataset(name, folder, split=split)
-    except RuntimeError:  # the repository has a script
+    except RuntimeError:  # the data set needs a loading script
         place["revision"] = PARQUET_OF_THE_HUB
     except (ConnectionError, ValueError) as error:
         if isinstance(error, ConnectionError) or NOT_CACHED in str(error):
@@ -92,18 +92,18 @@ def _load(name: str, folder: str | None, split: str | None) -> Any:
 
 
 Placed = Iterator[tuple[str, Any]]
-"""(place, row or ValueError)."""
+"""Yields (place, row or ValueError)."""
 CheckColumns = Callable[[Sequence[str]], None]
 """Raises an error if the table lacks a column."""
 NO_UTF8 = re.compile("[\udc80-\udcff]")
-"""Bytes that are not UTF-8, as Python's surrogateescape reads them."""
+"""Matches bytes that are not UTF-8, as read with `errors="surrogateescape"`."""
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
 DEEPEST = 100
-"""Levels of lists and objects in a row: deeper ones exhaust the reader's stack."""
+"""Maximum nesting depth of a row; a deeper one would exhaust the parser's stack."""
 
 
 def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Yield every row of the table; few are in memory at a time."""
+    """Yield every row of the table, with few rows in memory at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -133,7 +133,7 @@ def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
 def _rows_of_batch(batch: Any) -> list[Any]:
     try:
         rows: list[Any] = batch.to_pylist()
-    except (ValueError, OverflowError):  # a text that is not UTF-8, or an impossible time
+    except (ValueError, OverflowError):  # text that is not UTF-8, or an invalid time
         rows = [_row_or_problem(batch.slice(index, 1)) for index in range(batch.num_rows)]
     return rows
 
@@ -146,7 +146,7 @@ def _row_or_problem(single: Any) -> Any:
 
 
 def csv_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Yield every row; cells are texts, and an empty cell is None."""
+    """Yield every row; cells are strings, and empty cells are None."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file)
         try:
@@ -159,7 +159,7 @@ def csv_rows(path: Path, check_columns: CheckColumns) -> Placed:
             except StopIteration:
                 return
             except csv.Error as err:
-                where = f"{path}, line {reader.line_num + 1}"  # the line that it rejected
+                where = f"{path}, line {reader.line_num + 1}"  # the rejected line
                 yield where, ValueError(f"not readable as CSV: {err}")
             else:
                 yield f"{path}, line {reader.line_num}", _filled_cells(row)
@@ -204,7 +204,7 @@ def _json_row(line: bytes) -> Any:
 
 
 def _named_twice(line: bytes, row: dict[str, Any]) -> str | None:
-    """Return the name that two columns have, if there is one; few lines are parsed twice."""
+    """Return the name that two columns have, if any; most lines are not parsed again."""
     names = (json.dumps(name, ensure_ascii=False).encode(errors="replace") for name in row)
     if all(line.count(name) < 2 for name in names):
         return None
@@ -214,7 +214,7 @@ def _named_twice(line: bytes, row: dict[str, Any]) -> str | None:
 
 
 def _depth(value: Any) -> int:
-    """Return the number of levels of lists and objects."""
+    """Return the nesting depth of lists and objects."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, dict | list) and item]:
         depth += 1

@@ -7,14 +7,14 @@
 A row's columns decide which tokens are in the loss:
 
 - `text`: every token, and the end of the text;
-- `prompt` and `response`: the response and, unless its `finish_reason` is length, its end. The
-  prompt is tokenized as PPO tokenizes prompts;
-- `messages`: the assistant's part of every turn. If the chat template marks it by
-  `{% generation %}`, the marked tokens; otherwise what the template adds for an assistant's message
-  after the generation prompt, with its end-of-turn tokens.
+- `prompt` and `response`: the response and, unless its `finish_reason` is length, its end token.
+  The prompt is tokenized as in PPO;
+- `messages`: the assistant's part of every turn. If the chat template marks that part with `{%
+  generation %}`, the marked tokens are in the loss; otherwise, the tokens that the template writes
+  for an assistant's message after the generation prompt, including end-of-turn tokens.
 
-A bad row stops the run, or is left out. Rows of large files are cached on disk; later runs get
-views of the cache.
+A bad row stops the run, or is left out. Rows of large files are cached on disk, and later runs
+memory-map the cache.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class LMRow:
 
 
 class EncodedRow(NamedTuple):
-    """A recipe's tokens and numbers of one row of a file."""
+    """One row of a file as a recipe encodes it: one or more token sequences, and numbers."""
 
     sides: Sequence[LMRow]
     numbers: Sequence[float] = ()
 
 
 Encode = Callable[[Row, Any], EncodedRow]
-"""(row, tokenizer) -> its tokens. A ValueError describes what is wrong with the row."""
+"""Maps (row, tokenizer) to the encoded row. A ValueError says what is wrong with the row."""
 
 
 def encode_rows(
@@ -78,10 +78,10 @@ def encode_rows(
     on_bad_row: str,
     limit: int | None = None,
 ) -> tuple[list[EncodedRow], int]:
-    """Return the results of `encode` for the rows in order, and the number of skipped rows.
+    """Encode the rows in order; also return the number of skipped rows.
 
     The configuration's `key` names the files. Large files are read and tokenized once; `kind`
-    distinguishes cache entries of the same files. With `on_bad_row` skip a bad row is left out,
+    distinguishes cache entries of the same files. With `on_bad_row=skip`, a bad row is left out;
     otherwise it stops the run.
     """
     names = names_of(files)
@@ -101,7 +101,7 @@ def encode_rows(
 
 
 def _cached(key: str, read: Callable[[], Iterator[EncodedRow | None]]) -> Entry | None:
-    """Return tokens and loss mask of every side, and the numbers."""
+    """Return the cache entry with the tokens, loss masks and numbers of the rows."""
     import pyarrow as pa
 
     columns = {
@@ -138,7 +138,7 @@ def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
 
 
 def teaches(sides: Sequence[LMRow]) -> bool:
-    """Return whether every side has a token in the loss, and all differ from the first."""
+    """Return whether every side has a token in the loss, and no other side equals the first."""
     first, *others = sides
     has_loss = all(side.in_loss[1:].any() for side in sides)
     return has_loss and not any(np.array_equal(first.ids, side.ids) for side in others)
@@ -150,7 +150,7 @@ def stop_tokens(tokenizer: Any, path: str) -> list[int]:
 
 
 def without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
-    """Return the side up to its last stop token, if only blanks follow."""
+    """Cut the side after its last stop token if only whitespace follows."""
     if side.ids[-1] in stops:
         return side
     is_reply = np.arange(len(side.ids)) >= side.in_loss.argmax()
@@ -163,10 +163,10 @@ def without_blanks(side: LMRow, stops: Sequence[int], tokenizer: Any) -> LMRow:
 def cut_rows(
     key: str, kind: str, rows: Sequence[EncodedRow], num_bad: int, max_length: int, lost: str
 ) -> tuple[list[EncodedRow], str]:
-    """Return rows with sides of at most `max_length` tokens, and the counts in words.
+    """Cut sides to `max_length` tokens; return the rows, and a sentence with the counts.
 
-    A row that then has no token in the loss is dropped; `lost` names what it lacks. Messages call
-    the rows `kind`.
+    A row that is left without a token in the loss is dropped. The sentence calls the rows `kind`,
+    and says that dropped rows lack tokens of `lost`.
     """
     good: list[EncodedRow] = []
     num_cut = 0
@@ -200,8 +200,8 @@ def read_lm_rows(
     """Return the rows of the files that the configuration's `key` names, in order.
 
     With `loss_on_all` every token is in the loss, whatever the columns. A bad row is an error, or
-    skipped and counted. Rows of more than `max_length` tokens are cut at their end; a row without a
-    token in the loss is then dropped. A line of the log counts both.
+    skipped and counted. Rows of more than `max_length` tokens are cut at their end; a row that is
+    left without a token in the loss is dropped. A log line reports both numbers.
     """
     encoded, num_bad = encode_rows(
         key, files, "language model", _encode, tokenizer, on_bad_row, limit
@@ -295,7 +295,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
 
 
 def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Return the begin and end of each assistant message in the chat's text."""
+    """Return the start and end of each assistant message in the chat's text."""
     spans = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -334,7 +334,7 @@ ENCODERS: dict[tuple[str, ...], Callable[[Row, Any], LMRow]] = {
     ("prompt", "response"): _encode_response,
     ("text",): _encode_text,
 }
-"""Columns -> the function that encodes a row with them; the first that fit."""
+"""Maps columns to the function that encodes a row with them; the first match counts."""
 
 
 def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> DataProto:
@@ -347,7 +347,7 @@ def lm_batch(rows: Sequence[LMRow], uids: Sequence[str], pad_token_id: int) -> D
 def lm_columns(rows: Sequence[LMRow], pad_token_id: int) -> dict[str, Ragged]:
     """Return the tensors of rows padded on the right.
 
-    Every token except the first of a row is a response; the mask says which are in the loss.
+    All tokens of a row except the first are its response; the mask says which are in the loss.
     """
     tokens = [torch.tensor(row.ids, dtype=torch.int64) for row in rows]
     in_loss = [torch.tensor(row.in_loss, dtype=torch.int64) for row in rows]

@@ -1,12 +1,12 @@
-"""The order of rows, a digest of them, and endless rows as batches.
+"""The order of rows, a digest of rows, and a loader that repeats rows without end.
 
-An epoch takes its prompts in their order, shuffled, or in the order of a user's function:
+An epoch uses the prompts in file order, shuffled, or in the order of a user's function:
 
     def hardest_first(num_prompts: int, epoch: int, seed: int) -> Sequence[int]: ...
 
-`data.sampler=my_module.hardest_first` names it. It returns as many positions as there are prompts;
-a position may occur twice or not at all. A resumed run calls it again, so the positions may depend
-only on these arguments.
+Set `data.sampler=my_module.hardest_first` to use it. It returns as many positions as there are
+prompts; a position may occur twice or not at all. A resumed run calls it again, so the positions
+may depend only on these arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Positions = np.ndarray[Any, Any]
 
 
 def epoch_order(config: DataConfig, seed: int, num_prompts: int) -> Callable[[int], Positions]:
-    """Return a function from an epoch to the positions of its prompts; it caches the last epoch."""
+    """Return a function that maps an epoch to its prompts' positions; it caches the last epoch."""
     if config.sampler is None:
         return lru_cache(maxsize=1)(partial(_default_order, config.shuffle, seed, num_prompts))
 
@@ -63,11 +63,11 @@ OTHER_ROWS = (
     "Restore the data, or start a new run in another trainer.default_local_dir from the weights "
     "that `verl-like export` writes."
 )
-"""Advice for the case that the rows differ from the rows of the run so far."""
+"""Advice if the rows differ from those that the run has used so far."""
 
 
 def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise an error if the saved position belongs to other rows, by their numbers or digest."""
+    """Raise an error if the saved position belongs to rows of another number or digest."""
     sizes = {name: size for name, size in now.items() if name not in ("num_taken", "rows")}
     differs = [
         f"{name}: saved {saved[name]}, now {size}"
@@ -84,7 +84,7 @@ def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """Hash tokens, texts and numbers; other values count only by their type."""
+    """Hash the tokens, texts and numbers in rows; of other values, only hash the type."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         _add(row, digest)
@@ -107,19 +107,19 @@ def _add(value: Any, to: Any) -> None:
 
 R = TypeVar("R")
 MakeBatch = Callable[[Sequence[R], Sequence[str]], DataProto]
-"""(rows, their uids) -> a batch."""
+"""Maps (rows, their uids) to a batch."""
 
 
 class RowLoader(Generic[R]):
-    """Endless rows, epoch after epoch, in an order that the seed determines; resumable."""
+    """An endless, resumable source of rows, in an order that the seed determines for each epoch."""
 
     def __init__(self, rows: Sequence[R], seed: int, make_batch: MakeBatch[R]) -> None:
-        """`make_batch` pads rows with their uids to a batch."""
+        """`make_batch` makes a padded batch of rows and their uids."""
         self.rows, self._seed, self.make_batch = rows, seed, make_batch
         self._num_taken = 0
 
     def take(self, count: int) -> DataProto:
-        """Return the next rows as a batch, with uids of their epochs."""
+        """Return the next `count` rows as a batch; the uids contain the epoch."""
         places = [divmod(self._num_taken + number, len(self.rows)) for number in range(count)]
         orders = {epoch: self._order(epoch) for epoch, _ in places}
         chosen = [(int(orders[epoch][place]), epoch) for epoch, place in places]
@@ -129,19 +129,19 @@ class RowLoader(Generic[R]):
         return self.make_batch([self.rows[number] for number, _ in chosen], names)
 
     def __len__(self) -> int:
-        """Rows in an epoch."""
+        """Number of rows in an epoch."""
         return len(self.rows)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last row taken; the first is 0."""
+        """The epoch of the row that was taken last; the first epoch is 0."""
         return max(self._num_taken - 1, 0) // len(self.rows)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self.rows))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position: with the config's seed, all that a resume needs."""
+        """Return the loader's position. A resume needs only this and the config's seed."""
         return {
             "num_taken": self._num_taken,
             "num_rows": len(self.rows),
@@ -153,6 +153,6 @@ class RowLoader(Generic[R]):
         return digest_of_rows(self.rows)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of `state`; other rows are an error."""
+        """Go to the position in `state`; raise an error if the rows have changed."""
         check_same_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]

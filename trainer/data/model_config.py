@@ -1,4 +1,4 @@
-"""`config.json` of the models that a run names, read before a process starts."""
+"""Read `config.json` of the models that a run names, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.models.folder import model_folder
 
 
 def small_files_of(key: str, path: str) -> Path:
-    """Return the folder of the model that the key names; its weights need not be there."""
+    """Return the folder of the model that the key names; the folder may lack the weights."""
     try:
         return model_folder(path, weights=False)
     except ConfigError as error:

@@ -4,16 +4,18 @@
     loader = RowLoader(rows, seed, partial(pair_batch, pad_token_id=tokenizer.pad_token_id))
     batch = loader.take(64)             # [64, 2, T] columns, as `workers.training.readings` has it
 
-A row has one of these sets of columns. A `margin` may tell how much better the chosen response is:
+A row has one of these sets of columns. It may also have a `margin`, which says how much better the
+chosen response is:
 
-- `prompt`, `chosen` and `rejected`: a prompt with two responses (rm-static's columns).
+- `prompt`, `chosen` and `rejected`: a prompt with two responses, as in rm-static.
 - `chosen` and `rejected` as chats, with the prompt's messages at the start of both or in `prompt`.
-- `chosen` and `rejected` as texts: whole dialogues with a common beginning (Anthropic-HH's).
+- `chosen` and `rejected` as texts: whole dialogues with a common beginning, as in Anthropic-HH.
 
-For KTO, responses are good or bad on their own (`read_labelled`): a row is a `prompt` with a
-`completion` (or `response`), a text or messages, and a `label`, which is true (or 1) if the
-response is good. A pair makes two rows. Each row also has the response to another prompt after its
-own prompt. The seed chooses it once per run, so a reference computes its log-probs only once.
+For KTO, each response is labeled as good or bad (`read_labelled`). A row has a `prompt`, a
+`completion` (or `response`), which is a text or messages, and a `label`, which is true (or 1) if
+the response is good. A pair makes two rows. Each row also has a second sequence: its own prompt,
+followed by the response to another prompt. The seed chooses that response once per run, so a
+reference computes its log-probs only once.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def read_pairs(
 
     A bad row is an error, or skipped and counted. Sides of more than `max_length` tokens are cut at
     their end; a pair is then dropped if a side has no response left, or if both sides are equal. A
-    line of the log counts both.
+    log line reports these numbers.
     """
     encoded, num_bad = encode_rows(key, files, "pairs", _encode, tokenizer, on_bad_row, limit)
     lost = "a response or of the difference"
@@ -108,7 +110,7 @@ def encode_pair(row: Row, tokenizer: Any) -> PairRow:
 
 
 def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
-    """Return a whole side; if there is a prompt, only what follows it is in the loss."""
+    """Return one side of a row; if the row has a prompt, only what follows it is in the loss."""
     reply, prompt = row[side], row.get("prompt")
     try:
         if prompt is not None:
@@ -120,7 +122,7 @@ def _encode_side(row: Row, side: str, tokenizer: Any) -> LMRow:
 
 
 def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:
-    """Return a prompt with its reply, a text or messages; only the reply is in the loss."""
+    """Encode a prompt and its reply, which is a text or messages; only the reply is in the loss."""
     if isinstance(reply, str):
         row = {"prompt": prompt, "response": reply, "finish_reason": finish_reason}
         return encode_lm_row(row, tokenizer)
@@ -132,7 +134,7 @@ def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = N
 
 
 def _after_common_beginning(chosen: LMRow, rejected: LMRow) -> tuple[LMRow, LMRow]:
-    """Return both sides with their common beginning out of the loss."""
+    """Take the common beginning of both sides out of the loss."""
     shortest = min(len(chosen.ids), len(rejected.ids))
     differs = (chosen.ids[:shortest] != rejected.ids[:shortest]).nonzero()[0]
     common = int(differs[0]) if len(differs) else shortest - 1
@@ -147,7 +149,7 @@ def _margin(row: Row) -> float:
     if margin is None:
         return 0.0
     try:
-        number = math.nan if isinstance(margin, bool) else float(margin)  # CSV files have texts
+        number = math.nan if isinstance(margin, bool) else float(margin)  # CSV files have strings
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
@@ -169,7 +171,7 @@ def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) 
 RESPONSES = ("completion", "response")
 """The columns that may hold a row's response."""
 LABELS = {"true": True, "1": True, "false": False, "0": False}
-"""A label as text, as in CSV files -> its value."""
+"""Maps a label as text, such as in CSV files, to its value."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def read_labelled(
     """Return the rows of the files that the configuration's `key` names, in order.
 
     A bad row is an error, or skipped and counted. Rows of more than `max_length` tokens are cut at
-    their end; a row without a response is then dropped. A line of the log counts both.
+    their end; a row that is left without a response is dropped. A log line reports both numbers.
     """
     rows, num_bad = encode_rows(
         key, files, "labelled", _encode_labelled_row, tokenizer, on_bad_row, limit
@@ -218,9 +220,9 @@ def read_labelled(
         )
     logger.info("%s; %d of the remaining rows are good", story, num_good)
 
-    # Each row gets the response of another row in an order from the seed, in which the rows of a
-    # prompt are neighbours. The other row is further away than the size of the largest such group,
-    # so its prompt differs, unless more than half of the rows have the same prompt.
+    # The seed gives an order in which rows with the same prompt are adjacent. Each row gets the
+    # response of the row that is `shift` places after it, where `shift` is the size of the largest
+    # group. So that row has another prompt, unless more than half of the rows have the same prompt.
     order = np.random.default_rng([seed, len(labelled)]).permutation(len(labelled)).tolist()
     prompts = [row.ids[: row.in_loss.argmax()].tobytes() for row, _ in labelled]
     groups: dict[bytes, list[int]] = {}

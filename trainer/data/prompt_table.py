@@ -1,7 +1,7 @@
-"""Tokenized prompts by row number: in memory, or for large files in a cache on disk.
+"""Tokenized prompts by row number, in memory or, for large files, in a cache on disk.
 
-Large files are read and tokenized once. Later runs map the result, so memory does not grow with the
-files.
+Large files are read and tokenized once. Later runs memory-map the result, so their memory does not
+grow with the files.
 
     key = cache_key(files, tokenizer, prompt_key="prompt")
     entry = cached_rows("prompts", key, {"row": pa.string(), ...}, read, summary)
@@ -56,11 +56,11 @@ ROWS, SUMMARY = "rows.arrow", "summary.json"
 
 
 class NotPlainError(Exception):
-    """A row has a value that an entry cannot represent."""
+    """Raised for a value in a row that a cache entry cannot store."""
 
 
 class Entry(NamedTuple):
-    """Rows in an Arrow file that is mapped into memory, and a summary of all of them."""
+    """A cache entry: rows in a memory-mapped Arrow file, and a summary of all rows."""
 
     folder: Path
     table: Any
@@ -68,10 +68,10 @@ class Entry(NamedTuple):
 
 
 def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | None:
-    """Hash everything that the tokens depend on; None if these files are not cached."""
+    """Hash everything that the tokens depend on; return None if these files are not cached."""
     paths = [Path(name) for name in files]
     if not all(path.is_file() for path in paths):
-        return None  # on the hub; or missing, which the reader reports
+        return None  # on the Hub, or missing, which the reader reports
     if sum(path.stat().st_size for path in paths) < CACHED_FROM_BYTES:
         return None
     tokens = tokenizer_fingerprint(tokenizer)
@@ -92,9 +92,9 @@ def cached_rows(
 ) -> Entry | None:
     """Return the entry with that key; write it first if there is none.
 
-    `columns` are names and Arrow types. `read` yields the values of every row, None for a bad row.
-    `summary` is called after the last row and returns numbers about all rows, besides "num_bad".
-    Return None if the rows cannot be cached, or if no folder can hold the cache.
+    `columns` maps names to Arrow types. `read` yields the values of every row, or None for a bad
+    row. `summary` is called after the last row and returns numbers about all rows, which are stored
+    with "num_bad". Return None if the rows cannot be cached, or if no folder can hold the cache.
     """
     cache = cache_folder(kind)
     entry = _open(cache / key)
@@ -109,7 +109,7 @@ def cached_rows(
             whole = {"num_bad": num_bad, **summary()}
             (unfinished / SUMMARY).write_text(json.dumps(whole), encoding="utf-8")
             shutil.rmtree(cache / key, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run was first
+            with contextlib.suppress(OSError):  # another run was faster
                 unfinished.rename(cache / key)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -153,7 +153,7 @@ def _open(folder: Path) -> Entry | None:
 
 def _remove_old(cache: Path) -> None:
     for entry in cache.iterdir():
-        with contextlib.suppress(OSError):  # another run removes it, too
+        with contextlib.suppress(OSError):  # another run removes it as well
             if time.time() - entry.stat().st_mtime > FORGOTTEN_AFTER_S:
                 shutil.rmtree(entry)
 
@@ -165,7 +165,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> dict[str, Any] | None:
-    """Return what the tokens depend on; None if the tokenizer cannot be serialized."""
+    """Return the tokenizer's state that determines tokens; None if it cannot be serialized."""
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -182,39 +182,39 @@ def tokenizer_fingerprint(tokenizer: Any) -> dict[str, Any] | None:
 Encoded = tuple[Row, NDArray[np.int64]]
 """A row and the tokens of its prompt."""
 Read = Callable[[], Iterator[Encoded | None]]
-"""Yields the rows of the files, None for a bad one."""
+"""Yields the rows of the files, and None for a bad row."""
 CheckLength = Callable[[str, int], None]
 """(place of a prompt, number of its tokens): raises an error if it is too long."""
 
 
 @dataclass(frozen=True)
 class PromptTable:
-    """Rows and tokens by number."""
+    """Prompt rows and their tokens, by row number."""
 
     row: Callable[[int], Row]
-    """A row as its file has it."""
+    """Returns a row, by number, as it is in its file."""
     tokens: Callable[[int], NDArray[np.int64]]
-    """The tokens of its prompt."""
+    """Returns the tokens of a row's prompt, by number."""
     lengths: NDArray[np.int32]
     """Number of tokens of every prompt, before any cut."""
     sources: Any
     """Every row's data_source, as an Arrow array."""
     num_bad: int
-    """Rows of the files that were left out; they have no number."""
+    """Number of bad rows, which were left out and have no row number."""
     columns: list[str]
-    """Columns of plain values that verl's schema does not have."""
+    """Columns outside verl's schema that have plain values."""
     folder: Path | None = None
-    """The entry of the cache; None if the rows are in memory."""
+    """The folder of the cache entry; None if the rows are in memory."""
 
     def first_of_sources(self, rows: NDArray[np.int64]) -> dict[str, int]:
-        """Return every data_source of these rows with the first of its rows."""
+        """Map every data_source of these rows to its first row."""
         encoded = self.sources.dictionary_encode()
         codes, places = np.unique(encoded.indices.to_numpy()[rows], return_index=True)
         first_rows = sorted(zip(rows[places].tolist(), codes.tolist(), strict=True))
         return {encoded.dictionary[code].as_py(): number for number, code in first_rows}
 
     def remembered(self, name: str, compute: Callable[[], str]) -> str:
-        """Return `compute()`, a text about the rows that the entry caches under `name`."""
+        """Return `compute()`, a text about the rows; a cache entry stores it under `name`."""
         if self.folder is None:
             return compute()
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()}.txt"
@@ -236,7 +236,7 @@ def read_prompts(
     check: CheckLength,
     limit: int | None = None,
 ) -> PromptTable:
-    """Return the good rows of the files that the key `setting` of `config` names."""
+    """Return the valid rows of the files that `data.<setting>` names."""
 
     def encode(where: str, row: Row) -> Encoded:
         row = prompt_row(row, config.prompt_key, needs_rules)
@@ -263,7 +263,7 @@ def read_prompts(
 
 
 def prompts_in_memory(read: Read, prompt_key: str) -> PromptTable:
-    """Return all rows and tokens in the driver's memory."""
+    """Read all rows and tokens into the driver's memory."""
     import pyarrow as pa
 
     encoded = list(read())
@@ -279,7 +279,7 @@ def prompts_in_memory(read: Read, prompt_key: str) -> PromptTable:
 
 
 def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
-    """Return the table of the entry with that key; it holds only plain values."""
+    """Return the table cached under `key`, which has only plain values, or None."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

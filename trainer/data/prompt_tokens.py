@@ -1,6 +1,6 @@
-"""Token ids of a prompt: chat messages through the chat template, strings as they are.
+"""Token ids of prompts: messages go through the chat template, strings are tokenized as they are.
 
-A ValueError says what is wrong with a prompt. The reader of the rows adds which prompt it is.
+A ValueError says what is wrong with a prompt. The row reader adds which prompt it is.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character: JSON can write it, UTF-8 and tokenizers cannot hold it."""
+"""Half of a character: JSON can contain it, but UTF-8 and tokenizers cannot represent it."""
 OF_A_TEMPLATE = (
     *(TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError, MemoryError),
 )
 """Errors that a template's code may raise for unexpected messages."""
 LONGEST_TEXT = 4 * 2**20
-"""Characters of a text that is still tokenized: seconds of work, a million tokens or more."""
+"""Maximum number of characters of a text: a million tokens or more, tokenized in seconds."""
 
 
 def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
@@ -36,7 +36,7 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
             )
         text = written(text, tokenizer, add_generation_prompt=True)
     check_length(text)
-    # the template writes the special tokens of a chat itself
+    # the template already writes the special tokens of a chat
     ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
     if ids.size == 0:
         raise ValueError(f"it has no tokens: {text!r:.80}")
@@ -44,7 +44,7 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
 
 
 def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:
-    """Return the messages as the tokenizer's template writes them."""
+    """Return the messages as text, formatted by the tokenizer's chat template."""
     from jinja2 import TemplateError
 
     try:
@@ -66,7 +66,7 @@ def check_length(text: str) -> None:
 
 
 def check_messages(column: str, messages: Any) -> None:
-    """Raise an error if this is not a chat. Templates would write content of None as a word."""
+    """Raise an error if this is not a chat; templates would write a content of None as a word."""
     if isinstance(messages, bool | int | float):
         raise ValueError(f"{column!r} is {messages!r}, neither a text nor messages")
     is_list = isinstance(messages, list | tuple) and messages
@@ -89,7 +89,7 @@ def check_messages(column: str, messages: Any) -> None:
 
 
 def readable(value: Any) -> Any:
-    """Return the value with U+FFFD for each lone surrogate, also in lists and objects."""
+    """Replace each lone surrogate with U+FFFD, also inside lists and objects."""
     if isinstance(value, str):
         return LONE_SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):

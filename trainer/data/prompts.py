@@ -1,7 +1,7 @@
-"""Prompts: rows in verl's schema become batches of token ids.
+"""Turn prompts, which are rows in verl's schema, into batches of token ids.
 
-Their order depends only on the seed. A trainer takes a batch per step from a `PromptLoader`, and a
-validation takes a whole `PromptSet`:
+The order of prompts depends only on the seed. A trainer takes one batch per step from a
+`PromptLoader`; a validation uses a whole `PromptSet`:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     loader = PromptLoader(config, tokenizer)
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
-    """Load the tokenizer of the model folder that the key names; eos pads by default."""
+    """Load the tokenizer of a model folder; eos is the padding token if it has none."""
     from transformers import AutoTokenizer
 
     folder = small_files_of(key, path)
@@ -54,8 +54,9 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
 class PromptSet:
     """The tokenized prompts of `data.train_files` or `data.val_files`, by row number.
 
-    `num_bad` counts the rows that `data.on_bad_row=skip` left out, `num_overlong` the prompts that
-    the filter dropped, and `num_cut` the prompts that `data.truncation` cut.
+    - `num_bad`: number of rows that `data.on_bad_row=skip` left out
+    - `num_overlong`: number of prompts that the length filter dropped
+    - `num_cut`: number of prompts that `data.truncation` cut
     """
 
     def __init__(
@@ -96,12 +97,12 @@ class PromptSet:
 
     @cached_property
     def has_truth(self) -> bool:
-        """True if a row has a ground truth; reads rows only up to the first that has one."""
+        """True if any row has a ground truth; rows are read only up to the first that has one."""
         return self._any_truth("has a ground truth", lambda truth: truth is not None)
 
     @cached_property
     def has_open_asserts(self) -> bool:
-        """True if a row has asserts whose expected side a program could find."""
+        """True if any row has asserts whose expected value the tested program could find."""
         return self._any_truth(
             f"has asserts that need trust: {self._cut}",
             lambda truth: find_open_assert(truth) is not None,
@@ -134,7 +135,7 @@ class PromptSet:
         )
 
     def first_of_each_source(self) -> list[int]:
-        """Return the number of the first row of every data source."""
+        """Return the row number of the first row of each data source."""
         return list(self._table.first_of_sources(self.rows).values())
 
     def _check_length(self, where: str, num_tokens: int) -> None:
@@ -205,9 +206,9 @@ class PromptRun(Protocol):
 
 
 class PromptLoader:
-    """Endless batches of prompts, epoch after epoch; it can be resumed.
+    """An endless, resumable source of prompt batches, epoch after epoch.
 
-    `num_left_over` counts the prompts of each epoch's partial last batch, which is dropped.
+    `num_left_over` is the number of prompts that each epoch drops because they do not fill a batch.
     """
 
     def __init__(
@@ -219,8 +220,8 @@ class PromptLoader:
     ) -> None:
         """Read, tokenize and filter `data.train_files` and, if there are any, `data.val_files`.
 
-        Set `needs_rules` if rows are scored by the rule of their data_source. Several
-        `steps_per_batch` train on the same samples.
+        Set `needs_rules` if rows are scored by the rule of their data_source. `steps_per_batch`
+        steps train on the same samples.
         """
         self._steps_per_batch = steps_per_batch
         self._config: DataConfig = config.data
@@ -246,14 +247,15 @@ class PromptLoader:
             logger.info("%s", self.validation.story)
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return len(self.prompts) // self._config.train_batch_size
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run.
+        """Number of steps of the whole run.
 
-        `data.total_prompts` in batches, `trainer.total_training_steps`, or epochs x batches.
+        It follows from `data.total_prompts`, `trainer.total_training_steps`, or the number of
+        epochs.
         """
         total = self._config.total_prompts
         if total is not None:
@@ -267,21 +269,21 @@ class PromptLoader:
             yield self.batch(self._num_taken - 1)
 
     def batch(self, number: int) -> DataProto:
-        """Return the batch with that number, wherever the loader is; the run's first is 0."""
+        """Return a batch by its number, counted from the run's first batch, 0."""
         epoch, index = divmod(number, len(self))
         start = index * self._config.train_batch_size
         chosen = self._order(epoch)[start : start + self.num_prompts(number)]
         return self.prompts.batch(self.prompts.rows[chosen].tolist(), epoch)
 
     def num_prompts(self, number: int) -> int:
-        """Return the prompts of that batch: fewer in the last one of `data.total_prompts`."""
+        """Return the number of prompts in that batch; the last batch of a run may have fewer."""
         size, total = self._config.train_batch_size, self._config.total_prompts
         left = size if total is None else total - number * size
         return min(left, size) if left > 0 else size
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch taken; the first is 0."""
+        """The epoch of the batch that was taken last; the first epoch is 0."""
         return max(self._num_taken - 1, 0) // len(self)
 
     @property
@@ -302,11 +304,11 @@ class PromptLoader:
 
     @property
     def has_open_asserts(self) -> bool:
-        """True if the tests of a training or validation row are asserts."""
+        """True if training or validation rows have asserts, as in `PromptSet.has_open_asserts`."""
         return any(prompts.has_open_asserts for prompts in self._sets)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position: with the config's seed, all that a resume needs."""
+        """Return the loader's position. A resume needs only this and the config's seed."""
         return {
             "num_taken": self._num_taken,
             "num_prompts": len(self.prompts),
@@ -315,6 +317,6 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of `state`; other data or another batch size is an error."""
+        """Go to the position in `state`; raise an error if the data or batch size has changed."""
         check_same_rows(state, self.state_dict())
         self._num_taken = state["num_taken"]

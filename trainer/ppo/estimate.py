@@ -147,13 +147,13 @@ def apply_kl_penalty(
     batch: DataProto,
     kl_ctrl: KLController,
     kl_penalty: str = "kl",
-    normalised_scores: Tensor | None = None,
+    normalized_scores: Tensor | None = None,
     kl_penalty_per: str = "token",
 ) -> tuple[DataProto, dict[str, float]]:
     """Set the token rewards to scores - coefficient x KL; also return the KL and the coefficient.
 
     With `kl_penalty_per=sequence`, the mean KL of a response is subtracted at its last token only.
-    The scores are `token_level_scores`, or `normalised_scores` if given. The reported KL, which
+    The scores are `token_level_scores`, or `normalized_scores` if given. The reported KL, which
     also updates the controller, is averaged over the tokens of each sample, then over samples.
     """
     columns = read_columns(
@@ -163,7 +163,7 @@ def apply_kl_penalty(
     kl = kl_estimators.kl_penalty(
         columns["old_log_probs"], columns["ref_log_prob"], kl_penalty
     ).masked_fill(~inside, 0)
-    scores = columns["token_level_scores"] if normalised_scores is None else normalised_scores
+    scores = columns["token_level_scores"] if normalized_scores is None else normalized_scores
     mean_kl = masked_mean(kl, inside, axis=-1)
     if kl_penalty_per == "sequence":
         kl = mean_kl[:, None] * is_last_inside(inside)
@@ -231,10 +231,10 @@ class RunningNorm:
         moments = self.moments["rewards"]
         moments.add(len(of_samples), mean, (of_samples - mean).square().sum().item())
 
-        normalised = scores / moments.std
+        normalized = scores / moments.std
         last = last_places(inside)
-        normalised[answered.nonzero().squeeze(-1), last[answered]] -= moments.mean / moments.std
-        return normalised, self._metrics("rewards")
+        normalized[answered.nonzero().squeeze(-1), last[answered]] -= moments.mean / moments.std
+        return normalized, self._metrics("rewards")
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Normalize the batch's advantages by the running moments over tokens, if configured."""
@@ -245,12 +245,12 @@ class RunningNorm:
         inside = columns["response_mask"].bool().to(columns["advantages"].dtype)
         count = int(torch.count_nonzero(inside))
         mean = columns["advantages"].sum(dtype=torch.float64).item() / max(count, 1)
-        normalised = (columns["advantages"] - mean).mul_(inside)
+        normalized = (columns["advantages"] - mean).mul_(inside)
         moments = self.moments["advantages"]
-        moments.add(count, mean, torch.linalg.vector_norm(normalised).item() ** 2)
+        moments.add(count, mean, torch.linalg.vector_norm(normalized).item() ** 2)
 
-        normalised.add_(inside, alpha=mean - moments.mean).div_(moments.std)
-        return write_columns(batch, advantages=normalised), self._metrics("advantages")
+        normalized.add_(inside, alpha=mean - moments.mean).div_(moments.std)
+        return write_columns(batch, advantages=normalized), self._metrics("advantages")
 
     def _metrics(self, name: str) -> Metrics:
         moments = self.moments[name]
@@ -272,7 +272,7 @@ class RunningNorm:
 def compute_distillation_advantage(
     old_log_probs: Tensor, teacher_log_prob: Tensor, response_mask: Tensor, gamma: float = 0.0
 ) -> Tensor:
-    """Return log p(teacher) - log p(policy) per token, plus later tokens' discounted by `gamma`."""
+    """Return log p(teacher) - log p(policy) summed from each token on, discounted by `gamma`."""
     inside = response_mask.bool()
     rewards = (teacher_log_prob - old_log_probs).masked_fill(~inside, 0)
     return returns_of(rewards, response_mask, gamma)
