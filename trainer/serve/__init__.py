@@ -1,1 +1,1 @@
-"""A server of the Tinker protocol: clients have data, loss and loop, the server has the weights."""
+"""A server for the Tinker protocol: clients have the data, loss and loop; it has the weights."""

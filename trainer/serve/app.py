@@ -1,7 +1,7 @@
 """HTTP routes of the Tinker protocol.
 
-Every POST is answered at once. Longer work is put into the `WorkQueue`, and the answer names its
-pending result, for which `retrieve_future` waits.
+Every POST is answered at once. Longer work goes into the `WorkQueue`, and the response has the id
+of a pending result, which the client gets with `retrieve_future`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from workers.training.optim import OptimStepSettings
 from workers.training.states import BASE
 
 HOLD_S = 30.0
-"""A poll waits this long for a result. The SDK gives up after 45 s, and polls again at once."""
+"""Maximum seconds that a poll waits for a result; the SDK's own timeout is 45 s."""
 GAP_S = 120.0
-"""Requests of a model wait this long for a lower `seq_id` that has not arrived."""
+"""Maximum seconds that requests of a model wait for a lower `seq_id` that has not arrived."""
 SILENT_S = 1800.0
-"""A session without requests for this long ends; the SDK sends a heartbeat every 10 s."""
+"""A session that sends no request for this long ends; the SDK sends a heartbeat every 10 s."""
 CLEANUP_S = 5.0
 """Pause between two runs of the janitor."""
 LARGEST = 64 * 2**20
-"""Bytes of the largest body of a request."""
+"""Maximum size of a request body in bytes."""
 NO_CANCEL = {"sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
 JSON_OBJECT = TypeAdapter(JsonObject)
 Handler = Callable[..., JsonObject | None]
 
 
 class Api:
-    """The routes, and the sessions behind them."""
+    """The routes, and the sessions that they work on."""
 
     def __init__(self, work_queue: WorkQueue, token: str) -> None:
         self.work_queue, self._token = work_queue, token
@@ -58,14 +58,14 @@ class Api:
         self.sessions, self.pending_results = Sessions(), PendingResults()
 
     def table(self) -> list[tuple[str, str, Handler]]:
-        """Return method, path and handler of the routes whose body is JSON."""
+        """Return (method, path, handler) of each route whose body is JSON."""
         run, session = "/training_runs/{run}", "/sessions/{session_id}"
         checkpoint = run + "/checkpoints/{kind}/{name}"
         return [
             ("GET", "/healthz", lambda: {"status": "ok"}),
-            ("POST", "/client/config", lambda: {}),  # all flags are the SDK's defaults
+            ("POST", "/client/config", lambda: {}),  # the SDK keeps its defaults
             ("POST", "/client/dynamic_config", lambda: {"refresh_interval_sec": 300, **NO_CANCEL}),
-            ("POST", "/telemetry", lambda: {"status": "accepted"}),  # it is dropped
+            ("POST", "/telemetry", lambda: {"status": "accepted"}),  # dropped
             ("GET", "/get_server_capabilities", self.capabilities),
             ("POST", "/create_session", self.create_session),
             ("POST", "/session_heartbeat", self.heartbeat),
@@ -93,7 +93,7 @@ class Api:
         ]
 
     def app(self) -> Starlette:
-        """Return the application, for an ASGI server."""
+        """Return the ASGI application."""
         routes = [self._route(*entry) for entry in self.table()]
         others = {
             "/api/v1/forward_backward": self.forward_backward,
@@ -108,7 +108,7 @@ class Api:
     # ------------------------------------------------------------------ around every request
 
     def _route(self, method: str, path: str, handler: Handler) -> Route:
-        """Return a route whose handler gets the checked fields of a request."""
+        """Return a route that checks the fields of a request and passes them to the handler."""
         kind = body_of(handler)
         takes_whole = "body" in inspect.signature(handler).parameters
 
@@ -127,7 +127,7 @@ class Api:
         return Route(f"/api/v1{path}", answer, methods=[method])
 
     async def _body(self, request: Request) -> bytes:
-        """Check the key, and return the body; reject one that is too large."""
+        """Check the API key, and return the body; reject a body that is too large."""
         key = request.headers.get("x-api-key", "")
         if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
             raise RequestError("the key in X-API-Key is not this server's.", 401)
@@ -150,7 +150,7 @@ class Api:
             session.models[model_id].turns.skip(seq_id)
 
     async def janitor(self) -> None:
-        """End silent sessions, fail requests after a gap, and delete expired checkpoints."""
+        """Keep ending silent sessions, failing requests after a gap, and deleting checkpoints."""
         while True:
             await asyncio.sleep(CLEANUP_S)
             for opened in self.sessions.all_models():
@@ -228,7 +228,7 @@ class Api:
         return self._open(session_id, model, lambda: self.ops.create(model))
 
     def _role_of(self, name: str | None) -> str:
-        """Return the role that clients mean by the name of a base model."""
+        """Return the role that a client means by this name of a base model."""
         if name in self.work_queue.names:
             return "actor"
         if name is None or name not in self.ops.scorers:
@@ -252,7 +252,7 @@ class Api:
     def _open(
         self, session_id: str, model: ServedModel, work: Callable[[], JsonObject]
     ) -> JsonObject:
-        """Open a model of a session; `work` makes its state."""
+        """Open a model in a session; `work` creates its state."""
         self._check_rank(model.rank, model.role)
         session = self.sessions.find(session_id)
         is_taken = any(opened.role == model.role for opened in self.sessions.all_models())
@@ -279,7 +279,7 @@ class Api:
         }
 
     async def forward_backward(self, request: Request) -> Response:
-        """Handle the only protobuf request, which is also used for forward passes."""
+        """Handle the only request with a protobuf body; forward passes use it, too."""
         body = await self._body(request)
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise RequestError(f"forward_backward takes {PROTOBUF}.", 415)
@@ -293,7 +293,7 @@ class Api:
                 return run(model, read_datums(message, loss, self.work_queue.limits), loss)
             except Exception as error:
                 if not message.forward_only:
-                    model.failure = f"{error}"  # the next step fails, and clears the gradients
+                    model.failure = f"{error}"  # makes the next optim_step fail
                 raise
 
         fields = {"model_id": model.name, "seq_id": message.seq_id}
@@ -303,7 +303,7 @@ class Api:
     def _in_turn(
         self, model: ServedModel, seq_id: int, work: Callable[[], bytes | JsonObject]
     ) -> JsonObject:
-        """Queue a request of a model until its turn; the answer names its pending result."""
+        """Queue a request of a model until its turn; return the id of its pending result."""
         model.turns.check(seq_id)
         pending = self.pending_results.new(model.name)
         model.turns.submit(seq_id, pending, lambda: self.work_queue.work(pending, work))
@@ -333,7 +333,7 @@ class Api:
         return self._save(body, "weights", bool(body.overwrite))
 
     def save_for_sampler(self, body: b.Save) -> JsonObject:
-        """Save a named checkpoint, or a snapshot that lives as long as the session."""
+        """Save a named checkpoint, or a snapshot that is deleted with the session."""
         if body.sampling_session_seq_id is None:
             return self._save(body, "sampler_weights", True)
         model = self.sessions.model(body.model_id)
@@ -366,7 +366,7 @@ class Api:
         base_model: str | None = None,
         user_metadata: b.Metadata = None,
     ) -> JsonObject:
-        """Load a checkpoint into a new model of a session, or a model just created."""
+        """Load a checkpoint into a new model of a session, or into a model just created."""
         saved = SavedPath.parse(path)
         metadata = self.checkpoints.metadata(saved)
         if model_id is not None:
@@ -429,7 +429,7 @@ class Api:
             path = SavedPath.parse(model_path)
             metadata = self.checkpoints.metadata(path)
             self._check_rank(metadata["rank"], metadata["role"])
-            # a replaced checkpoint is a different state
+            # the time tells apart checkpoints that replace each other under one path
             state = f"{path} of {metadata['time']}"
             sampler = ServedSampler(name, state, metadata["role"], path, str(path))
         session.samplers[name] = sampler
@@ -450,13 +450,13 @@ class Api:
         return {"request_id": sampling.pending.request_id, "sample_sequence_ids": names}
 
     async def not_supported(self, request: Request) -> Response:
-        """Reject all other routes; a numbered request is counted as done."""
+        """Reject all other routes; a numbered request counts as done."""
         self._skip_turn(await self._fields(request))
         route = f"{request.method} {request.url.path}"
         raise RequestError(f"this server does not support {route}.", 404)
 
     async def retrieve(self, request: Request) -> Response:
-        """Wait for a result; after `HOLD_S` the client has to poll again."""
+        """Wait for a result; after `HOLD_S`, tell the client to poll again."""
         fields = await self._fields(request)
         pending = self.pending_results.find(str(fields.get("request_id")))
         result = await pending.wait(HOLD_S)
@@ -468,7 +468,7 @@ class Api:
 
 
 def body_of(handler: Handler) -> type[b.Body]:
-    """Return the type of the requests of a handler: the fields are its parameters."""
+    """Return a handler's request model, whose fields are the handler's parameters."""
     parameters = inspect.signature(handler, eval_str=True).parameters
     if "body" in parameters:
         kind: type[b.Body] = parameters["body"].annotation
@@ -481,7 +481,7 @@ def body_of(handler: Handler) -> type[b.Body]:
 
 
 async def _rejection(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that is rejected."""
+    """Return the response to a rejected request."""
     text = f"{error}"
     if isinstance(error, ValidationError):
         first = error.errors()[0]
@@ -491,6 +491,6 @@ async def _rejection(request: Request, error: Exception) -> Response:
 
 
 def _page(name: str, items: Sequence[Any], limit: int, offset: int) -> JsonObject:
-    """Return a page of a list under its name, and the cursor of that page."""
+    """Return one page of a list under `name`, and the cursor of that page."""
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return {name: items[offset : offset + limit], "cursor": cursor}

@@ -1,6 +1,6 @@
 """Bodies of requests as the protocol defines them; other fields are ignored.
 
-A body merges the JSON object, the query and the parts of the path.
+The fields of a body come from the JSON object, the query and the path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoraBody(Body):
 
 
 class Optimizer(Body):
-    """The optimizer's family."""
+    """The optimizer of a model."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -55,7 +55,7 @@ class Adam(Body):
 
 
 class Save(Body):
-    """A checkpoint, or a sampler."""
+    """A request to save a checkpoint or a sampler."""
 
     model_id: str
     seq_id: PositiveInt
@@ -98,7 +98,7 @@ class DenseTensor(Body):
 
 
 class SampleBody(Body):
-    """Samples of a prompt."""
+    """A request for samples of a prompt."""
 
     sampling_session_id: str
     seq_id: int

@@ -1,11 +1,11 @@
-"""Saved states as run folders, under the paths of the protocol.
+"""Checkpoints as run folders, addressed by the paths of the protocol.
 
     tinker://RUN/weights/NAME            <folder>/RUN/weights/NAME/global_step_N/actor
     tinker://RUN/sampler_weights/NAME    the same without optimizer
 
 `export`, `chat` and `eval` take the folder `NAME`, or any path in it. `run.json` next to the two
-folders describes the training run, and `checkpoint.json` in `NAME` the checkpoint. A server
-reads these files after a restart.
+folders describes the training run; `checkpoint.json` in `NAME` describes the checkpoint. A
+restarted server reads these files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verl_like.files import read_json_object, replace_folder, write_whole
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
-"""Folder of a run -> the protocol's type of its checkpoints."""
+"""Maps a folder in a run's folder to the protocol's type of its checkpoints."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 
 
@@ -47,7 +47,7 @@ class SavedPath(NamedTuple):
 
     @classmethod
     def of(cls, run: str, kind: str, name: str) -> SavedPath:
-        """Check the parts of a path; reject names that leave the folder."""
+        """Check the parts of a path; reject names that would leave the folder."""
         if kind not in KINDS:
             raise RequestError(f"{kind!r} is not a kind of checkpoint; valid: {', '.join(KINDS)}.")
         for part in (run, name):
@@ -63,7 +63,7 @@ class SavedPath(NamedTuple):
 
 
 class ServedCheckpoints:
-    """The saved states below one folder."""
+    """The checkpoints below one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class ServedCheckpoints:
     def writing(
         self, path: SavedPath, step: int, config: JsonObject, metadata: JsonObject
     ) -> Iterator[Path]:
-        """Context that writes a state into this folder; the checkpoint replaces an earlier one."""
+        """Context in which a checkpoint is written to the returned folder, replacing an old one."""
         place = self.place(path)
         part = place.with_name(f"{place.name}.part")
         shutil.rmtree(part, ignore_errors=True)
@@ -93,10 +93,10 @@ class ServedCheckpoints:
             shutil.rmtree(part, ignore_errors=True)
 
     def find(self, path: SavedPath) -> JsonObject | None:
-        """Return `checkpoint.json`; None if there is no checkpoint, or it has expired."""
+        """Return `checkpoint.json`; None if the checkpoint does not exist or has expired."""
         file = self.place(path) / "checkpoint.json"
         metadata: JsonObject = read_json_object(file) if file.is_file() else {}
-        # checkpoints of the first servers name no role
+        # checkpoints of the first servers have no role
         return {"role": "actor", **metadata} if metadata and not _is_over(metadata) else None
 
     def metadata(self, path: SavedPath) -> JsonObject:
@@ -117,7 +117,7 @@ class ServedCheckpoints:
         shutil.rmtree(self.place(path))
 
     def delete_expired(self) -> None:
-        """Delete the checkpoints whose time to live is over."""
+        """Delete expired checkpoints."""
         for file in self.folder.glob("*/*/*/checkpoint.json"):
             if _is_over(read_json_object(file)):
                 shutil.rmtree(file.parent, ignore_errors=True)
@@ -129,7 +129,7 @@ class ServedCheckpoints:
         write_whole(folder / "run.json", json.dumps(metadata))
 
     def describe_runs(self) -> list[JsonObject]:
-        """Return the training runs in the protocol's form, the newest first."""
+        """Return the training runs in the protocol's form, newest first."""
         files = sorted(self.folder.glob("*/run.json"), key=lambda f: (-f.stat().st_mtime, str(f)))
         return [self.describe_run(file.parent.name) for file in files]
 

@@ -13,14 +13,14 @@ from trainer.serve.sampling import ServedSampler
 from trainer.serve.training_ops import ServedModel
 
 MOST_SEEN = 8192
-"""Requests per session whose repeats are recognized."""
+"""Number of requests per session for which a repetition is recognized."""
 NUMBERED = (
     ("model_id", "seq_id"),
     ("session_id", "model_seq_id"),
     ("session_id", "sampling_session_seq_id"),
     ("sampling_session_id", "seq_id"),
 )
-"""The fields of numbered requests: what counts them, and the number."""
+"""(scope, number): pairs of fields; a request with both is numbered within the scope."""
 
 
 @dataclass
@@ -33,18 +33,18 @@ class ClientSession:
     models: dict[str, ServedModel] = field(default_factory=dict)
     samplers: dict[str, ServedSampler] = field(default_factory=dict)
     answers: dict[tuple[str, str, int], tuple[bytes, JsonObject]] = field(default_factory=dict)
-    """Numbered request -> the digest of its content, and its answer; the oldest come first."""
+    """Maps a numbered request to (digest of its content, response), oldest first."""
     last_request: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
-    """The open sessions by id; only the event loop's thread uses them."""
+    """The open sessions by id; used only in the event loop's thread."""
 
     def __init__(self) -> None:
         self.open: dict[str, ClientSession] = {}
 
     def find(self, session_id: str) -> ClientSession:
-        """Return an open session; raise status 404 if there is none of this id."""
+        """Return the open session with this id; raise status 404 if there is none."""
         if session_id not in self.open:
             raise RequestError(f"there is no open session {session_id!r}.", 404)
         session = self.open[session_id]
@@ -52,8 +52,8 @@ class Sessions:
         return session
 
     def of(self, name: str) -> ClientSession | None:
-        """Return the open session of a session, model or sampler of this name, if there is one."""
-        session_id = str(name).partition(":")[0]  # damaged protobuf has bytes
+        """Return the open session that has this id, or a model or sampler of this name, if any."""
+        session_id = str(name).partition(":")[0]  # bytes in damaged protobuf
         return self.find(session_id) if session_id in self.open else None
 
     def model(self, model_id: str) -> ServedModel:
@@ -75,14 +75,14 @@ class Sessions:
         return [opened for session in self.open.values() for opened in session.models.values()]
 
     def sampled_states(self) -> set[str]:
-        """Return the states that samplers of open sessions draw from."""
+        """Return the states from which samplers of open sessions sample."""
         sessions = self.open.values()
         return {sampler.state for session in sessions for sampler in session.samplers.values()}
 
     def once(
         self, fields: JsonObject, content: bytes, answer: Callable[[], JsonObject]
     ) -> JsonObject:
-        """Return the answer to a request; a repeated numbered request gets the earlier answer."""
+        """Run a request; a repeated numbered request gets the response to the first one."""
         numbered = [
             (fields[owner], number, fields[number])
             for owner, number in NUMBERED

@@ -1,4 +1,4 @@
-"""Results of requests that are answered immediately and run later, and the turns of requests.
+"""Results of requests that are answered now and run later, and the order in which they run.
 
     pending = pending_results.new(model_id)         # its id is the answer of the POST
     turns.submit(seq_id, pending, start)            # `start()` runs when it is this request's turn
@@ -31,11 +31,11 @@ from verl_like.errors import (
 )
 
 MOST_READ = 256
-"""Results to keep after a client has read them, in case the answer was lost."""
+"""Number of results to keep after a client has read them, in case the response was lost."""
 
 
 class RequestError(VerlLikeError):
-    """A request that is rejected with an HTTP status, at once."""
+    """Rejects a request at once, with an HTTP status."""
 
     def __init__(self, text: str, status: int = 400) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class RequestError(VerlLikeError):
 
 
 class PendingResult:
-    """The result of a request that has not run yet, as the answer to a poll."""
+    """The future result of a request, which answers the client's polls."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -57,21 +57,21 @@ class PendingResult:
             self._future.set_result(Response(body, media_type=kind))
 
     def fail(self, error: BaseException) -> None:
-        """Set the error, and whether the user or the server caused it."""
+        """Set the error, which tells the client whether the user or the server caused it."""
         users = (ConfigError, BatchError, CheckpointError, RolloutError, RequestError)
         is_users = isinstance(error, users) and not isinstance(error, WorkerDiedError)
         category = "user" if is_users else "server"
         self.resolve({"error": f"{error}", "category": category})
 
     async def wait(self, seconds: float) -> Response | None:
-        """Return the result; None if there is none after this time."""
+        """Return the result; None if there is none after this many seconds."""
         future = asyncio.wrap_future(self._future)
         done, _ = await asyncio.wait([future], timeout=seconds)
         return future.result() if done else None
 
 
 class PendingResults:
-    """The pending results of all sessions by id; of those already read, only the newest."""
+    """The pending results of all sessions by id; of results already read, only the newest."""
 
     def __init__(self) -> None:
         self._open: dict[str, PendingResult] = {}
@@ -94,14 +94,14 @@ class PendingResults:
         return pending
 
     def was_read(self, pending: PendingResult) -> None:
-        """Mark a result as read: it may be forgotten later."""
+        """Mark a result as read, so that it may be forgotten later."""
         if self._open.pop(pending.request_id, None) is not None:
             self._read[pending.request_id] = pending
         while len(self._read) > MOST_READ:
             del self._read[next(iter(self._read))]
 
     def end_session(self, session: str) -> None:
-        """Fail the pending results of a session, and forget its results."""
+        """Fail the pending results of a session, and forget all its results."""
         for request_id in [name for name in self._open if name.startswith(f"{session}:")]:
             error = RequestError(f"the session {session} has ended.")
             self._open.pop(request_id).fail(error)
@@ -116,7 +116,7 @@ class Turns:
         self._waits_since = time.monotonic()
 
     def check(self, seq_id: int) -> None:
-        """Reject a request whose turn is over."""
+        """Reject a request whose turn has passed."""
         if seq_id < self.next or seq_id in self._waiting:
             raise RequestError(
                 f"seq_id {seq_id} was already used; this model's next one is {self.next}."
@@ -132,7 +132,7 @@ class Turns:
             start()
 
     def skip(self, seq_id: int) -> None:
-        """Count a rejected request as done: its client has moved on."""
+        """Count a rejected request as done, because the client goes on to the next number."""
         if seq_id >= self.next and seq_id not in self._waiting:
             self.submit(seq_id, PendingResult(""), lambda: None)
 

@@ -1,4 +1,4 @@
-"""The configuration of a server: the keys of a run for placement, models and engines.
+"""The configuration of a server: a run's keys for placement, models and engines.
 
 `load_config(overrides, SERVE)` returns it.
 """
@@ -71,7 +71,7 @@ class ServeConfig(RunConfig, WorkersConfig):
 
 
 def prepare(config: Any) -> None:
-    """Reject missing models, too short contexts, and shardings and engines that cannot run."""
+    """Reject missing models, contexts that are too short, and unsupported shardings and engines."""
     from trainer.config.checks import check_axes_of, check_ranks
     from trainer.ppo.roles import models_of
     from trainer.rollouts.preflight import check_model, check_rollout
@@ -88,7 +88,7 @@ def prepare(config: Any) -> None:
 
 
 def unplaced_roles(config: ServeConfig) -> dict[str, str]:
-    """Return the optional roles that are on no pool."""
+    """Return the optional roles that no pool has."""
     placed = expand_roles(config.role_mapping)
     optional = ("ref", "critic", "reward_model")
     return {role: f"role_mapping has no {role}" for role in optional if role not in placed}

@@ -1,13 +1,13 @@
-"""Turn the datums of a request into rows of a batch, and results of rows into results of datums.
+"""Turn the datums of a request into rows of a batch, and per-row results into per-datum results.
 
     loss = loss_of(message, role, aliases)
     datums = read_datums(message, loss, limits)     # checked: shapes, numbers, ids, lengths
     batch = batch_of(datums, loss)
     results = of_datums(datums, outputs)
 
-A datum has N input tokens and N targets, which the client has shifted. Its row has one more token,
-which is never read: the targets are the row's responses, and their log-probs are read at the input
-tokens. A datum with K targets per token becomes K rows, and their losses add up.
+A datum has N input tokens and N targets, which the client has already shifted. Its row has N + 1
+tokens, of which the last is never read. The targets are the row's response, and their log-probs are
+computed at the input tokens. A datum with K targets per token becomes K rows, whose losses add up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TARGETS = "target_tokens"
 PRESETS = Path(ppo.__file__).with_name("algorithm")
 LOSS_KEYS = {"clip_ratio", "clip_ratio_low", "clip_ratio_high", "loss_agg_mode"}
 MOST_ENTRIES = 2**25
-"""Entries of all loss inputs of a request; a sparse tensor has more of them than bytes."""
+"""Maximum entries of a request's loss inputs, which can exceed the bytes of sparse tensors."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Limits:
 
     vocabulary: int
     prompt: int
-    """Longest prompt of a sample."""
+    """Longest prompt for sampling, in tokens."""
     response: int
-    """Longest response of a sample."""
+    """Longest sampled response, in tokens."""
 
     @property
     def context(self) -> int:
-        """Longest row of a training request."""
+        """Longest row of a training request, in tokens."""
         return self.prompt + self.response
 
     def check_tokens(self, tokens: Array, what: str, longest: int | None = None) -> None:
@@ -77,20 +77,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Datum:
-    """A client's datum: input ids, and loss inputs [N] or [N, K] by name."""
+    """A client's datum: the input ids, and the loss inputs by name, each [N] or [N, K]."""
 
     tokens: Sequence[int]
     inputs: Mapping[str, Array]
 
     @property
     def targets(self) -> Array:
-        """[N] or [N, K]: the targets of each token."""
+        """The targets of each token, [N] or [N, K]."""
         return self.inputs[TARGETS]
 
 
 @dataclass(frozen=True)
 class RequestLoss:
-    """The loss of a request, its inputs, and its checked settings."""
+    """The loss of a request, the loss inputs that it reads, and its checked settings."""
 
     name: str
     inputs: LossInputs
@@ -101,9 +101,9 @@ NO_LOSS = RequestLoss("", LossInputs(()), {})
 
 
 def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
-    """Return the datums of a request, with the inputs that the loss reads.
+    """Check the datums of a request, and return them with the inputs that the loss reads.
 
-    A forward-only request needs them only if its loss is a sum over tokens.
+    A forward-only request needs the inputs only if its loss is a sum over tokens.
     """
     if not message.data:
         raise BatchError("the request has no datums.")
@@ -150,7 +150,7 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
 
 
 def loss_of(message: Any, role: str, aliases: Mapping[str, str]) -> RequestLoss:
-    """Return the loss of a request and its settings, checked."""
+    """Check the loss of a request and its settings, and return them."""
     name: str = aliases.get(message.loss_fn, message.loss_fn)
     loss, preset = algorithm_losses().get(name, (name, {}))
     settings = {**preset, **{entry.key: entry.value for entry in message.loss_fn_config}}
@@ -173,7 +173,7 @@ def loss_of(message: Any, role: str, aliases: Mapping[str, str]) -> RequestLoss:
 
 @cache
 def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return loss and settings of the algorithms whose actor loss is one policy loss."""
+    """Return the loss and settings of each preset whose actor loss is a single policy loss."""
     losses = {}
     for file in PRESETS.glob("*.yaml"):
         actor: Any = OmegaConf.to_container(OmegaConf.load(file).actor_rollout_ref.actor)
@@ -185,7 +185,7 @@ def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
-    """Return the rows of datums, with the columns that a pass and the loss read."""
+    """Return the datums as a batch of rows with the columns that a pass and the loss read."""
     names = {name for datum in datums for name in datum.inputs}
     if MASK in loss.inputs.columns:
         names.add(MASK)
@@ -210,7 +210,7 @@ def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
 
 
 def of_datums(datums: Sequence[Datum], column: Ragged) -> list[Array]:
-    """Return the numbers of each datum's targets, in the shape of the targets."""
+    """Return the values of each datum's targets, in the shape of the targets."""
     rows = iter(column.rows())
     results = []
     for datum in datums:

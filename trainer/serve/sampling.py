@@ -1,11 +1,11 @@
-"""Run sample requests on the rollout; requests with equal snapshots and settings run together.
+"""Run sample requests on the rollout; requests with the same snapshot and settings are batched.
 
     loop.add(request)
     while loop.has_work:
         loop.pump(seconds=0.2)          # one slice; finished requests get their results
 
-Requests join a running batch of their kind, whichever client sent them. The bits of a sample depend
-only on its snapshot, prompt, settings and noise, not on the other requests in its batch.
+Requests of any client join a running batch of their kind. A sample depends, to the bit, only on its
+snapshot, prompt, settings and noise, not on the other requests in its batch.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from workers.rollout.base import SamplingParams
 from workers.rollout.client import RolloutClient, Submission
 
 FAIR_S = 2.0
-"""After a request of another kind has waited this long, no more requests join a batch."""
+"""No more requests join a batch once a request of another kind has waited this long."""
 GATHER_S, LONGEST_GATHER_S = 0.01, 0.2
-"""A batch starts this long after its last request arrived, or after its first."""
+"""A batch starts this long after the arrival of its last, or at the latest of its first request."""
 SHORTEST = 16
-"""Smallest limit of a batch; limits are powers of two, so that more requests run together."""
+"""Smallest token limit of a batch; limits are powers of two, so that more requests run together."""
 
 NO_SAMPLE: tuple[ArrayLike, ArrayLike, str] = (), (), "length"
 
 
 @dataclass
 class ServedSampler:
-    """A frozen snapshot that a client samples from: a state, and where it is saved."""
+    """A frozen snapshot from which a client samples: a state, and where it is saved."""
 
     sampler_id: str
     state: str
     role: str = "actor"
-    """The role that computes log-probs; others than the actor do not sample."""
+    """The role that computes log-probs; only the actor also samples."""
     path: SavedPath | None = None
     shown_path: str | None = None
     """The path in the client's request."""
@@ -64,22 +64,22 @@ class SampleRequest:
     prompt: list[int]
     max_tokens: int
     params: SamplingParams
-    """The settings of the batch, with its limit of tokens."""
+    """The sampling settings of the batch, with the token limit of the batch."""
     targets: Array | None
-    """[prompt - 1, K]: ids whose log-probs are wanted, -1 for none."""
+    """Ids whose log-probs are wanted, [prompt - 1, K], with -1 for none."""
     prompt_log_probs: Array
     """NaN until they are computed."""
     target_log_probs: Array | None = None
     pending: PendingResult = field(init=False)
     sequences: dict[int, tuple[ArrayLike, ArrayLike, str]] = field(default_factory=dict)
-    """Sample number -> its tokens, log-probs, and the reason why it ended; none of a score."""
+    """Maps a sample's number to (tokens, log-probs, finish reason); empty without sampling."""
     since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(
         cls, body: SampleBody, sampler: ServedSampler, limits: Limits, eos: tuple[int, ...]
     ) -> SampleRequest:
-        """Check a request against the server's limits; `eos` is the default stop."""
+        """Check a request against the server's limits; `eos` are the default stop tokens."""
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         samples = sampler.role == "actor"
         limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt if samples else None)
@@ -120,12 +120,12 @@ class SampleRequest:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Key of the requests that may run together."""
+        """Requests with equal keys may run together."""
         return self.sampler.role, self.sampler.state, self.params
 
     @property
     def noise_name(self) -> str:
-        """Name of the noise, which does not depend on other clients."""
+        """Name of the random noise, which does not depend on other clients."""
         seed = self.body.sampling_params.seed
         sequence = self.sampler.sampler_id.rpartition(":")[2]
         return f"{sequence}/{self.body.seq_id}" if seed is None else f"seed {seed}"
@@ -158,7 +158,7 @@ class Batch(Submission):
         super().__init__(DataProto.from_dict(columns, {"uid": uids}, meta))
 
     def add(self, numbers: Sequence[int], samples: DataProto) -> None:
-        """Add the samples of the rows with these numbers, and finish requests."""
+        """Add the samples of the rows with these numbers, and finish complete requests."""
         super().add(numbers, samples)
         columns: dict[str, Any] = samples.columns
         tokens, log_probs = (columns[n].rows() for n in ("responses", "rollout_log_probs"))
@@ -172,7 +172,7 @@ class Batch(Submission):
 
 
 class SamplingLoop:
-    """The queue of sample requests, and the batches on the rollout; only one thread uses it."""
+    """The queue of sample requests, and the batches on the rollout; used by one thread only."""
 
     def __init__(self, ops: TrainingOps, pad: int) -> None:
         self._ops, self._pad = ops, pad
@@ -190,12 +190,12 @@ class SamplingLoop:
 
     @property
     def _running(self) -> list[SampleRequest]:
-        """The requests of the batches on the rollout."""
+        """The requests of all batches on the rollout."""
         batches: Any = self._client.submissions.values()
         return [request for batch in batches for request in batch.requests]
 
     def pump(self, seconds: float) -> None:
-        """Start requests, and let the rollout work for this long, or until it is done."""
+        """Start requests, and let the rollout work for this many seconds, or until it is done."""
         if self._is_gathering():
             time.sleep(GATHER_S / 4)
             return
@@ -216,7 +216,7 @@ class SamplingLoop:
             self._fail_all(batch, error)
 
     def _is_gathering(self) -> bool:
-        """Return True while requests arrive close together."""
+        """Return True while further requests are likely to arrive and join the batch."""
         if self._running or not self._waiting:
             return False
         now, oldest, newest = time.monotonic(), self._waiting[0].since, self._waiting[-1].since
@@ -237,7 +237,7 @@ class SamplingLoop:
         return batch
 
     def _start(self, batch: Sequence[SampleRequest]) -> None:
-        """Send requests to the rollout; a role that does not sample has only scores."""
+        """Send requests to the rollout; those to a role that only scores are already complete."""
         if batch[0].sampler.role != "actor":
             for request in batch:
                 request.finish()
@@ -248,7 +248,7 @@ class SamplingLoop:
         self._client.submit(Batch(batch, width, self._pad))
 
     def _score_prompts(self, batch: Sequence[SampleRequest]) -> None:
-        """Compute the prompts' log-probs, values or scores, for the requests that want them."""
+        """Compute log-probs, values or scores of prompts for the requests that ask for them."""
         sampler = batch[0].sampler
         if sampler.path is not None:
             self._ops.restore_state(sampler.state, sampler.path)
@@ -265,7 +265,7 @@ class SamplingLoop:
                 request.target_log_probs = np.where(request.targets < 0, np.nan, log_probs)
 
     def _fail_all(self, batch: Sequence[SampleRequest], error: Exception) -> None:
-        """Fail the batch and the running requests: after an error the rollout has none of them."""
+        """Fail the batch and all running requests; after an error, the rollout drops them."""
         for request in [*batch, *self._running]:
             request.pending.fail(error)
         if self._running:

@@ -1,4 +1,4 @@
-"""Run a server: the API in its own thread, the work on the worker groups in the main thread."""
+"""Run a server: the API in its own thread, and work on the worker groups in the main thread."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainer.serve.work_queue import WorkQueue, started
 SWITCH_S = 0.001
 """Python's thread switch interval while the server runs; the default is 5 ms."""
 KEEP_ALIVE_S = 75
-"""Time that an idle connection stays open; longer than the pauses between a client's requests."""
+"""How long an idle connection stays open; clients pause less between requests."""
 
 
 @contextmanager
 def open_api(work_queue: WorkQueue, host: str, port: int, token: str) -> Iterator[str]:
-    """Context in which clients reach the server at the URL that it returns."""
+    """Context in which clients can reach the server at the returned URL."""
     api = Api(work_queue, token)
     settings = uvicorn.Config(
         api.app(),
@@ -36,7 +36,7 @@ def open_api(work_queue: WorkQueue, host: str, port: int, token: str) -> Iterato
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     listener = settings.bind_socket()
-    # connections inherit it; without it, every small answer waits 40 ms for the client's receipt
+    # connections inherit this; otherwise small responses wait 40 ms for the client's ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(settings)
 

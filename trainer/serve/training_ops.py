@@ -1,7 +1,7 @@
-"""Run requests on the worker groups, for one model's state at a time.
+"""Run requests on the worker groups, with one model's state at a time.
 
-Only one thread at a time is inside `using`, and the actor has the state that this thread named. So
-no request can see the weights, gradients or moments of another model.
+Only one thread at a time is inside `using`, where the role's workers have the state that this
+thread named. So no request can see the weights, gradients or moments of another model.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from workers.training.states import BASE
 from workers.weights.sync import sync_weights
 
 ADAPTERS_IN_MEMORY, MODELS_IN_MEMORY = 16, 2
-"""Frozen snapshots of a model that stay in memory, of adapters and of whole models."""
+"""How many frozen snapshots of a model stay in memory: of adapters, of whole models."""
 SPILLED = "snapshots"
-"""Folder of a run with the snapshots that do not fit into memory."""
+"""Folder of a run for snapshots that do not stay in memory."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ServedModel:
     user_metadata: JsonObject | None = None
     num_steps: int = 0
     failure: str = ""
-    """The error of a `forward_backward` since the last step; the next step fails with it."""
+    """Error of a `forward_backward` since the last optimizer step; the next step fails with it."""
     snapshots: list[str] = field(default_factory=list)
     """Names of the frozen copies in memory, the oldest first."""
     turns: Turns = field(default_factory=Turns)
@@ -68,17 +68,17 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """A role whose model clients train."""
+    """A role whose model clients can train."""
 
     group: Any
     key: str
     """The section of its model in the configuration."""
     model: Any
-    """This section; with `lora_rank` 0, all weights are trained."""
+    """That section; with `lora_rank=0`, all weights are trained."""
     output: str
-    """The column that a pass computes."""
+    """The column that a forward pass computes."""
     field: str
-    """The name of this column in a client's result."""
+    """The name of that column in a client's result."""
 
 
 class TrainingOps:
@@ -88,7 +88,7 @@ class TrainingOps:
         self.config, self.checkpoints = config, checkpoints
         self.actor, self.rollout = groups["actor"], groups["rollout"]
         self.scorers = {role: groups[role] for role in groups if role not in ("actor", "rollout")}
-        """The other roles that the configuration places: references, critics, reward models."""
+        """The other roles in the configuration: references, critics, reward models."""
         policy, critic = config.actor_rollout_ref.model, config.critic.model
         actor = TrainedRole(self.actor, "actor_rollout_ref.model", policy, "log_probs", "logprobs")
         self.trained = {"actor": actor}
@@ -98,20 +98,20 @@ class TrainingOps:
             )
         self._lock = threading.RLock()
         self.states: dict[str, str] = {}
-        """Name of a state in memory -> the role whose model it is."""
+        """Maps the name of a state in memory to the role whose model it is a state of."""
         self._synced: str | None = None
         self._versions = count(1)
 
     @contextmanager
     def using(self, state: str, role: str) -> Iterator[Any]:
-        """Inside the block, the group of a role has this state, and no other thread uses it."""
+        """Context in which a role's group has this state, and no other thread can use it."""
         with self._lock:
             group = self.trained[role].group
             group.use_state(state)
             yield group
 
     def create(self, model: ServedModel) -> JsonObject:
-        """Add a model that starts with the base weights."""
+        """Add a model that starts from the base weights."""
         with self._lock:
             group = self.trained[model.role].group
             group.add_state(model.name, model.rank, model.seed, list(model.frozen))
@@ -140,7 +140,7 @@ class TrainingOps:
     def forward_backward(
         self, model: ServedModel, datums: Sequence[Datum], loss: RequestLoss
     ) -> bytes:
-        """Add the gradients of a loss to the model's."""
+        """Add the gradients of a loss to the model's gradients."""
         batch, trained = batch_of(datums, loss), self.trained[model.role]
         counts = None
         if not isinstance(loss.inputs, TokenSum):
@@ -156,7 +156,7 @@ class TrainingOps:
         return training_output(trained.field, outputs, metrics)
 
     def optim_step(self, model: ServedModel, settings: OptimStepSettings) -> JsonObject:
-        """Take an optimizer step, unless a `forward_backward` before it failed."""
+        """Take an optimizer step; raise if a `forward_backward` since the last step failed."""
         with self.using(model.name, model.role) as group:
             if model.failure:
                 failure, model.failure = model.failure, ""
@@ -191,9 +191,10 @@ class TrainingOps:
             group.save_checkpoint(str(folder / model.role), step, contents)
 
     def load(self, model: ServedModel, path: SavedPath, with_optimizer: bool) -> JsonObject:
-        """Load the weights of a checkpoint into a model, with moments on request.
+        """Load a checkpoint's weights into a model, and its optimizer state on request.
 
-        A model without a state gets one. The base and the rank must be those of the checkpoint.
+        A model without a state gets one. Its base model and rank must equal those of the
+        checkpoint.
         """
         metadata, base = self.checkpoints.metadata(path), self.trained[model.role].model.path
         if path.kind != "weights" and with_optimizer:
@@ -222,7 +223,7 @@ class TrainingOps:
         return {"path": str(path), "model_id": model.name}
 
     def snapshot(self, model: ServedModel, name: str) -> JsonObject:
-        """Copy the weights to a frozen state; only the newest copies stay in memory."""
+        """Copy the weights to a frozen state; older copies are moved from memory to disk."""
         most = ADAPTERS_IN_MEMORY if model.rank else MODELS_IN_MEMORY
         with self._lock:
             self.trained[model.role].group.copy_state(model.name, name)
@@ -235,18 +236,18 @@ class TrainingOps:
         return {"sampling_session_id": name}
 
     def spilled(self, model: str, snapshot: str) -> SavedPath:
-        """Return the path of a snapshot that is on disk."""
+        """Return the path of a snapshot on disk."""
         return SavedPath(model, SPILLED, snapshot.rpartition(":")[2])
 
     def restore_state(self, state: str, path: SavedPath) -> None:
-        """Load a state for sampling from its checkpoint if it is not in memory."""
+        """Load a sampler's state from its checkpoint if it is not in memory."""
         with self._lock:
             if state not in self.states:
                 metadata = self.checkpoints.metadata(path)
                 self.load(ServedModel(state, metadata["role"], metadata["rank"]), path, False)
 
     def send_to_rollout(self, state: str) -> None:
-        """Send the weights of a state to the rollout if it has others."""
+        """Send the weights of a state to the rollout unless it has them already."""
         with self._lock:
             if state == self._synced:
                 return
@@ -259,19 +260,19 @@ class TrainingOps:
     def score(self, state: str, role: str, datums: Sequence[Datum]) -> list[Array]:
         """Return log-probs at temperature 1, a critic's values, or a reward model's scores.
 
-        Target i is scored as the token after token i, also if the row has another token there. A
-        reward model has one score per row, at its last token, and NaN elsewhere.
+        Target i is scored as the token after token i, even if the row has another token there. A
+        reward model gives one score per row, at the last token, and NaN at other tokens.
         """
         return of_datums(datums, self._outputs(state, role, batch_of(datums))) if datums else []
 
     def _outputs(self, state: str, role: str, batch: DataProto) -> Ragged:
-        """Return the column that a role computes of a batch."""
+        """Return the column that a role computes for a batch."""
         if role in self.trained:
             with self.using(state, role) as group:
                 results = group.forward(batch)
         else:
             group = self.scorers[role]
-            # in the actor's process, a reference uses the actor's weights
+            # a reference in the actor's process uses the actor's weights
             shares = group.shares_processes_with(self.actor)
             with self.using(BASE, "actor") if shares else nullcontext():
                 results = group.forward(batch)

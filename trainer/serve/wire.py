@@ -1,9 +1,9 @@
-"""Read and write the protocol's protobuf messages; tensors in them are numpy arrays.
+"""Read and write the protocol's protobuf messages; their tensors become numpy arrays.
 
     request = parse("ForwardBackwardRequest", body)
     body = training_output("logprobs", [log_probs_of_datum, ...], {"loss:sum": 1.5})
 
-The messages are in `messages.proto`. They have a separate descriptor pool, so that the SDK can be
+`messages.proto` defines the messages. They have their own descriptor pool, so that the SDK can be
 imported in the same process.
 """
 
@@ -33,7 +33,7 @@ STOP_REASONS = {"stop": 0, "length": 1}
 
 
 def _messages() -> dict[str, Any]:
-    """Return the classes of `messages.proto`, whose syntax this function knows in part."""
+    """Return the classes of `messages.proto`; only the syntax that this file uses is parsed."""
     text = Path(__file__).with_name("messages.proto").read_text()
     file = descriptor_pb2.FileDescriptorProto(name="serve.proto", package="serve", syntax="proto2")
     for name, fields in MESSAGE.findall(text):
@@ -53,7 +53,7 @@ CLASSES = _messages()
 
 
 def parse(name: str, body: bytes) -> Any:
-    """Return the message in these bytes."""
+    """Parse these bytes as the message `name`."""
     message = CLASSES[name]()
     try:
         message.ParseFromString(body)
@@ -63,7 +63,7 @@ def parse(name: str, body: bytes) -> Any:
 
 
 def tensor_of(message: Any, what: str) -> Array:
-    """Return a tensor as a dense array; entries that a sparse tensor omits are 0."""
+    """Return a tensor as a dense array, with 0 for entries that a sparse tensor omits."""
     shape = [*message.shape]
     try:
         dtype = DTYPES[message.dtype]
@@ -84,7 +84,7 @@ def tensor_of(message: Any, what: str) -> Array:
 
 
 def tokens_of(chunks: Sequence[Any], what: str) -> list[int]:
-    """Return the tokens of a model input, whose chunks of text are joined."""
+    """Return the tokens of a model input's text chunks, joined."""
     tokens: list[int] = []
     for number, chunk in enumerate(chunks):
         if not chunk.HasField("encoded_text"):
@@ -98,7 +98,7 @@ def tokens_of(chunks: Sequence[Any], what: str) -> list[int]:
 
 
 def training_output(field: str, outputs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
-    """Return the result of a forward or backward pass: this field of each datum, and metrics."""
+    """Return the result of a forward or backward pass: `field` for each datum, and metrics."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     rows = [np.ascontiguousarray(row, "<f4") for row in outputs]
     for trailing_shape, group in groupby(rows, lambda row: row.shape[1:]):

@@ -1,11 +1,11 @@
-"""The work of a server: the API queues it here, and the main thread runs it on the worker groups.
+"""The work of a server: the API queues it, and the main thread runs it on the worker groups.
 
     requests ──> api (event loop's thread) ──> queue ──> this thread: actor      (training)
                                                     └──> rollout                 (samples)
 
 The main thread runs every request that needs the actor, one after the other. If rollout and actor
-share processes, samples run in the main thread between these requests. Otherwise samples run in a
-thread of their own, at the same time as training.
+share processes, samples run in the main thread between these requests. Otherwise samples run in
+their own thread, at the same time as training.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from workers.models.folder import model_folder, read_hf_config
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.05
-"""Samples run in slices of this length, and training requests run between two slices."""
+"""Samples run in slices of this many seconds; training requests run between slices."""
 Jobs = queue.SimpleQueue[Callable[[], object]]
 
 
 class WorkQueue:
-    """Data on the base model for the API, and the queues of work."""
+    """The queues of work, and what the API needs to know about the base model."""
 
     def __init__(self, config: Any, groups: Any, aliases: Mapping[str, str]) -> None:
         path, data = config.actor_rollout_ref.model.path, config.data
@@ -48,7 +48,7 @@ class WorkQueue:
         vocabulary = read_hf_config(folder).get_text_config().vocab_size
         self.base_model: str = path
         self.names = {path, str(folder), folder.name}
-        """The names by which clients may ask for the model."""
+        """The names by which clients can refer to the base model."""
         self.aliases = aliases
         self.notice = "; ".join(
             f"the loss {name} is computed as {other} by this server"
@@ -77,7 +77,7 @@ class WorkQueue:
         self._work.put(job)
 
     def drop(self, states: Collection[str]) -> None:
-        """Queue the deletion of states, after the work that was queued before."""
+        """Queue the deletion of states behind the work that is already queued."""
         self._work.put(partial(self.ops.drop, states))
 
     def sample(self, request: SampleRequest) -> None:
@@ -94,7 +94,7 @@ class WorkQueue:
             sampler.join()
 
     def _run(self, jobs: Jobs) -> None:
-        """Run the jobs of a queue; samples run in slices while no job waits."""
+        """Run the jobs of a queue; while no job waits, run slices of sampling."""
         while not self._is_over:
             has_samples = jobs is self._samples and self.sampling.has_work
             try:
@@ -103,15 +103,15 @@ class WorkQueue:
                 self.sampling.pump(SLICE_S)
 
     def stop(self) -> None:
-        """End `run`; from any thread or a signal's handler."""
+        """End `run`; may be called from any thread or a signal handler."""
         self._is_over = True
         for jobs in (self._work, self._samples):
-            jobs.put(lambda: None)  # wakes its thread
+            jobs.put(lambda: None)  # wakes the thread
 
 
 @contextmanager
 def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[WorkQueue]:
-    """Context with the `WorkQueue` of a configuration, whose groups have loaded their models."""
+    """Context with a `WorkQueue` for this configuration, whose groups have loaded their models."""
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         folder = Path(config.trainer.default_local_dir)
