@@ -1,7 +1,7 @@
 """Record the state of each generator and of the trainer: busy, waiting, or syncing weights.
 
-The driver's threads enter these states, each step logs their seconds, and the report of a stall
-names who waits for what:
+The driver's threads enter these states, every step logs the seconds spent in each, and the report
+of a stall says who waits for what:
 
     activity = Activity()
     with activity.of("generator 0").busy("generate"):
@@ -29,7 +29,7 @@ VERBS = {
 
 
 class ActivityState(NamedTuple):
-    """A role's state, and the time when it began."""
+    """A role's state and the time when it began."""
 
     name: str
     what: str
@@ -37,11 +37,12 @@ class ActivityState(NamedTuple):
 
 
 class Activity:
-    """The states of named roles, such as `generator 0` and `trainer`.
+    """The states of roles by name, such as `generator 0` and `trainer`.
 
-    After the first block of any role, every role is always in one state: that of its innermost open
-    block, or waiting if no block is open. Its seconds add up to the wall time, minus the time in
-    the state `gone`. One thread enters the blocks of a role; any thread may read them.
+    A role enters a state with a `with` block. From the first block of any role on, every role is in
+    exactly one state: that of its innermost open block, or waiting if no block is open. Its seconds
+    add up to the wall time, minus the time in the state `gone`. One thread enters the blocks of a
+    role; any thread may read its seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,12 +53,12 @@ class Activity:
         self.lock = threading.RLock()
 
     def of(self, role: str) -> RoleActivity:
-        """Return the states of a role; before the first call it counts as waiting."""
+        """Return the states of a role, which is added as waiting if it is new."""
         with self.lock:
             return self._roles.setdefault(role, RoleActivity(self))
 
     def now(self, begins: bool = False) -> float:
-        """Return the seconds since the first block, which comes after the models are loaded."""
+        """Return the seconds since the first block; models are loaded before that."""
         if begins and self._began is None:
             self._began = self._clock()
         return 0.0 if self._began is None else self._clock() - self._began
@@ -69,7 +70,7 @@ class Activity:
             return {name: role.seconds(now) for name, role in self._roles.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return a step's metrics: `async/<role>/<state>_s` since the last call."""
+        """Return the metrics `async/<role>/<state>_s`: seconds since the last call."""
         before, self._logged = self._logged, self.seconds()
         return {
             f"async/{role.replace(' ', '_')}/{state}_s": spent - before.get(role, {}).get(state, 0)
@@ -78,7 +79,7 @@ class Activity:
         }
 
     def who_waits(self) -> str:
-        """Describe every role's state for the report of a stall; the longest wait comes first."""
+        """Describe every role's state for the report of a stall, the longest wait first."""
         with self.lock:
             now = self.now()
             states = [(name, role.state) for name, role in self._roles.items()]
@@ -92,7 +93,7 @@ class Activity:
 
 
 class RoleActivity:
-    """The states of one role; each is entered by a `with` block."""
+    """The states of one role, each entered with a `with` block."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity

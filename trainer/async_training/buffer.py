@@ -1,12 +1,12 @@
-"""The bounded queue between generators, which generate, and the trainer, which learns.
+"""The bounded queue of samples between the generators and the trainer.
 
     chunk = buffer.begin(generator, weights)    # a generator waits for room and its turn
     buffer.put(chunk)                           # with its samples
     chunks = buffer.take(Demand(16))            # the trainer waits for a batch
     buffer.publish(version)                          # there are newer weights
 
-`async_training.max_inflight_samples` and the largest age of samples limit the open samples, which
-are queued or in generation. One lock guards the buffer and the log of samples.
+Open samples are queued or in generation. `async_training.max_inflight_samples` and `max_staleness`
+limit their number. One lock guards the buffer and the sample log.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
 LOOK_S = 1.0
-"""Seconds between two checks of a wait: its duration, and whether the trainers are alive."""
+"""Seconds between two checks of a wait: whether it takes too long, and the trainers are alive."""
 LOOK_SHARE = 0.05
-"""Maximum fraction of a wait spent on pinging the trainers: thousands of them take long."""
+"""Maximum fraction of a wait spent on pinging the trainers, which takes long for thousands."""
 LOST = "lost with its generator"
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds the queued samples."""
@@ -59,15 +59,15 @@ class StalledError(VerlLikeError, RuntimeError):
 
 
 class WeightVersion(NamedTuple):
-    """Weights that a generator holds or may take; greater is newer."""
+    """The weights that a generator has or may take; a greater value is newer."""
 
     num_swaps: int
-    """Swaps within a version: a validation may use averaged weights."""
+    """Number of swaps within versions, such as to averaged weights for a validation and back."""
     version: int
 
 
 class ExperienceBuffer:
-    """A queue with several generators' threads at one end and the trainer at the other."""
+    """A queue that several generators' threads fill and the trainer empties."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ExperienceBuffer:
         activity: Activity,
         check_trainers: Callable[[], None] = lambda: None,
     ) -> None:
-        """While the trainer waits, `check_trainers` raises if one of its processes is gone."""
+        """While the trainer waits, it calls `check_trainers`, which raises if a process is lost."""
         self.settings = config.async_training
         self._sampler = SAMPLERS.look_up(config.async_training.sampler)()
         self.stream = ChunkStream(config, loader)
@@ -89,7 +89,7 @@ class ExperienceBuffer:
         self._has_turn = threading.Condition(lock)
         """The condition on which generators wait.
 
-        A finished chunk makes no room, so it wakes no generator.
+        A finished chunk makes no room, so it does not wake generators.
         """
         self._queued_at_save: list[SampleChunk] = []
         self._to_validate: list[SampleChunk] = []
@@ -126,10 +126,10 @@ class ExperienceBuffer:
     def begin(
         self, generator: int, weights: WeightVersion, waits: bool = True
     ) -> SampleChunk | None:
-        """Return the next chunk for a generator with these weights; wait for its turn.
+        """Wait for room, and return the next chunk that a generator with these weights may start.
 
-        Return None if the generator has to take newer weights first, if the run is over, or if
-        there is nothing to do now and the generator does not wait.
+        Return None if there are newer weights to take first, if the run is over, or if there is
+        nothing to do now and `waits` is false.
         """
         most = f"at most {self.settings.max_staleness} versions old"
         room = f"room: weights of version {weights.version} may be {most}"
@@ -145,8 +145,9 @@ class ExperienceBuffer:
         return None
 
     def put(self, chunk: SampleChunk) -> None:
-        """Queue a finished chunk; with `on_buffer_full=evict_oldest` a full buffer drops the
-        oldest.
+        """Queue a finished chunk.
+
+        With `on_buffer_full=evict_oldest`, a full buffer drops its oldest chunk.
         """
         assert chunk.samples is not None, "a finished chunk has samples"
         tokens = tokens_by_sample(chunk.samples)
@@ -164,7 +165,7 @@ class ExperienceBuffer:
                 self._look_again()
 
     def lost(self, generator: int) -> int:
-        """Return the chunks of a lost generator to the stream; return their samples' names."""
+        """Hand a lost generator's chunks back to the stream; return their number of samples."""
         with self._change():
             lost = self.in_flight(generator)
             for chunk in lost:
@@ -178,10 +179,10 @@ class ExperienceBuffer:
     # ---------------------------------------------------------------------------- trainer's side
 
     def take(self, demand: Demand) -> list[SampleChunk]:
-        """Wait for the chunks of a batch, as the sampler chooses them, and return them.
+        """Wait until the sampler chooses the chunks of a batch, and return them.
 
-        Raise the error of a generator's thread, `StalledError` if no thread can continue, or
-        `EndOfSamples` if no samples are left.
+        Raise the error of a generator's thread that failed, `StalledError` if no thread can
+        continue, or `EndOfSamples` if no samples are left.
         """
         with self._changed, self._activity.of("trainer").waiting("samples"):
             self._demand = demand
@@ -189,14 +190,14 @@ class ExperienceBuffer:
             try:
                 return self._wait_for(self._take_chosen)
             finally:
-                # before the lock is released, because taken samples are no longer in demand
+                # set before the lock is released: taken samples are no longer in demand
                 self._demand = replace(demand, num_samples=0, attempt=0)
                 self._look_again()
 
     def validate(self, rows: DataProto, generators: Sequence[int]) -> DataProto:
-        """Return the samples of a validation's rows, which are divided among these generators.
+        """Divide the rows of a validation among these generators, and return their samples.
 
-        Call it within `paused`. The part of a lost generator goes to its successor or another
+        Call it within `paused`. The rows of a lost generator go to its replacement or to another
         generator.
         """
         generators = generators[: len(rows)]
@@ -212,21 +213,21 @@ class ExperienceBuffer:
         return concat_rows([part.samples for part in parts if part.samples is not None])
 
     def check(self) -> None:
-        """Raise if the sample log does not add up or disagrees with the buffer about a group."""
+        """Raise if the sample log does not add up, or disagrees with the buffer about a prompt."""
         with self._changed:
             queued = [uid for chunk in self.open.ready for uid in chunk.uids]
             in_flight = [uid for chunk in self.open.in_flight.values() for uid in chunk.uids]
             self.log.check({QUEUED: queued, IN_FLIGHT: in_flight})
 
     def publish(self, version: int) -> None:
-        """Announce weights of this version, which generators load before their next chunk."""
+        """Announce weights of this version, which generators take before their next chunk."""
         with self._change():
             swaps = self.weights.num_swaps + (version == self.version)
             self.weights = WeightVersion(swaps, version)
 
     @contextmanager
     def paused(self, timeout_s: float) -> Iterator[None]:
-        """Let generators finish their chunks; within the block they only validate."""
+        """Wait until generators have finished their chunks; in the block, they only validate."""
         with self._changed:
             self.is_paused = True
             while self.open.in_flight and self._generators and self._failure is None:
@@ -242,7 +243,7 @@ class ExperienceBuffer:
                 self.is_paused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the prompts, the log, and the queued chunks (no samples)."""
+        """Return the position in the prompts, the log, and the queued chunks (but no samples)."""
         with self._changed:
             self._queued_at_save = list(self.open.ready)
             return {
@@ -253,8 +254,9 @@ class ExperienceBuffer:
             }
 
     def write_samples(self, checkpoint: Path) -> None:
-        """With `async_training.on_resume=restore`, write the samples queued at the last
-        `state_dict`.
+        """Write the samples that were queued at the last `state_dict`.
+
+        Only `async_training.on_resume=restore` needs them.
         """
         if self.settings.on_resume != "restore":
             return
@@ -288,7 +290,7 @@ class ExperienceBuffer:
 
     @property
     def generators(self) -> list[int]:
-        """The numbers of the generators whose threads run, sorted."""
+        """The sorted numbers of the generators whose threads are running."""
         with self._changed:
             return sorted(self._generators)
 
@@ -299,7 +301,7 @@ class ExperienceBuffer:
             return num_samples_of(self.open.ready)
 
     def in_flight(self, generator: int | None = None) -> list[SampleChunk]:
-        """Return the chunks that this generator, or any generator, is generating."""
+        """Return the chunks that this generator is generating, or that any generator is."""
         with self._changed:
             chunks = self.open.in_flight.values()
             return [chunk for chunk in chunks if generator in (None, chunk.generator)]
@@ -321,7 +323,7 @@ class ExperienceBuffer:
     def _wait_for(self, find: Callable[[], Result]) -> Result:
         """Wait until `find` returns something, and return it.
 
-        Log who waits for whom if it takes long, and raise the error of a lost trainer.
+        Log who waits for what if it takes long, and raise the error of a generator or trainer.
         """
         began, warns_after = time.monotonic(), self.settings.warn_after_idle_s
         checks_at, warns_at = began + LOOK_S, began + warns_after
@@ -357,7 +359,7 @@ class ExperienceBuffer:
         )
 
     def _take_chosen(self) -> list[SampleChunk]:
-        """Return the batch that the sampler chooses, with a part for each routed trainer rank."""
+        """Return the batch that the sampler chooses, separately for each routed trainer rank."""
         whole = SelectedBatch()
         for view in self.open.views(self._demand, self.version, self._num_taken):
             choice = chosen(self._sampler, view)

@@ -1,4 +1,4 @@
-"""Rules between fields of an asynchronous run, checked before any device is allocated."""
+"""Checks across the keys of an asynchronous run, before any device is allocated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_run(config: AsyncConfig) -> None:
-    """Reject settings that cannot work, with the numbers and the way out."""
+    """Reject settings that cannot work; the error has the numbers and a way out."""
     topology = config.topology
     pools = expand_roles(config.role_mapping)
     for role, (_, generator) in config.generator_roles.items():
@@ -77,7 +77,7 @@ def check_run(config: AsyncConfig) -> None:
                 f"every rank, async_training.sample_routes=[{','.join(pairs)}], or drop one."
             )
 
-    # batches divide among trainer ranks and chunks, and fill rounds
+    # trainer ranks and chunks divide a batch, and batches fill whole rounds
     async_training, ranks = config.async_training, len(topology.routed_ranks)
     batch, total = config.data.train_batch_size, config.data.total_prompts
     last = batch if total is None else total % batch
@@ -143,7 +143,7 @@ def _check_generators(config: AsyncConfig) -> None:
             "async_training.max_inflight_samples, a number of samples."
         )
 
-    # `generator_settings` name existing generators and have valid values
+    # `generator_settings` must name existing generators and have valid values
     for generator, settings in async_training.generator_settings.items():
         where = f"{GENERATOR_SETTINGS}.{generator}"
         if generator >= topology.generators:
@@ -158,7 +158,7 @@ def _check_generators(config: AsyncConfig) -> None:
             if reason := unused_reason(of_generator, f"{ROLLOUT}.{name}"):
                 logger.warning(notice_of([f"{where}.{name}"], reason))
 
-    # engines can take weights in the middle of a generation
+    # the engines must be able to take weights in the middle of a generation
     at_once = async_training.weight_update == "immediate"
     for generator, role in enumerate(topology.roles()):
         rollout = config.rollout_of(generator)
@@ -170,7 +170,7 @@ def _check_generators(config: AsyncConfig) -> None:
                 "between_batches."
             )
 
-    # roles with which generators score have unique names, and weights that are fixed or synced
+    # roles with which generators score need unique names, and weights that are fixed or synced
     roles = config.score_roles
     if async_training.score_on == "generator" and not roles:
         raise ConfigError(
@@ -218,7 +218,7 @@ def check_start(config: AsyncConfig) -> None:
 
 
 def check_engines(config: AsyncConfig) -> None:
-    """Check that each generator's engine is installed and supports its settings."""
+    """Check that each generator's engine is installed and supports the generator's settings."""
     for generator, role in enumerate(config.topology.roles()):
         config_of_generator = config.of_role(role)
         try:

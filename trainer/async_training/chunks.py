@@ -2,9 +2,9 @@
 
 Nothing here waits or locks: the buffer (`trainer.async_training.buffer`) calls it under its lock.
 
-With `update_steps` U and `train_epochs` E a round has U x E steps: U fresh batches in the order in
-which they arrive, then the same batches E - 1 more times, each time in a new order. A new version
-of the weights ends the round.
+With `update_steps` U and `train_epochs` E, a round has U x E steps. It trains on U fresh batches in
+the order in which they arrive, then on the same batches E - 1 more times, each time in a new order.
+At the end of the round, a new version of the weights is published.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl_like.batch.protocol import DataProto
 
 @dataclass(frozen=True)
 class Demand:
-    """Samples that the trainer waits for, and samples that it will need later."""
+    """Number of samples that the trainer waits for, and that it will need later."""
 
     num_samples: int = 0
     attempt: int = 0
@@ -36,7 +36,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Number of updates per batch, and number of batches per weight version."""
+    """The schedule of a run: batches per weight version, and updates per batch."""
 
     update_steps: int
     train_epochs: int
@@ -47,7 +47,7 @@ class Rounds:
 
     @classmethod
     def of(cls, config: AsyncConfig) -> Rounds:
-        """Return the rounds of a run."""
+        """Return the schedule that a configuration describes."""
         async_training = config.async_training
         return cls(
             update_steps=async_training.update_steps,
@@ -72,19 +72,19 @@ class Rounds:
         return self.place(step)[1] == 0
 
     def batch_of(self, step: int) -> int:
-        """Return the position of the step's batch among the fresh batches of its round."""
+        """Return the index of the step's batch among the fresh batches of its round."""
         number, epoch, place = self.place(step)
         return self.order(number, epoch)[place]
 
     def order(self, number: int, epoch: int) -> list[int]:
-        """Return the order of a round's batches in an epoch; the first keeps the arrival order."""
+        """Return the order of a round's batches in an epoch; epoch 0 keeps the order of arrival."""
         if epoch == 0:
             return list(range(self.update_steps))
         order = np.random.default_rng([self.seed, number, epoch]).permutation(self.update_steps)
         return [int(batch) for batch in order]
 
     def num_fresh(self, steps: int) -> int:
-        """Count the fresh batches of the run's first `steps` steps."""
+        """Count the fresh batches in the run's first `steps` steps."""
         cycles, rest = divmod(steps, self.length)
         return cycles * self.update_steps + min(rest, self.update_steps)
 
@@ -95,7 +95,7 @@ class Rounds:
     def demand(
         self, step: int, total_steps: int, samples_of: Callable[[int], int], attempt: int = 0
     ) -> Demand:
-        """Return the number of samples of one draw of a step, and the number that later steps need.
+        """Return the samples that one draw of a step needs, and those that later steps need.
 
         `samples_of` returns the number of samples in one of the loader's batches.
         """
@@ -105,8 +105,7 @@ class Rounds:
         if not self.has_filter:
             total = self.num_fresh(total_steps)
             last_of_version = min(last_of_version, total)
-            # generators may run ahead no further than this, because the staleness limit is lower
-            # there
+            # no need to look further ahead: there the staleness limit stops generators first
             ahead = (self.max_staleness + 1) * self.update_steps
             rest_of_run = sum(map(samples_of, range(batch + 1, min(total, batch + 1 + ahead))))
         samples_left_in_version = sum(map(samples_of, range(batch + 1, last_of_version)))
@@ -126,28 +125,27 @@ class Loader(Protocol):
 class ChunkStream:
     """The loader's batches, cut into chunks in the order of the prompts.
 
-    A chunk whose generator was lost returns to the stream, and is handed out before any later
-    chunk.
+    A chunk whose generator was lost returns to the stream, and is handed out before later chunks.
     """
 
     def __init__(self, config: AsyncConfig, loader: Loader) -> None:
-        """Trainer ranks with their own generators get equal parts of every batch."""
+        """If trainer ranks have their own generators, cut every batch into equal parts for them."""
         self._loader, self._topology = loader, config.topology
         self._prompts_per_call = config.chunk_size
         self._samples_per_prompt = config.actor_rollout_ref.rollout.n
         self.ranks = self._topology.routed_ranks
         self.waiting: list[SampleChunk] = []
-        """Chunks that no generator has, in their order."""
+        """Chunks that no generator has started, in order."""
         self._batches: dict[int, DataProto] = {}
         self._next_batch = self._next_number = 0
 
     @property
     def has_ended(self) -> bool:
-        """True if the loader has no further batch."""
+        """True if the loader has no more batches."""
         return self._loader.num_prompts(self._next_batch) == 0
 
     def offer(self, generator: int) -> SampleChunk | None:
-        """Return the first waiting chunk that this generator may generate; it stays in the stream.
+        """Return the first waiting chunk that this generator may generate, without removing it.
 
         Return None if no prompts are left for this generator.
         """
@@ -160,13 +158,13 @@ class ChunkStream:
             self._cut()
 
     def hand_back(self, chunks: Iterable[SampleChunk]) -> None:
-        """Return these chunks to the stream, in order; they are handed out next."""
+        """Put these chunks back into the stream in order, to be handed out next."""
         self.waiting = sorted([*self.waiting, *chunks], key=lambda chunk: chunk.number)
 
     def rows(self, chunk: SampleChunk) -> DataProto:
         """Return a row for each sample of a chunk."""
         if chunk.batch not in self._batches:
-            # chunks come batch by batch: two are enough for those that overlap
+            # chunks come batch by batch, so rows of two batches are enough where batches overlap
             self._batches = dict(list(self._batches.items())[-1:])
             self._batches[chunk.batch] = self._loader.batch(chunk.batch)
         prompts = self._batches[chunk.batch][chunk.start : chunk.stop]
@@ -179,7 +177,7 @@ class ChunkStream:
         return self._loader.num_prompts(batch) * self._samples_per_prompt
 
     def state_dict(self, being_made: Iterable[SampleChunk] = ()) -> dict[str, Any]:
-        """Return the stream's position, with the chunks that a resume has to generate again."""
+        """Return the stream's position, including chunks that a resume has to generate again."""
         waiting = sorted([*self.waiting, *being_made], key=lambda chunk: chunk.number)
         return {
             "next_batch": self._next_batch,
@@ -213,10 +211,10 @@ class ChunkStream:
 
 
 class OpenChunks:
-    """Chunks that are queued or in flight, and the limit of their number."""
+    """Chunks that are queued or in flight, and the limit on their samples."""
 
     def __init__(self, config: AsyncConfig, stream: ChunkStream) -> None:
-        """Limit the open chunks by `async_training.max_inflight_samples` and the age of samples."""
+        """Limit open chunks by `async_training.max_inflight_samples` and by staleness."""
         self._settings, self._seed = config.async_training, config.trainer.seed
         self._samples_per_version = config.async_training.update_steps * samples_per_batch(config)
         self._limit = open_at_once(config)
@@ -225,15 +223,15 @@ class OpenChunks:
         self.ready: list[SampleChunk] = []
         """The queued chunks, in the order in which they arrived."""
         self.in_flight: dict[int, SampleChunk] = {}
-        """Number -> chunk that a generator is generating."""
+        """Maps the number of a chunk to the chunk, while a generator generates it."""
 
     @property
     def is_too_full(self) -> bool:
-        """True if the oldest chunk must be evicted, with `on_buffer_full=evict_oldest`."""
+        """True if `on_buffer_full=evict_oldest` is set, and the oldest chunk must be evicted."""
         return self._evicts and num_samples_of(self.ready) > self._limit
 
     def has_room(self, chunk: SampleChunk, lag: int, demand: Demand) -> bool:
-        """Return whether one more chunk may start, with weights that are `lag` versions old."""
+        """Return whether this chunk may start with weights that are `lag` versions old."""
         before = [other for other in self._stream.waiting if other.number < chunk.number]
         opened = [*self.ready, *self.in_flight.values(), chunk, *before]
         if not self._evicts and num_samples_of(opened) > self._limit:
@@ -246,12 +244,12 @@ class OpenChunks:
         return num_samples_of(of_rank) <= room // len(self._stream.ranks)
 
     def views(self, demand: Demand, version: int, number: int) -> Iterator[BufferView]:
-        """Yield what a sampler sees of each trainer rank with generators, or of all ranks.
+        """Yield a sampler's view per trainer rank with its own generators, or one of all ranks.
 
-        `number` counts the batches before this one.
+        `number` is the number of batches before this one.
         """
         ranks = self._stream.ranks
-        # one past the highest chunk that was ever started and is still open
+        # one past the highest number of an open chunk
         horizon = max([chunk.number for chunk in self.ready] + [*self.in_flight, -1]) + 1
         ready = by_first((chunk.rank, chunk) for chunk in self.ready)
         coming = by_first((chunk.rank, chunk) for chunk in self.in_flight.values())

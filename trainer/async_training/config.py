@@ -1,4 +1,4 @@
-"""The whole configuration tree of an asynchronous run: PPO's, and the section `async_training`."""
+"""The configuration tree of an asynchronous run: PPO's tree and the section `async_training`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HAS_MAX_AGE = When(
 
 @dataclass(kw_only=True)
 class GeneratorSettings(Section):
-    """Settings in which a generator differs from `actor_rollout_ref.rollout`; null keeps those."""
+    """Settings of a generator that differ from `actor_rollout_ref.rollout`; null: no difference."""
 
     name: str | None = None
     dtype: str | None = None
@@ -48,7 +48,7 @@ class GeneratorSettings(Section):
     gpu_memory_utilization: float | None = None
 
     def chosen(self) -> dict[str, Any]:
-        """Return the keys that are set, with their values."""
+        """Return the keys that are not null, with their values."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -135,7 +135,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def child_pools(self) -> frozenset[str]:
-        """The generators' pools, because they generate while the driver trains."""
+        """The generators' pools, which generate while the driver trains."""
         pools = expand_roles(self.role_mapping)
         return frozenset(
             pools[generator_role(generator)] for generator in range(self.async_training.generators)
@@ -160,22 +160,22 @@ class AsyncConfig(PPOConfig):
 
     @property
     def steps_per_version(self) -> int:
-        """Steps of a round, after which new weights are published."""
+        """Number of steps of a round, after which new weights are published."""
         return self.async_training.update_steps * self.steps_per_batch
 
     @property
     def steps_per_batch(self) -> int:
-        """Steps that train on the same samples."""
+        """Number of steps that train on the same samples."""
         return self.async_training.train_epochs
 
     @property
     def chunk_size(self) -> int:
-        """Prompts per chunk: as configured, or a batch divided equally among the generators."""
+        """Number of prompts per chunk: as configured, or the batch divided by the generators."""
         prompts = self.async_training.prompts_per_call
         return self.topology.chunk_size(self.data.train_batch_size) if prompts is None else prompts
 
     def chunks_in_parallel(self, generator: int) -> int:
-        """Number of chunks that a generator begins together."""
+        """Number of chunks that a generator starts together."""
         if self.async_training.prompts_per_call is not None or self.topology.routed_ranks == [
             ANY_RANK
         ]:
@@ -184,7 +184,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def score_roles(self) -> dict[str, str]:
-        """Names at generator 0 of the roles with which every generator scores -> their classes."""
+        """Maps the roles with which each generator scores, as named at generator 0, to classes."""
         if self.async_training.score_on == "trainer":
             return {}
         inactive, roles = inactive_roles(self), {}
@@ -196,7 +196,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def generator_roles(self) -> dict[str, tuple[str, int]]:
-        """Every role of every generator -> its name at generator 0, and the generator's number."""
+        """Maps every role of every generator to (its name at generator 0, generator number)."""
         generators, kinds = range(self.async_training.generators), ["rollout", *self.score_roles]
         return {
             role_on(kind, generator): (kind, generator)
@@ -205,21 +205,21 @@ class AsyncConfig(PPOConfig):
         }
 
     def kind_of(self, role: str) -> str:
-        """Return the name that generator 0 has for a role of any generator."""
+        """Return the name at generator 0 of a role of any generator."""
         return self.generator_roles.get(role, (role, 0))[0]
 
     def reads_in(self, role: str) -> str:
-        """Return `gen` for roles of generators, which read samples as they generate them."""
+        """Return `gen` for the roles of generators, which score samples as part of generation."""
         return "gen" if role in ("rollout", *self.score_roles) else super().reads_in(role)
 
     def prompts_per_call(self, role: str) -> int:
-        """Return the prompts per call of a role: a chunk for the roles of generators."""
+        """Return the number of prompts per call of a role; for roles of generators, a chunk's."""
         return self.chunk_size if role in self.generator_roles else super().prompts_per_call(role)
 
     def of_role(self, role: str) -> Self:
         """Return the configuration of a role, with the `generator_settings` of its generator.
 
-        A further generator's reward model gets only its own entry of the rewards.
+        The reward models of generators after the first get only their own entry in `reward.list`.
         """
         kind, generator = self.generator_roles.get(role, (role, 0))
         if kind != role and self.reward.list and kind in model_rewards(self):
@@ -237,7 +237,7 @@ class AsyncConfig(PPOConfig):
         return self.of_role(generator_role(generator)).actor_rollout_ref.rollout
 
     def validators(self, living: Sequence[int]) -> list[int]:
-        """Return the generators that validate: all with the first live generator's settings.
+        """Return the generators that validate: those with the same settings as the first live one.
 
         With `async_training.score_on=generator` the first generator also scores.
         """
@@ -252,7 +252,7 @@ def samples_per_batch(config: AsyncConfig) -> int:
 
 
 def open_at_once(config: AsyncConfig) -> int:
-    """Return how many samples may be queued or in generation at once."""
+    """Return the maximum number of samples that may be queued or in generation."""
     async_training = config.async_training
     num_batches = (async_training.max_staleness + 1) * async_training.update_steps
     return min(

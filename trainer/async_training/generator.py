@@ -5,7 +5,7 @@
         submit chunks, if the queue has room for them
         take what is finished; a chunk with all its samples goes to the queue
 
-The rows of a validation are chunks, too. During a validation, generators get no other chunks.
+The rows of a validation form chunks, too. During a validation, generators get no other chunks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from workers.config import has_environment
 from workers.rollout.client import RolloutClient, Submission
 
 SLICE_S = 0.25
-"""Seconds per take. New weights and the end of a run wait up to this long."""
+"""Seconds per take. New weights, or the end of the run, wait up to this long."""
 TAKES_PER_S = 250
-"""Maximum takes per second by all generators' ranks together; each take is a call by the driver."""
+"""Maximum takes per second over the ranks of all generators; every take is a call by the driver."""
 METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
-"""Role -> its method. All other roles are reward models."""
+"""Maps a role to its scoring method. All other scoring roles are reward models."""
 REWARD_METHOD = "compute_rm_score"
 MADE_BY_GENERATORS = frozenset(
     ["generate_sequences", "submit", "take", REWARD_METHOD, *METHODS.values()]
@@ -44,7 +44,7 @@ MADE_BY_GENERATORS = frozenset(
 
 
 class Generator:
-    """One rollout group and its thread."""
+    """One rollout group, and the thread that drives it."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Generator:
         goes_on_after: Callable[[int, WorkerDiedError, int], bool],
         activity: Activity,
     ) -> None:
-        """The thread begins with `start`. `goes_on_after` handles the loss of its processes.
+        """`start` starts the thread. `goes_on_after` handles the loss of a process of the group.
 
-        With `max_new_tokens_per_call` a take draws that many tokens of each response and does not
-        wait for slow environments. Then new chunks may start before others are finished, and
+        With `max_new_tokens_per_call`, a take samples that many tokens of each response and does
+        not wait for slow environments. New chunks may then start before others are finished, and
         weights arrive between two takes.
         """
         config, self._trainer, self._groups = trainer.config, trainer, trainer.groups
@@ -78,7 +78,7 @@ class Generator:
         self._thread = threading.Thread(target=self._run, name=f"generator {number}", daemon=True)
 
     def start(self) -> None:
-        """Generate until the buffer is closed; a second call does nothing."""
+        """Start the thread, which runs until the buffer is closed; a second call does nothing."""
         if self._thread.ident is None:
             self._buffer.join(self._number)
             self._thread.start()
@@ -105,7 +105,7 @@ class Generator:
         self._buffer.leave(self._number, failure)
 
     def _take_weights(self) -> None:
-        """Bring the group to the newest weights, unless it would have to stop generating."""
+        """Load the newest weights, unless a running generation does not allow it."""
         newest = self._buffer.weights
         if newest > self._weights and (self._takes_weights_within or not self._running):
             with self._activity.syncing(f"weights of version {newest.version}"):
@@ -113,7 +113,7 @@ class Generator:
                 self._weights = WeightVersion(newest.num_swaps, version)
 
     def _submit(self) -> None:
-        """Submit chunks if the queue has room; wait for room if there is nothing else to do."""
+        """Submit chunks if the queue has room; wait for room only if nothing is running."""
         begun: list[SampleChunk] = []
         while len(begun) < self._num_at_once:
             waits = not (self._running or begun)
@@ -135,7 +135,7 @@ class Generator:
         return Submission(rows)
 
     def _take(self) -> None:
-        """Generate; put finished chunks into the queue."""
+        """Generate for one take, and put finished chunks into the queue."""
         with self._activity.busy("generate"):
             finished = self._client.take(self._max_tokens, self._take_s)
         for submission in finished:
@@ -146,7 +146,7 @@ class Generator:
             del self._running[submission]
 
     def _finish(self, chunk: SampleChunk, submission: Submission) -> None:
-        """Give the chunk its samples and, with `score_on=generator`, their scores."""
+        """Store the samples in the chunk and, with `score_on=generator`, score them."""
         chunk.samples = submission.samples()
         if chunk.is_validation:
             return
@@ -159,7 +159,7 @@ class Generator:
             chunk.samples, chunk.metrics = scored
 
     def _replace(self, error: WorkerDiedError) -> None:
-        """Return the chunks of a group that lost a process, and restart it if allowed.
+        """Hand back the chunks of a group that lost a process, and restart the group if allowed.
 
         Raise if the run cannot continue.
         """
@@ -176,7 +176,7 @@ class Generator:
 def score_samples(
     groups: Any, roles: Mapping[str, str], samples: DataProto
 ) -> tuple[DataProto, Metrics]:
-    """Return the samples with the columns of every scoring role of one generator, and metrics.
+    """Add the columns of every scoring role of one generator to the samples; also return metrics.
 
     `roles` maps a role's name at generator 0 to its name at this generator. Each reward model has
     its own column until the trainer adds its scores to those of functions and servers.

@@ -1,10 +1,11 @@
-"""Generators that run while the trainer trains, their queue, and the weights sent to them.
+"""The generators of a run, their queue, and the weights that are sent to them.
 
-`Generators` observes one attempt of the run from outside the loop. After every step it checks that
-the sample log and the queue agree, checkpoints store its state, and the end of the run stops its
-threads.
+`Generators` observes one attempt of the run from outside the loop. It checks after every step that
+the sample log and the queue agree, puts its state into checkpoints, and stops its threads at the
+end of the run.
 
-A lost generator ends the run, or the run continues without it, or it is restarted.
+If a generator is lost, the run ends, or it continues without the generator, or the generator is
+restarted.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from verl_like.files import write_whole
 from verl_like.placement.roles import expand_roles
 
 PAUSE_S = 600.0
-"""Seconds that a validation waits for generators to finish their chunks."""
+"""Seconds that a validation waits until generators have finished their chunks."""
 END_S = 10.0
-"""Seconds that the end of a run waits for generators; short, so that a failed run reports soon."""
+"""Seconds to wait for generators at the end of a run; short, so that a failed run ends soon."""
 
 
 class Generators:
@@ -49,7 +50,7 @@ class Generators:
     name = "async"
 
     def __init__(self, trainer: Any) -> None:
-        """The threads of generators begin with `start`. `trainer` is an `AsyncTrainer`."""
+        """`start` starts the generators' threads. `trainer` is an `AsyncTrainer`."""
         config: AsyncConfig = trainer.config
         self.config, self.run = config, trainer.run
         self.activity, self.rounds = Activity(), Rounds.of(config)
@@ -62,10 +63,10 @@ class Generators:
             for number in range(config.async_training.generators)
         ]
         self._validation_began = 0.0
-        """The time (`time.time`) when generators last paused for a validation."""
+        """The time (`time.time`) at which generators last paused for a validation."""
 
     def start(self) -> None:
-        """Start the generators' threads, the first time."""
+        """Start the generators' threads; a second call does nothing."""
         for generator in self._threads:
             generator.start()
 
@@ -73,18 +74,18 @@ class Generators:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let generators generate only for a validation inside the block."""
+        """Inside the block, let generators generate only for a validation."""
         self.start()
         with self.buffer.paused(PAUSE_S):
             self._validation_began = time.time()
             yield
 
     def validate(self, prompts: DataProto) -> DataProto:
-        """Return the samples of these rows; each validating generator generates an equal number."""
+        """Divide these rows equally among the validating generators, and return their samples."""
         return self.buffer.validate(prompts, self._validators())
 
     def model_role(self, role: str) -> str:
-        """Return the role that scores a validation instead of this reward model's role."""
+        """Return the role that scores a validation in place of this reward model."""
         return role_on(role, self._validators()[0]) if role in self.config.score_roles else role
 
     def _validators(self) -> list[int]:
@@ -106,21 +107,21 @@ class Generators:
         return {role: groups[role] for role in groups if role not in roles}
 
     def check_trainers(self) -> None:
-        """Ping every process that trains, because no call would notice a lost process now."""
+        """Ping every training process: while the trainer waits, no call would notice a lost one."""
         pools = expand_roles(self.config.role_mapping)
         by_pool = {pools[role]: group for role, group in self.others().items()}
         gather(*(group.ping.remote() for group in by_pool.values()))
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """Check that the log and the queue agree about every sample."""
+        """Check that the sample log and the queue agree."""
         self.buffer.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sample log, and the place in the prompts."""
+        """Return the sample log, and the position in the prompts."""
         return self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`; samples that were being generated are generated again."""
+        """Continue from a `state_dict`; unfinished samples are generated again."""
         self.buffer.load_state_dict(state, self.run.checkpoints.resume.start)
 
     def write_files(self, folder: Path) -> None:
@@ -128,7 +129,7 @@ class Generators:
         self.buffer.write_samples(folder)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Stop the generators; check, print and write the log."""
+        """Stop the generators; check, print and write the sample log."""
         self.buffer.close()
         until = time.monotonic() + END_S
         for generator in self._threads:
@@ -141,12 +142,12 @@ class Generators:
 
 
 MOST_RESTARTS = 3
-"""The most restarts of one generator per version of the weights; more would not help."""
+"""Maximum restarts of one generator per version of the weights; more would not help."""
 logger = logging.getLogger(__name__)
 
 
 class LostGenerators:
-    """Handles the loss of a generator as `async_training.on_generator_failure` asks."""
+    """Handles the loss of a generator according to `async_training.on_generator_failure`."""
 
     def __init__(
         self, run: Run, buffer: ExperienceBuffer, init_arguments: Callable[[str], dict[str, Any]]
@@ -161,7 +162,7 @@ class LostGenerators:
 
     def __call__(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
         """Return whether this generator continues; raise if the run cannot."""
-        if self._is_alive(generator):  # a trainer died while it sent weights
+        if self._is_alive(generator):  # a trainer was lost while it sent weights
             raise error
         policy = self._config.async_training.on_generator_failure
         now = generator, self._buffer.version
@@ -173,7 +174,7 @@ class LostGenerators:
                 self._restart(generator)
             except WorkerDiedError as again:
                 return self(generator, again, num_lost=0)
-            except StopRequested:  # a run that is stopping leaves the step to the others
+            except StopRequested:  # while the run stops, the others finish the step
                 if self._ranks_without(generator):
                     raise
                 return False
@@ -197,7 +198,7 @@ class LostGenerators:
         raise RolloutError(f"{subject}: {error} {way_out[policy]}") from error
 
     def _restart(self, generator: int) -> None:
-        """Restart its pool as soon as there is room, and load the models of the pool's roles."""
+        """Restart the pool once the cluster has room for it, and load the models of its roles."""
         pool = self._pools[generator_role(generator)]
         restart, name = partial(self._groups.restart, pool), f"generator {generator}"
         wait_for_room(restart, self._config, name, time.monotonic(), self._look_again)
@@ -218,7 +219,7 @@ class LostGenerators:
         time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without(self, generator: int) -> list[int]:
-        """Return the trainer ranks without a generator, now that this one is gone."""
+        """Mark this generator as gone; return the trainer ranks that have no generator left."""
         self._gone.add(generator)
         topology = self._config.topology
         ranks = range(topology.trainers)

@@ -1,4 +1,4 @@
-"""The generators of an asynchronous run's samples, and the age of their weights."""
+"""Which generator made each sample of an asynchronous run, and how old its weights were."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from verl_like.errors import few
 from workers.columns import count_ones, has_column, read_columns
 
 GENERATOR = "generator"
-"""Column with the number of the generator of each sample."""
+"""Column with the number of the generator that made each sample."""
 
 
 class Origins:
-    """Answers the observers' questions about a step's samples."""
+    """Tells observers where the samples of a step come from."""
 
     def __init__(self, num_trainers: int, log: SampleLog, weights: WeightFeed) -> None:
-        """`num_ranks` trainer ranks get the rows of a batch, in equal chunks.
+        """The rows of a batch go to `num_trainers` trainer ranks in equal chunks.
 
-        `log` is the log in which generators begin their samples.
+        `log` is the sample log to which the generators add their samples.
         """
         self._num_trainers, self.log, self._weights = num_trainers, log, weights
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the draws of the previous step."""
+        """Forget the samples of the previous step."""
         self._uids: list[str] = []
         self._scoring: list[Metrics] = []
-        """Metrics of the generators' scores in this step."""
+        """Metrics from the generators' scoring in this step."""
         self._num_tokens = 0
 
     def batch_of(self, chunks: list[SampleChunk]) -> DataProto:
-        """Return the samples of these chunks in order, with the column of generators."""
+        """Return the samples of these chunks in order, with the column `generator`."""
         chunks.sort(key=lambda chunk: (chunk.rank, chunk.number))
         samples = [chunk.samples for chunk in chunks if chunk.samples is not None]
         batch, sizes = concat_rows(samples), [len(rows) for rows in samples]
@@ -53,7 +53,7 @@ class Origins:
         return batch
 
     def sampling_metrics(self) -> Metrics:
-        """Return the metrics of generators' scores and the number of tokens of this step."""
+        """Return the metrics of the generators' scoring, and the number of tokens of this step."""
         return merge_attempts(self._scoring) | {"async/sampled_tokens": float(self._num_tokens)}
 
     @contextmanager
@@ -67,7 +67,7 @@ class Origins:
             raise
 
     def rows_by_generator(self, batch: DataProto) -> dict[int, list[int]]:
-        """Return the row numbers of each generator."""
+        """Map each generator to the row numbers of its samples."""
         rows: dict[int, list[int]] = {}
         for row, generator in enumerate(batch.non_tensor_batch[GENERATOR].tolist()):
             rows.setdefault(generator, []).append(row)
@@ -85,7 +85,7 @@ class Origins:
         }
 
     def fields(self, batch: DataProto) -> dict[str, list[Any]]:
-        """Return further fields of `rollouts/N.jsonl`."""
+        """Return the fields that an asynchronous run adds to `rollouts/N.jsonl`."""
         return {
             "generator": batch.non_tensor_batch[GENERATOR].tolist(),
             "trainer": self._trainer_ranks(batch),
@@ -93,9 +93,9 @@ class Origins:
         }
 
     def ages(self, batch: DataProto, trained_by: int) -> Metrics:
-        """Return the ages of the samples and of the values from generators' critics.
+        """Return metrics of the age of samples, and of values from the generators' critics.
 
-        `trained_by` is the version of the weights with which the update began.
+        `trained_by` is the version of the weights at the start of the update.
         """
         ages = trained_by - self._versions(batch)
         metrics = {

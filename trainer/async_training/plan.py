@@ -1,4 +1,4 @@
-"""Describe an asynchronous run's plan from its configuration."""
+"""The part of the printed plan that only asynchronous runs have."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan_lines(
 
 
 def _idle_generators(config: AsyncConfig) -> int:
-    """Count the generators without work because too few chunks may be open."""
+    """Count the generators that have no work because too few chunks may be open."""
     ranks = config.topology.routed_ranks
     samples_per_chunk = config.chunk_size * config.actor_rollout_ref.rollout.n
     num_open = open_at_once(config) // len(ranks) // samples_per_chunk

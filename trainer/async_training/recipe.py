@@ -34,11 +34,11 @@ from verl_like.registry import load_object
 
 TRAINER_ROLES = ("actor", "critic", "ref", "reward_model", "teacher")
 PLACEMENTS = {"async": {TRAINER_POOL: TRAINER_ROLES, "generator_0_pool": ["rollout"]}}
-"""No placement presets: a run has a pool per generator, so no preset could name all pools."""
+"""The only preset. Runs differ in the number of generator pools, so `complete` adds the pools."""
 
 
 def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, Sequence[str]]:
-    """Settle pools, roles, devices and correction, where the user did not."""
+    """Choose pools, roles, devices and correction if the user did not set them."""
     if config.async_training.topology is not None:
         generators, trainers = counts(config.async_training.topology)
         config = changed(
@@ -71,7 +71,7 @@ def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, S
 
 
 def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
-    """Return the settings with numbers as keys: `{1: ...}` in a dict or YAML, `.1` in a command."""
+    """Return the settings with integer keys; a command's `.1` and YAML's `1` mean the same."""
     settings = config.async_training.generator_settings
     for generator in settings:
         if not str(generator).isdecimal() or (
@@ -85,7 +85,7 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
 
 
 def _workers(config: AsyncConfig) -> dict[str, str]:
-    """Return the worker classes of generators' roles for which the user chose none."""
+    """Return worker classes for the generators' roles for which the user chose none."""
     classes = {"rollout": ROLLOUT_WORKER, **config.score_roles}
     return {
         role: config.role_workers.get(kind) or classes[kind]
@@ -95,7 +95,7 @@ def _workers(config: AsyncConfig) -> dict[str, str]:
 
 
 def _other_weights(config: AsyncConfig) -> str:
-    """Return the setting that lets samples come from different weights, or ""."""
+    """Return why samples may come from other weights than the trainer's; "" if they cannot."""
     async_training = config.async_training
     if async_training.max_staleness:
         staleness = f"async_training.max_staleness={async_training.max_staleness}"
@@ -108,7 +108,7 @@ def _other_weights(config: AsyncConfig) -> str:
 
 
 def check_async(config: AsyncConfig) -> None:
-    """Check the rules between fields of an asynchronous run."""
+    """Run the checks across the keys of an asynchronous run."""
     from trainer.async_training.checks import check_run
 
     check_run(config)

@@ -1,12 +1,12 @@
-"""Queued chunks of samples, and the samplers that choose a batch from them.
+"""Chunks of samples, and the samplers that choose a batch from the finished ones.
 
     @SAMPLERS.register("newest_first")
     class NewestFirst(BatchSampler):
         def choose(self, view: BufferView) -> SelectedBatch: ...
 
-Set `async_training.sampler` to the dotted path of your own sampler. The buffer calls it whenever
-something has changed. It returns chunks that make exactly one batch, or none if the trainer has to
-wait.
+Set `async_training.sampler` to the dotted path of your own sampler. The buffer calls `choose`
+whenever something has changed. It returns chunks that form exactly one batch, or none if the
+trainer has to wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl_like.signatures import CallSignature, check_call, check_methods
 class SampleChunk:
     """A chunk of a batch: consecutive prompts whose samples one generator generates.
 
-    The rows of a validation belong to no batch: their number is negative.
+    The rows of a validation belong to no batch; such chunks have a negative number.
     """
 
     number: int
@@ -42,25 +42,25 @@ class SampleChunk:
     stop: int = 0
     """The chunk has the prompts `start` to `stop` of the loader's batch."""
     rank: int = ANY_RANK
-    """The trainer rank whose generators may generate it."""
+    """The trainer rank that gets the samples; only its generators may generate the chunk."""
     generator: int = 0
-    """The number of the generator that generates it."""
+    """The number of the generator that generates the chunk."""
     version: int = 0
     """The version of the generator's weights when it started the chunk; no token is older."""
     attempt: int = 0
-    """Batches that this step had generated before, from 0: a refill has different noise."""
+    """How many batches the step generated before this one; the random noise depends on it."""
     uids: list[str] = field(default_factory=list)
     """The uid of each prompt."""
     rows: DataProto | None = field(default=None, repr=False)
-    """One row per sample, while they are being generated."""
+    """One row per sample, until the samples are finished."""
     samples: DataProto | None = field(default=None, repr=False)
     """The finished samples."""
     metrics: Metrics = field(default_factory=dict)
-    """Metrics of the generator's scores."""
+    """Metrics from the generator's scoring."""
 
     @property
     def is_validation(self) -> bool:
-        """True if the chunk has rows of a validation."""
+        """True if the chunk belongs to a validation."""
         return self.number < 0
 
     @property
@@ -70,12 +70,12 @@ class SampleChunk:
         return [(uid, index) for uid in self.uids for index in range(size)]
 
     def place(self) -> dict[str, int]:
-        """Return the position of the chunk's prompts, for JSON."""
+        """Return the position of the chunk's prompts, ready for JSON."""
         names = "number", "num_samples", "batch", "start", "stop", "rank"
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a finished chunk's prompts, generator and version, without its samples."""
+        """Return a finished chunk's prompts, generator and version, but not its samples."""
         fields = {"generator": self.generator, "version": self.version, "uids": self.uids}
         return {"piece": self.place(), **fields}
 
@@ -109,25 +109,25 @@ class BufferView:
     """Version of the trainer's weights."""
     max_staleness: int
     samples_per_version: int
-    """Number of samples that one version of the weights trains on."""
+    """Number of samples that are trained on per weight version."""
     seed: Sequence[int]
     """The seed of this batch: the run's seed and the number of the batch."""
     orphaned: Sequence[SampleChunk] = ()
     """Chunks of a lost generator that wait for another generator."""
     samples_left_in_version: int = 0
-    """Number of samples in later batches before the next version."""
+    """Number of samples that later batches need before the next weight version."""
     drop_older_than: int | None = None
     """`async_training.drop_older_than`, if it is set."""
 
     def samples_until_stale(self, version_made: int) -> int:
-        """Count the samples that later batches use before samples of that version are too stale."""
+        """Count the samples that later batches can use before `version_made` becomes too stale."""
         versions_left = version_made + self.max_staleness - self.version
         return max(self.samples_left_in_version + versions_left * self.samples_per_version, 0)
 
 
 @dataclass
 class SelectedBatch:
-    """The chunks of a batch in order, and chunks to drop, with reasons."""
+    """The chunks of a batch in order, and chunks to drop with the reasons."""
 
     selected: list[SampleChunk] = field(default_factory=list)
     dropped: list[tuple[SampleChunk, str]] = field(default_factory=list)
@@ -142,11 +142,11 @@ class BatchSampler(ABC):
 
 
 class SamplerError(VerlLikeError, RuntimeError):
-    """A sampler's choice is not a batch, or is too old."""
+    """A sampler chose chunks that do not form a batch, or that are too stale."""
 
 
 def chosen(sampler: BatchSampler, view: BufferView) -> SelectedBatch:
-    """Return the sampler's choice; raise unless it is one batch or empty, and not too old."""
+    """Return the sampler's choice; raise unless it is empty, or one batch that is not too stale."""
     batch, name = sampler.choose(view), type(sampler).__name__
     num_samples = num_samples_of(batch.selected)
     if batch.selected and num_samples != view.num_samples:
@@ -179,7 +179,7 @@ SAMPLERS: Registry[type[BatchSampler]] = Registry("sampler", _check)
 
 
 def select_chunks(chunks: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:
-    """Return the first chunks that add up to exactly `num_samples` samples, or none."""
+    """Return the first chunks that fit and add up to exactly `num_samples` samples, or none."""
     taken: list[SampleChunk] = []
     for chunk in chunks:
         if chunk.num_samples <= num_samples:
@@ -189,10 +189,10 @@ def select_chunks(chunks: Iterable[SampleChunk], num_samples: int) -> list[Sampl
 
 
 def urgent_chunks_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[SampleChunk] | None:
-    """Return `ready`, with the chunks first that would be too stale for the next batch.
+    """Move chunks that would be too stale for the next batch to the front of `ready`.
 
-    All samples of a version that remain can then still be used before they become too stale. Return
-    None if a chunk that this batch needs is still being generated.
+    The samples that remain of every version can then still be used in time. Return None if a chunk
+    that must be in this batch is still being generated.
     """
     head: dict[int, SampleChunk] = {}
     for version_made in sorted({chunk.version for chunk in [*ready, *view.in_progress]}):
@@ -212,7 +212,7 @@ def urgent_chunks_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[
 
 
 def _in_time(view: BufferView, ready: Sequence[SampleChunk]) -> SelectedBatch:
-    """Choose the first chunks, after the chunks that would be too stale for the next batch."""
+    """Choose chunks that would be too stale for the next batch, then the first of the others."""
     ordered = urgent_chunks_first(view, ready)
     return (
         SelectedBatch()
@@ -223,7 +223,7 @@ def _in_time(view: BufferView, ready: Sequence[SampleChunk]) -> SelectedBatch:
 
 @SAMPLERS.register("in_order")
 class InOrder(BatchSampler):
-    """Uses prompts in order, and waits for slow chunks."""
+    """Uses prompts in order, so it waits for slow chunks."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
         """Choose the chunks with the lowest numbers, once all of them are finished."""
@@ -241,7 +241,7 @@ class RandomOrder(BatchSampler):
     """Chooses chunks at random, seeded by the run's seed and the batch's number."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
-        """Choose random finished chunks, after the chunks that would become too stale."""
+        """Choose chunks that would become too stale, then random finished ones."""
         order = np.random.default_rng(list(view.seed)).permutation(len(view.ready))
         return _in_time(view, [view.ready[place] for place in order])
 
@@ -254,16 +254,16 @@ class ReadyFirst(BatchSampler):
     """
 
     def choose(self, view: BufferView) -> SelectedBatch:
-        """Choose the chunks that finished first, after chunks that would become too stale."""
+        """Choose chunks that would become too stale, then those that finished first."""
         return _in_time(view, view.ready)
 
 
 @SAMPLERS.register("version_window")
 class VersionWindow(BatchSampler):
-    """Drops old chunks, in addition to the limit of `async_training.max_staleness`."""
+    """Drops chunks that are too old, and uses the oldest of the others first."""
 
     def choose(self, view: BufferView) -> SelectedBatch:
-        """Choose the first chunks within the window, the oldest versions first."""
+        """Choose the chunks within the window, oldest version first; drop the chunks outside."""
         window = view.max_staleness if view.drop_older_than is None else view.drop_older_than
         inside = sorted(view.ready, key=lambda chunk: chunk.version)
         dropped = [chunk for chunk in inside if chunk.version < view.version - window]

@@ -2,8 +2,8 @@
 
     generators ─> queue ─> score ─> advantages ─> { critic ‖ actor } ─> weights ─> generators
 
-`AsyncTrainer.step` is the whole loop. `trainer.async_training.generators` has the rest: the
-generators' threads, the bounded queue, the delivery of weights to generators, and the recovery of
+`AsyncTrainer.step` is the trainer's side. `trainer.async_training.generators` has the rest: the
+generators' threads, the bounded queue, the delivery of weights to generators, and the recovery from
 lost generators.
 """
 
@@ -36,7 +36,7 @@ class AsyncTrainer(PPOTrainer):
     origins: Origins
 
     def __init__(self, run: Run, tokenizer: Any, loader: Any, rewards: Rewards, *ptx: Any) -> None:
-        """The generators' threads start with the first step or validation."""
+        """The generators' threads start at the first step or validation."""
         super().__init__(run, tokenizer, loader, rewards, *ptx)
         self.generators = generators = Generators(self)
         run.add_observer(generators)
@@ -49,7 +49,7 @@ class AsyncTrainer(PPOTrainer):
         """The scored batches of this round, which later epochs train on again."""
 
     def step(self) -> Metrics:
-        """Run PPO's stages on a batch of the queue, or on a batch that its round repeats."""
+        """Run PPO's stages on a batch from the queue, or on a batch that the round repeats."""
         self.generators.start()
         trainer = self.generators.activity.of("trainer")
         with trainer.busy("train"), self.origins.naming_samples(self.run):
@@ -65,7 +65,7 @@ class AsyncTrainer(PPOTrainer):
         return sampled | scored | estimated | updated | synced | speed(self, batch) | aged
 
     def next_batch(self) -> tuple[DataProto, Metrics]:
-        """Return a fresh batch of the queue, or a batch of this round with its scores."""
+        """Return a fresh batch from the queue, scored, or an earlier scored batch of this round."""
         rounds, step = self.rounds, self.global_step
         place, epoch = rounds.batch_of(step), rounds.place(step)[1]
         metrics = {}
@@ -92,7 +92,7 @@ class AsyncTrainer(PPOTrainer):
         return batch
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Balance the ranks, unless `async_training.sample_routes` says which rows a rank gets."""
+        """Balance the ranks, unless routes of samples determine which rows each rank gets."""
         if self.config.topology.routed_ranks == [ANY_RANK]:
             return super().balance(batch)
         return number_rows(batch, self.config), {}
@@ -106,7 +106,7 @@ class AsyncTrainer(PPOTrainer):
 
     @property
     def can_save(self) -> bool:
-        """Return whether the step ends a round; checkpoints do not hold a round's batches."""
+        """Return whether the step ends a round: checkpoints do not store a round's batches."""
         return self.rounds.ends_with(self.global_step)
 
     def replaceable_roles(self) -> frozenset[str]:
@@ -114,25 +114,25 @@ class AsyncTrainer(PPOTrainer):
         return frozenset()
 
     def saved_groups(self) -> dict[str, Any]:
-        """Return all groups except the generators', which may come and go during a run."""
+        """Return all groups except the generators', which a run may lose and restart."""
         return self.generators.others()
 
     def stage_of(self, call: Call, ended_in: str) -> str:
-        """Return `gen` for generators' calls, whatever the trainer does, except in a validation."""
+        """Return `gen` for generators' calls outside of a validation, in any trainer stage."""
         return self.generators.stage_of(call, ended_in)
 
     @classmethod
     def describe(
         cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Describe the work of generators and trainers, then add PPO's paragraphs."""
+        """Describe the work of generators and trainers, followed by PPO's description."""
         assert isinstance(config, AsyncConfig), "this trainer's configuration"
         plan = "\n".join(plan_lines(config, max_columns, brief))
         return [plan, *super().describe(config, max_columns, brief)]
 
     @classmethod
     def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Check the start and every generator's engine, then do what PPO does."""
+        """Check the step to start from and each generator's engine, then prepare as PPO does."""
         assert isinstance(config, AsyncConfig), "this trainer's configuration"
         check_start(config)
         check_engines(config)

@@ -1,10 +1,11 @@
-"""Routes: generators send samples to trainer ranks, which send weights to generators.
+"""Routes: which trainer ranks get a generator's samples, and which rank sends it weights.
 
     topology = Topology.of(*counts("2m1t"))
     print(topology.describe())
 
-The configuration determines them before anything is started. Generator 0 is the role `rollout`,
-generator 1 `rollout_1`, and so on, each on its own pool; the trainers are the ranks of one pool.
+The configuration determines the routes before any process starts. Generator 0 is the role
+`rollout`, generator 1 is `rollout_1`, and so on, each on its own pool. The trainers are the ranks
+of one pool.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
 
 ANY_RANK = -1
-"""Stands for a trainer rank: samples may go to any rank."""
+"""In place of a trainer rank: the samples may go to any rank."""
 Other = TypeVar("Other")
 Route = tuple[int, int]
-"""(sender, receiver): (generator, trainer rank) of experience, (trainer rank, generator) of
-weights.
+"""(sender, receiver): (generator, trainer rank) for samples, (trainer rank, generator) for weights.
 """
 TRAINER_POOL = "trainer_pool"
 """The pool whose ranks are the trainers."""
@@ -75,11 +75,11 @@ class Topology:
         sample_routes: Iterable[Sequence[int]] | None = None,
         weight_routes: Iterable[Sequence[int]] | None = None,
     ) -> Topology:
-        """Return the topology with these routes, or with those of the default rule; checked.
+        """Return the topology with these routes or the default routes, and check it.
 
-        Default sample routes: if there are more generators than trainers, every generator has one
-        trainer; otherwise every trainer has one generator. Default weight routes: every generator
-        has one trainer, and some trainers may send nothing.
+        Default sample routes: if there are more generators than trainers, every generator sends to
+        one trainer; otherwise, every trainer gets samples from one generator. Default weight
+        routes: every generator gets weights from one trainer; some trainers may send none.
         """
         for noun, number in (("generators", generators), ("trainers", trainers)):
             if type(number) is not int or number < 1:
@@ -116,14 +116,14 @@ class Topology:
     def routed_ranks(self) -> list[int]:
         """Return the trainer ranks that have their own generators, or `[ANY_RANK]`.
 
-        `ANY_RANK` means that every generator serves every rank.
+        `ANY_RANK` means that every generator's samples may go to every rank.
         """
         if len(self.experience) == self.generators * self.trainers:
             return [ANY_RANK]
         return list(range(self.trainers))
 
     def generators_for(self, rank: int) -> list[int]:
-        """Return the generators that sample for one of `routed_ranks`."""
+        """Return the generators that generate for one of `routed_ranks`."""
         return list(range(self.generators)) if rank == ANY_RANK else self.generators_of(rank)
 
     @property
@@ -143,7 +143,7 @@ class Topology:
         )
 
     def chunk_size(self, batch: int) -> int:
-        """Return the prompts per chunk such that each generator has one chunk of a batch."""
+        """Return the number of prompts per chunk with which a batch has one chunk per generator."""
         ranks = self.routed_ranks
         part = batch // len(ranks)
         generators = max(len(self.generators_for(rank)) for rank in ranks)
@@ -176,7 +176,7 @@ class Topology:
         return "\n".join(draw_table(rows, width))
 
     def _check_reached(self) -> None:
-        """Check that each generator has a receiver and one sender, and each trainer has samples."""
+        """Check that each generator has receivers and one sender, and each trainer gets samples."""
         senders_of = by_first((generator, str(trainer)) for trainer, generator in self.weights)
         for generator in range(self.generators):
             if not self.trainers_of(generator):
@@ -202,7 +202,7 @@ class Topology:
 
 
 def by_first(pairs: Iterable[tuple[int, Other]]) -> dict[int, list[Other]]:
-    """Group pairs: first member -> second members in order."""
+    """Group pairs: map each first member to its second members, in order."""
     seconds: dict[int, list[Other]] = defaultdict(list)
     for first, second in pairs:
         seconds[first].append(second)
@@ -237,5 +237,5 @@ def _pairs(
 
 
 def _named(noun: str, numbers: Sequence[int]) -> str:
-    """Return words such as `trainer 0, 2`, or a dash if there is none."""
+    """Return words such as `trainer 0, 2`, or a dash if there are no numbers."""
     return f"{noun} {', '.join(map(str, numbers))}" if numbers else "-"

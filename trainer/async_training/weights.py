@@ -1,8 +1,8 @@
-"""Transfer of weights from the trainers to the generators: published once, fetched by each.
+"""Weight transfer from trainers to generators: published once, fetched by each generator.
 
-`publish` is called between two updates, and copies; `deliver` is called in a generator's thread,
-and sends that copy while the trainers go on. A generator that has a copy of the critic gets the
-critic's weights in the same way, after the actor's.
+`publish` is called between two updates and copies the weights. `deliver` is called in a generator's
+thread and sends that copy while the trainers keep working. A generator that has a copy of the
+critic gets the critic's weights in the same way, after the actor's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 class SyncLog:
-    """Bytes, seconds and the driver's memory of each delivery; generators' threads call it."""
+    """Logs the bytes, seconds and driver memory of each delivery. Generators' threads call it."""
 
     def __init__(self, folder: str | Path) -> None:
         """A resumed run appends to its file."""
@@ -38,7 +38,7 @@ class SyncLog:
         self._lock = threading.Lock()
 
     def add(self, generator: int, role: str, figures: Mapping[str, float]) -> None:
-        """Write the figures of a delivery to this role of the generator."""
+        """Write the figures of one delivery to this role of the generator."""
         line = {
             "time": time.time(),
             "version": round(figures["training/weight_version"]),
@@ -71,10 +71,10 @@ class WeightFeed:
         self._critic_version: int | None = None
 
     def send_next(self) -> Metrics:
-        """Publish the weights for the generators, as a new version if a round has ended.
+        """Publish the weights as a new version if a round has ended.
 
-        The averaged weights of a validation, and the policy's own weights after it, keep the
-        number of their version.
+        During a validation, averaged weights, and then the policy's own weights again, are
+        published under the same version.
         """
         version = self.version
         if not self._buffer.is_paused:
@@ -88,13 +88,12 @@ class WeightFeed:
         return metrics
 
     def publish(self, version: int) -> Metrics:
-        """Copy the current weights as this version, on the ranks that send."""
+        """Copy the current weights as this version on the ranks that send them."""
         senders = sorted({sender for sender, _ in self._topology.weights})
         copies = {}
-        # a version is published again after a validation with other weights; the critic's stay the
-        # same
+        # a version is published again around a validation, but the critic's weights do not change
         if CRITIC_COPY in self._groups and version != self._critic_version:
-            # before the actor's, so that a generator never gets older critic weights
+            # before the actor's weights, so that a generator never gets an older critic
             figures = publish_weights(self._groups["critic"], version, senders, self._bucket_mb)
             self._critic_version = version
             copies = {"timing_s/publish_critic_weights": figures["timing_s/publish_weights"]}
@@ -102,7 +101,7 @@ class WeightFeed:
         return metrics | {"training/weight_version": float(version)}
 
     def deliver(self, generator: int) -> int:
-        """Bring a generator to the newest weights, and return their version."""
+        """Send the newest weights to a generator, and return their version."""
         version = self._deliver(generator, "actor", "rollout")
         if CRITIC_COPY in self._groups:
             self._deliver(generator, "critic", CRITIC_COPY)
