@@ -1,1 +1,1 @@
-"""Generation and scoring of prompts, which PPO shares with recipes without training."""
+"""Generation and scoring of samples, shared by PPO and recipes that do not train."""

@@ -1,4 +1,4 @@
-"""Checks of every recipe that samples before a process starts: models, engines, environments."""
+"""Checks before any process starts, for recipes that sample: models, engines, environments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from workers.training.row_proof import SPLITS
 
 
 def check_model(config: Any, key: str, path: str) -> None:
-    """Reject a model that is missing, or has fewer positions than a sample has tokens."""
+    """Reject a model that is missing, or that has fewer positions than a sample may have tokens."""
     limit = num_positions(read_model_config(key, path))
     if config.trainer.simulate is None:
         check_weights(key, path, config.actor_rollout_ref.model)
@@ -42,7 +42,7 @@ def check_model(config: Any, key: str, path: str) -> None:
 
 
 def check_reward_models(config: Any) -> None:
-    """Reject reward models that are missing, too short, or without a score head."""
+    """Reject reward models that are missing, lack a score head, or have too short a context."""
     for number, reward in enumerate(rewards_of(config)):
         if reward.kind == "model":
             key = f"reward.list[{number}].path" if config.reward.list else "reward.model.path"
@@ -51,7 +51,7 @@ def check_reward_models(config: Any) -> None:
 
 
 def check_rollout(config: Any, role: str = "rollout") -> None:
-    """Reject an unknown engine, and engines whose ranks do not divide the role's pool."""
+    """Reject an unknown engine, and a tensor-parallel size that does not divide the role's pool."""
     rollout = config.actor_rollout_ref.rollout
     user_engine(rollout.name)
     pool = expand_roles(config.role_mapping)[role]
@@ -63,17 +63,17 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the "
             f"{ranks} processes of {role}'s pool {pool!r}; values that do: {divisors}."
         )
-    # packages on other machines are not known
+    # the versions on other machines are not known
     elsewhere = joined_cluster(config) or config.trainer.simulate or rollout.server_urls
     if rollout.name == "vllm" and not elsewhere:
         check_version(devices_of(config.trainer).type)
 
 
 def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") -> dict[str, Kind]:
-    """Reject invalid environment code or a chat template that cannot take turns.
+    """Reject invalid environment code, or a chat template that does not allow several turns.
 
-    With a reason in `no_tools_reason`, tools are rejected, too. Return the `Kind` of each
-    environment by name.
+    If `no_tools_reason` is set, also reject tools, with that reason. Return each environment's
+    `Kind` by name.
     """
     if not has_environment(config):
         return {}
@@ -98,7 +98,7 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
 
 
 def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> None:
-    """Set the players of every prompt, if environments have several players."""
+    """Tell the prompt sets the players of every row, if environments have several players."""
     if not any(kind.players for kind in kinds.values()):
         return
     for prompts in prompt_sets:
@@ -107,9 +107,9 @@ def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> N
 
 
 def with_full_paths(config: Any) -> Any:
-    """Return the configuration with absolute paths of an environment's files.
+    """Make the paths of environment files absolute in the configuration.
 
-    Workers may run in another folder.
+    This is needed because workers may run in another folder.
     """
     if not has_environment(config):
         return config
@@ -124,7 +124,7 @@ def with_full_paths(config: Any) -> Any:
 
 
 def check_promptless_rows(config: Any) -> None:
-    """Reject rows without a prompt if there is no environment that provides the text."""
+    """Reject rows without a prompt unless an environment provides it."""
     for setting in ("train_files", "val_files"):
         files = getattr(config.data, setting)
         if is_num_trajectories(files) and not has_environment(config):
@@ -135,7 +135,7 @@ def check_promptless_rows(config: Any) -> None:
 
 
 def check_row_columns(kinds: Mapping[str, Kind], there: Collection[str]) -> None:
-    """Reject rows of the data without a column that the environment's `reset` needs."""
+    """Reject data that lacks a column which an environment's `reset` needs."""
     columns = {*there, *OWN_COLUMNS}
     needed = [name for kind in kinds.values() for name in kind.columns]
     if kinds and "" not in kinds and COLUMN not in columns:

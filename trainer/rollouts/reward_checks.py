@@ -1,4 +1,4 @@
-"""Rules between the keys of rewards, for every recipe that scores samples."""
+"""Checks across the keys of rewards, for every recipe that scores samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.rewards.remote import check_url
 
 
 def check_rewards(config: Any) -> None:
-    """Check that the configured rewards can score."""
+    """Raise if the configured rewards cannot score samples."""
     if config.reward.list:
         names = [reward.name for reward in config.reward.list]
         for number, reward in enumerate(config.reward.list):

@@ -1,9 +1,10 @@
-"""Run the rewards' code on made-up responses before any model is loaded.
+"""Run the reward functions on synthetic responses before any model is loaded.
 
     reject_wrong_results(rewards, prompts, tokenizer, config.data.max_response_length)  # every run
     scored, line = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
 
-The response to a prompt is the row's ground truth as text. Models and servers are not called.
+The response to a prompt is the row's ground truth as text. Reward models and servers are not
+called.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ MOST_ROWS = 8
 
 
 def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int) -> None:
-    """Raise if a user's function returns no number for the first row's ground truth.
+    """Raise if a user's function returns something other than a reward for the first row.
 
-    If the function fails otherwise, only print it: it may score the responses of a model.
+    If the function raises an error, only print the error: it may still work on a model's responses.
     """
     for part in rewards.parts:
         if part.manager is None or part.config.kind != "function" or not part.config.path:
@@ -46,10 +47,10 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
 def try_rewards(
     rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int
 ) -> tuple[DataProto | None, list[str]]:
-    """Return the scored responses, and a line about them; None if no function scores.
+    """Return the scored responses, or None if no function scores, and a list of lines about them.
 
-    Raise if a function fails on all of them. If it failed on some, its returned numbers are not
-    known either, and the responses are None.
+    Raise if a function fails on all responses. If it fails on some, the names of its numbers may be
+    incomplete, so None is returned instead of the responses.
     """
     functions = [part for part in rewards.parts if part.config.kind == "function"]
     if not functions or any(part.config.kind == "remote" for part in rewards.parts):
@@ -77,7 +78,7 @@ def try_rewards(
 
 
 def _describe_scores(least: float, most: float) -> str:
-    """Describe the scores of ground truths; say what it means if none is above zero."""
+    """Describe the scores of the ground truths, and explain what it means if none is above zero."""
     if least < most:
         return f"scores from {least:.4g} to {most:.4g}"
     words = f"every score is {most:.4g}"
@@ -90,18 +91,18 @@ def _describe_scores(least: float, most: float) -> str:
 
 
 def _num_failed(metrics: dict[str, float]) -> float:
-    """Return the number of samples without a score, by the worst of the rewards."""
+    """Return the number of samples that the worst reward could not score."""
     counts = {name: value for name, value in metrics.items() if name.endswith("/num_failed")}
     of_all = counts.pop("reward/num_failed", 0.0)
     return max(
         *counts.values(), of_all - sum(counts.values()), 0.0
-    )  # the rule itself does not count failures
+    )  # rules do not count their own failures
 
 
 def synthetic_responses(
     prompts: PromptSet, rows: list[int], tokenizer: Any, width: int
 ) -> DataProto:
-    """Return these rows with their ground truth as responses."""
+    """Return these rows with their ground truths as responses."""
     batch = prompts.batch(rows, epoch=0)
     responses = torch.full((len(batch), width), tokenizer.pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(responses)
@@ -116,7 +117,7 @@ def synthetic_responses(
 
 
 def _rows_to_try(prompts: PromptSet) -> list[int]:
-    """Return a row of every data source, and further rows."""
+    """Return one row of every data source, and further rows up to `MOST_ROWS`."""
     first = prompts.first_of_each_source()
     rest = [row for row in prompts.rows[: 2 * MOST_ROWS].tolist() if row not in first]
     return [*first, *rest][:MOST_ROWS]

@@ -1,4 +1,4 @@
-"""Samples with their scores, for recipes that generate: PPO, best of n, evaluation.
+"""Generate and score samples, for PPO, best of n and evaluation.
 
 Example:
 
@@ -43,10 +43,10 @@ class Rollouts:
         ask: Callable[[DataProto], DataProto] | None = None,
         model_role: Callable[[str], str] = lambda role: role,
     ) -> None:
-        """`send_weights` sends weights to a restarted rollout; by default it loads its folder.
+        """`send_weights` sends weights to a restarted rollout; by default, it keeps the folder's.
 
-        `ask` returns the samples of rows; by default the group of the role `rollout` generates
-        them. `model_role` returns the role that scores instead of a reward model's role.
+        `ask` generates the samples of rows; by default, the group of the role `rollout` does.
+        `model_role` maps a reward model's role to the role that scores in its place.
         """
         self.trainer, self.run = trainer, trainer.run
         self.config: Any = trainer.config
@@ -55,7 +55,7 @@ class Rollouts:
         self._model_role = model_role
 
     def generate(self, batch: DataProto, **settings: Any) -> DataProto:
-        """Return the rows of prompts with a response each; `settings` override the batch's."""
+        """Return the prompt rows with one response each; `settings` override the batch's own."""
         prompts = self.prompt_columns(batch, "rollout")
         prompts.meta_info = prompts.meta_info | settings
         samples = self._ask(prompts)
@@ -63,16 +63,16 @@ class Rollouts:
         return with_responses(batch, samples)
 
     def _ask_group(self, prompts: DataProto) -> DataProto:
-        """Return the rollout's samples of these rows.
+        """Let the rollout generate the samples of these rows.
 
-        If the rollout loses a process meanwhile and can be replaced, the unfinished samples of that
+        If the rollout loses a process meanwhile and can be replaced, unfinished samples of that
         process are generated again from their prompts.
         """
         replace = self._replace if self.run.can_replace("rollout") else None
         return RolloutClient(self.run.groups["rollout"]).generate(prompts, replace)
 
     def _replace(self, error: LostSamplesError, submission: Submission) -> Any:
-        """Return the group that replaces a lost one, with the current weights."""
+        """Replace a lost group, send it the current weights, and return it."""
         self.trainer.replace_lost(error)
         self._send_weights()
         missing = len(submission.missing)
@@ -80,7 +80,7 @@ class Rollouts:
         return self.run.groups["rollout"]
 
     def prompt_columns(self, batch: DataProto, role: str) -> DataProto:
-        """Return the columns that a rollout reads; environments also get those of the data row."""
+        """Return the columns that a rollout reads; environments also get the data row's columns."""
         columns = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
         if has_environment(self.config):
             rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
@@ -95,11 +95,11 @@ class Rollouts:
             self.run.calls += [call | where for call in waits_for_environments(samples)]
 
     def score(self, batch: DataProto, normalize: bool = True) -> tuple[DataProto, Metrics]:
-        """Wait for the scores and return the batch with them, before the score stage."""
+        """Score the batch and wait for the scores; return the batch with them, and metrics."""
         return join_results(batch, [self.launch_rewards(batch, normalize).get()])
 
     def launch_rewards(self, batch: DataProto, normalize: bool = True) -> WeightedScores:
-        """Return a future of `token_level_scores`: all rewards, run concurrently and weighted."""
+        """Run all rewards concurrently; return a future of `token_level_scores`, a weighted sum."""
         roles = {reward.name: role for role, reward in model_rewards(self.config).items()}
         check = self.run.groups.check_idle
         return self.rewards.launch(
@@ -107,7 +107,7 @@ class Rollouts:
         )
 
     def _ask_model(self, role: str, batch: DataProto) -> Any:
-        """Return a future of a reward model's scores, which may already be in the batch."""
+        """Return a future of a reward model's scores, without a call if the batch has them."""
         if has_column(batch, rm_column(role)):
             return ScoresInBatch(batch, role)
         return self.trainer.call(self._model_role(role), "compute_rm_score", batch)
@@ -115,41 +115,41 @@ class Rollouts:
     def write(
         self, name: str, batch: DataProto, fields: dict[str, list[Any]] | None = None
     ) -> None:
-        """Write this step's samples as text to the folder `name`; shorten files of older steps."""
+        """Write this step's samples as text to the folder `name`; thin out files of old steps."""
         folder, step = self.run.folder / name, self.run.step
         write_samples(folder, step, batch, self.tokenizer, fields)
         num_whole = getattr(self.config.trainer, "max_rollouts_to_keep", None)
         if num_whole is None:
             return
-        if name == "rollouts":  # every step has samples, and earlier steps were thinned before
+        if name == "rollouts":  # each step thins the one step that becomes old
             thin_samples(folder / f"{step - num_whole}.jsonl")
         else:
             thin_old_samples(folder, step - num_whole)
 
 
 class ScoresInBatch:
-    """A future of a reward model's scores that the batch already has."""
+    """A future of a reward model's scores that the batch already contains."""
 
     def __init__(self, batch: DataProto, role: str) -> None:
         self._role, column = role, rm_column(role)
         self._scores = read_columns(batch, column)[column]
 
     def __str__(self) -> str:
-        """Name the role, for messages about a failure."""
+        """Name the role in error messages."""
         return f"scores of {self._role}"
 
     def done(self) -> bool:
         return True
 
     def get(self, timeout: float | None = None) -> DataProto:
-        """Return the scores in a batch, as `compute_rm_score` does."""
+        """Return the scores as a batch, like `compute_rm_score`."""
         return DataProto.from_dict({"rm_scores": self._scores})
 
 
 def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
-    """Return rollouts, and classes that declare that their weights do not change (`is_frozen`).
+    """Return the rollouts, and the roles whose class declares that weights do not change.
 
-    A subclass must declare it again, because it may have more state.
+    The declaration is `is_frozen`. A subclass must repeat it, because it may have more state.
     """
     replaceable = set()
     for role in groups:
@@ -157,13 +157,13 @@ def replaceable_roles(config: Any, groups: WorkerGroups) -> frozenset[str]:
         if cls is RolloutWorker or vars(cls).get("is_frozen", False):
             replaceable.add(role)
     if "ref" in replaceable and config.actor_rollout_ref.ref.update_every is not None:
-        # the reference lags behind the actor, so its weights exist nowhere else
+        # the reference lags behind the actor, so no other role has its weights
         replaceable.discard("ref")
     return frozenset(replaceable)
 
 
 def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
-    """Return the rows of prompts with the rollout's samples."""
+    """Combine prompt rows with the rollout's samples."""
     of_others = {*PROMPT_COLUMNS, *samples.columns, RESPONSE_TEXT, "finish_reason"}
     others = batch.select(
         [name for name in batch.columns if name not in of_others],
@@ -173,7 +173,7 @@ def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
 
 
 def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:
-    """Return the batch with the columns that calls returned, and one number for each metric."""
+    """Add the columns that calls returned to the batch; also reduce each metric to one number."""
     batch = batch.select()
     metrics: Metrics = {}
     for result in map(CallResult.of, results):

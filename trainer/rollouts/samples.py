@@ -1,7 +1,7 @@
-"""Samples: rows of several batches joined, rewards by name, and a step's samples as text.
+"""Functions on samples: repeat prompts, join batches, read rewards by name, write text files.
 
-`rollouts/N.jsonl` has the samples of step N, `validation/N.jsonl` those of the validation after it.
-The newest steps keep all samples, older steps a few (`thin_samples`).
+`rollouts/N.jsonl` has the samples of step N, and `validation/N.jsonl` has the samples of the
+validation after step N. The newest steps keep all samples, older steps keep a few (`thin_samples`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from workers.columns import PLAYERS, has_column, player_uid, read_columns, token
 from workers.rewards.manager import decode_responses, decode_rows
 
 EXTRA = "reward_extra/"
-"""Prefix of the columns with numbers that a reward function returned besides its score."""
+"""Prefix of columns with numbers that a reward function returned in addition to the score."""
 
 
 def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
-    """Return a row for each sample of every prompt, with its number among the prompt's samples.
+    """Return one row for each sample of each prompt, with its `sample_index`.
 
-    If the environment of a prompt has several players, they take its samples in turn; rows of the
-    same environment follow each other. Every prompt has at least one environment.
+    If the environment of a prompt has several players, the prompt's samples are divided among them.
+    The rows of one environment are adjacent, one per player. Every prompt has at least one
+    environment.
     """
     players = prompts.non_tensor_batch.get(PLAYERS)
     if players is None:
@@ -51,7 +52,7 @@ def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
 
 
 def concat_rows(parts: Sequence[DataProto]) -> DataProto:
-    """Return all rows in order; a column that some parts lack is nan there.
+    """Join the rows of all parts in order, with nan where a part lacks a column.
 
     A single part is not copied.
     """
@@ -72,9 +73,9 @@ def write_samples(
     tokenizer: Any,
     fields_of_recipe: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
-    """Write `<folder>/<step>.jsonl`: a line per sample, with verl's names and the rule's numbers.
+    """Write `<folder>/<step>.jsonl`: a line per sample, with verl's names and the rewards' numbers.
 
-    `fields_of_recipe` has further fields of the recipe, each with a value for every row.
+    `fields_of_recipe` are further fields of a recipe, each with one value per row.
     """
     fields = {"step": [step] * len(batch), **_fields(batch, tokenizer), **(fields_of_recipe or {})}
     rows = (dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True))
@@ -85,10 +86,10 @@ def write_samples(
 
 
 def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
-    """Return the name of each field -> its value for every row."""
+    """Map the name of each field to its values, one per row."""
     read = read_columns(batch, "token_level_scores", "sample_index")
     columns = batch.non_tensor_batch
-    # the samples of one uid share a prompt, unless an environment gives each another beginning
+    # samples of one uid share a prompt, unless the environment adds to each prompt differently
     rows, masks = token_rows(batch, "prompts", "attention_mask")
     uids = columns["uid"]
     if TRAJECTORY in columns:
@@ -125,18 +126,18 @@ BYTES_OF_OLD_STEP = 2048
 
 
 def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
-    """Keep the best sample, the worst, and as many between as fit into the limit."""
+    """Keep the best sample, the worst, and as many between them as the limit allows."""
     if not path.is_file() or path.stat().st_size <= limit:
         return
     lines = path.read_bytes().splitlines(keepends=True)
     by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
     chosen: list[int] = []
     room = limit
-    # the last and the first index, then the middles of the widest gaps
+    # best and worst score, then repeatedly the middle of the widest gap
     order, gaps = [by_score[-1]], [(0, len(by_score) - 1)]
     if len(by_score) > 1:
         order.append(by_score[0])
-    for low, high in gaps:  # the list grows while it is read
+    for low, high in gaps:  # grows during the loop
         middle = (low + high) // 2
         if middle not in (low, high):
             order.append(by_score[middle])
@@ -149,7 +150,7 @@ def thin_samples(path: Path, limit: int = BYTES_OF_OLD_STEP) -> None:
 
 
 def thin_old_samples(folder: Path, last: int) -> None:
-    """Thin the samples of the steps up to `last`; steps without samples are skipped."""
+    """Thin out the samples of the steps up to `last`."""
     for path in folder.glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) <= last:
             thin_samples(path)
@@ -161,13 +162,13 @@ def _score(line: bytes) -> float:
 
 
 SCORE = "seq_reward"
-"""The name of the score."""
+"""The name by which keys refer to the score."""
 
 
 def read_named_reward(batch: DataProto, name: str, key: str) -> Tensor:
-    """Return one number per sample; nan if the function returned none under that name.
+    """Return the number with that name for each sample, or nan if the function returned none.
 
-    `key` is the configuration key that has the name.
+    `key` is the configuration key that contains the name.
     """
     if name == SCORE:
         return read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1)

@@ -14,23 +14,23 @@ from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
 
 TRAJECTORY = "trajectory"
-"""Column with data on each row's trajectory besides its tokens."""
+"""Column with each trajectory's data, except its tokens."""
 POLICY = "assistant"
 DIGITS = 6
-"""Decimal digits of seconds."""
+"""Decimal places of seconds."""
 ENVIRONMENTS = "environments"
-"""The lane of environments in the timeline."""
+"""The lane of environments in the report's timeline."""
 MOST_WAITS = 100
 Turn = dict[str, Any]
 
 
 def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
-    """Return fields of trajectories -> a value for every row; {} if samples have one turn.
+    """Map fields of trajectories to values, one per row; return {} if samples have one turn.
 
-    `turns` is a list of {role, text, reward}. A turn of the policy also has its environment's
-    reward, its number of tokens, the number of tokens observed after it, and its seconds.
-    Observations have none of these fields, nor have older responses that an agent sends again. The
-    first observation is part of the prompt.
+    The field `turns` is a list of {role, text, reward}. A turn of the policy has the environment's
+    reward, and also its number of tokens, the number of tokens observed after it, and its seconds.
+    Observations, and older responses that an agent sends again, have no reward and none of the
+    other fields. The first observation is part of the prompt.
     """
     infos = batch.non_tensor_batch.get(TRAJECTORY)
     if infos is None:
@@ -55,9 +55,9 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
 
 
 def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
-    """Return every trajectory's messages; None for a sample of one turn.
+    """Return each trajectory's messages, or None for samples of one turn.
 
-    The messages begin with the row's prompt, or where an agent has restarted its chat.
+    The messages begin with the row's prompt, or where the agent last restarted its chat.
     """
     fields = turn_fields(batch, tokenizer)
     if not fields:
@@ -78,9 +78,9 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
 
 
 def played_metrics(batch: DataProto) -> dict[str, float]:
-    """Return success, turns, ends and tool calls of trajectories; {} for other samples.
+    """Return metrics of success, turns, ends and tool calls; {} if samples have one turn.
 
-    A success is a score above 0 from an environment that has not failed.
+    A trajectory is a success if its score is above 0 and its environment did not fail.
     """
     infos = batch.non_tensor_batch.get(TRAJECTORY)
     if infos is None:
@@ -96,7 +96,7 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
 def _policy_turns(
     tokens: np.ndarray, is_sampled: np.ndarray, numbers: np.ndarray, sampled_ids: list[list[int]]
 ) -> list[Turn]:
-    """Return the policy's turns of a row; each has its index in `sampled_ids` as text."""
+    """Return the policy's turns of a row; the `text` of each is an index into `sampled_ids`."""
     end = int(is_sampled.nonzero()[0].max(initial=-1)) + 1
     tokens, is_sampled, numbers = tokens[:end], is_sampled[:end], numbers[:end]
     turns = []
@@ -111,7 +111,7 @@ def _policy_turns(
 
 
 def _with_answer(turn: Turn, info: Mapping[str, Any]) -> list[Turn]:
-    """Return a turn with reward and seconds, and its observations; answer 0 is `reset`'s."""
+    """Add reward and seconds to a turn; return it, followed by its observations."""
     place = turn.pop("turn") + 1
     times, answers = info["times"][place : place + 1], info["answers"][place : place + 1]
     for seconds in times:
@@ -127,10 +127,11 @@ def _with_answer(turn: Turn, info: Mapping[str, Any]) -> list[Turn]:
 
 
 def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
-    """Return the waits of trajectories for their environments, as calls of a timeline.
+    """Return the times when trajectories waited for environments, as calls of the timeline.
 
-    A call is an interval in which at least one trajectory waited; `busy_s` adds up the working time
-    of the environments' processes. Pauses shorter than a hundredth of the whole are not separated.
+    A call is an interval in which at least one trajectory waited; `busy_s` is the total working
+    time of the environments' processes. Intervals are merged if the gap between them is a small
+    fraction (1 / `MOST_WAITS`) of the total time.
     """
     waits = sorted(
         (wait["asked"], wait["heard"], wait["environment"])

@@ -1,6 +1,6 @@
-"""The base class of recipes that sample and score prompts, and train nothing.
+"""The base class of recipes that sample and score, but do not train.
 
-Evaluation and best of n are such recipes.
+Evaluation and best of n use it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class SamplingOnlyTrainer(Trainer):
-    """Samples prompts with the role `rollout`, and scores the samples."""
+    """Samples responses with the role `rollout`, and scores them."""
 
     prompt_files: ClassVar[str]
-    """The key of `data` that names the files of prompts."""
+    """The key in the section `data` that names the files with prompts."""
     no_tools_reason: ClassVar[str] = ""
-    """The reason why environments of this recipe may not have tools."""
+    """Why environments of this recipe may not have tools; empty if they may."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class SamplingOnlyTrainer(Trainer):
         return [*super().worker_code(config), config.actor_rollout_ref.rollout.name]
 
     def replaceable_roles(self) -> frozenset[str]:
-        """Return rollout and reward models."""
+        """Return the rollout and the reward models."""
         return replaceable_roles(self.config, self.groups)
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """Return tokenizer, rewards and prompts."""
+        """Check the inputs; return tokenizer, rewards and prompts."""
         check_promptless_rows(config)
         path = config.actor_rollout_ref.model.path
         check_model(config, "actor_rollout_ref.model.path", path)
@@ -90,7 +90,7 @@ class SamplingOnlyTrainer(Trainer):
 
     @classmethod
     def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
-        """Return lines of a dry run about prompts and rewards."""
+        """Return the lines that a dry run prints about prompts and rewards."""
         tokenizer, rewards, prompts = inputs
         _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
         return [f"{len(prompts)} prompts", *lines]
