@@ -3,9 +3,11 @@
     observers = active_observers(config, MyTrainer)      # once per run; its attempts share them
     trainer = MyTrainer(Run(config, groups, observers), *inputs)
 
-An observer is an object with some of the hooks of `trainer.hooks`. With `name`, `state_dict` and
-`load_state_dict`, its state goes into checkpoints, and with `write_files` its files. With `at_end`,
-it is called after the run.
+An observer is an object with some of the hooks in `trainer.hooks`. It may also have:
+
+- `name`, `state_dict` and `load_state_dict`: its state goes into checkpoints
+- `write_files`: writes its files into a checkpoint
+- `at_end`: is called after a completed run
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     from trainer.observers.saved_batches import DrawCheck, SavedBatches, WrittenSamples
 
     samples = SampleWatch()
-    has_generators = getattr(config, "generates_while_training", False)  # it prints its own log
+    has_generators = getattr(config, "generates_while_training", False)  # prints its own log
     return [
         SavedBatches(config),
         samples,
@@ -39,7 +41,7 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
 
 
 def end_of_run(observers: Sequence[Any]) -> None:
-    """Call `at_end` of the observers that have it, after a completed run."""
+    """Call `at_end` of the observers that have it. The run must be completed."""
     for observer in observers:
         if hasattr(observer, "at_end"):
             observer.at_end()

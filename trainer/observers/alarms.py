@@ -1,11 +1,11 @@
 """Alarms of a step: metrics outside their normal range, each with advice.
 
 The recipe's rules (`Trainer.alarm_rules`) define the metrics and the advice. They are applied after
-every step, and their findings are logged. An alarm that persists is logged again after 10 steps,
-then 20, 40, ...
+every step, and alarms are logged. An alarm that persists is logged again after 10 steps, then 20,
+40, ...
 
-PPO's rules watch entropy, KL, and a rollout whose policy differs from the trainer's, by the
-thresholds of the run's summary (`trainer.report.summary`) where it has any.
+PPO's rules watch the entropy, the KL, and the gap between rollout and trainer. Where the run's
+summary has a threshold (`trainer.report.summary`), they use it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
 
 FIRST_REPEAT = 10
-"""Steps after which an alarm that persists is logged again."""
+"""Number of steps after which an alarm that persists is logged again."""
 logger = logging.getLogger(__name__)
 AlarmTexts = Iterator[tuple[str, str]]
-"""(kind of alarm, text): the texts of one kind are logged rarely while it persists."""
+"""Yields (kind of alarm, text). While a kind persists, its texts are logged less and less often."""
 AlarmRule = Callable[[Mapping[str, float], dict[str, float]], AlarmTexts]
 """Takes the metrics of one step, and the numbers that rules store from the run's first steps."""
 
 
 class Alarms:
-    """The alarms logged so far, and the metrics of the run's first steps.
+    """Applies the rules after every step, and logs the alarms.
 
-    Both are saved in the checkpoints of a recipe that has rules.
+    Checkpoints store which alarms were logged, and the metrics of the run's first steps.
     """
 
     name = "alarms"
@@ -38,19 +38,19 @@ class Alarms:
         self.rules = rules
         self._first: dict[str, float] = {}
         self._next: dict[str, tuple[int, int]] = {}
-        """Kind of alarm -> the step from which it is logged again, and the number of steps after
-        that."""
+        """Maps a kind of alarm to (step from which it is logged again, number of steps to wait
+        after that)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resume as JSON; {} without rules."""
+        """Return the state, ready for JSON; {} if there are no rules."""
         if not self.rules:
             return {}
         return {"first": dict(self._first), "next": {k: list(v) for k, v in self._next.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; alarms logged since then, in steps that are repeated, count as logged.
+        """Restore the state; alarms that repeated steps have logged since then count as logged.
 
-        An older checkpoint has no state.
+        Checkpoints of older versions have no such state.
         """
         if not self.rules:
             return
@@ -63,7 +63,7 @@ class Alarms:
         self.check(metrics, trainer.global_step)
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
-        """Log the alarms of this step that were not logged recently, and return them."""
+        """Log and return the alarms of this step that were not logged recently."""
         texts = []
         for rule in self.rules:
             for kind, text in rule(metrics, self._first):
@@ -83,9 +83,9 @@ class Alarms:
 def skipped_updates(
     metrics: Mapping[str, float], _first: dict[str, float], causes: str = ""
 ) -> AlarmTexts:
-    """Report skipped updates of a role that `workers.training` trains, for recipes' rules.
+    """Report skipped updates of any trained role; recipes use this in their rules.
 
-    `causes` names possible causes in the recipe, before the learning rate.
+    `causes` names possible causes to look at before the learning rate.
     """
     for name, skipped in metrics.items():
         role, _, metric = name.rpartition("/")
@@ -99,7 +99,7 @@ def skipped_updates(
 
 
 ENTROPY_GROWN = 3.0
-"""An alarm is raised above this multiple of the first entropy: the policy may be collapsing."""
+"""Above this multiple of the first entropy, an alarm is raised: the policy becomes random."""
 FAR_FROM_REFERENCE = (
     "the policy is far from its reference. Look at the samples in rollouts/ for a reward that is "
     "gamed, and at the KL coefficient."
@@ -111,7 +111,7 @@ LARGEST: dict[str, tuple[float, str]] = {
         "actor_rollout_ref.actor.optim.lr and actor_rollout_ref.actor.ppo_epochs, and "
         "at training/rollout_probs_diff_mean.",
     ),
-    "actor/kl_loss": (10.0, FAR_FROM_REFERENCE),  # by so many nats it writes another language
+    "actor/kl_loss": (10.0, FAR_FROM_REFERENCE),  # nats; by then the text has degenerated
     "actor/reward_kl_penalty": (10.0, FAR_FROM_REFERENCE),
     "training/rollout_probs_diff_mean": (
         0.05,
@@ -121,7 +121,7 @@ LARGEST: dict[str, tuple[float, str]] = {
         "algorithm.rollout_correction.",
     ),
 }
-"""Metric -> its largest normal size, and the advice for a larger one."""
+"""Maps a metric to (largest normal absolute value, advice for larger values)."""
 
 
 def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
@@ -130,7 +130,7 @@ def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts
 
 
 def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
-    """Report an entropy that has become very small or very large against the run's first one."""
+    """Report an entropy that is very small or very large compared with the run's first one."""
     now = metrics.get("actor/entropy", math.nan)
     at_first = first.setdefault("entropy", now)
     if math.isnan(at_first):
@@ -152,7 +152,7 @@ def entropy(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts
 
 
 def distances(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
-    """Report a policy that moved far in one step or is far from the reference or the rollout."""
+    """Report a policy that moved far in one step, or is far from the reference or the rollout."""
     for name, (largest, story) in LARGEST.items():
         value = metrics.get(name, 0.0)
         if not abs(value) <= largest:

@@ -1,11 +1,11 @@
-"""Fault injection (`faults.*`), drawn from a seed: workers killed, calls delayed, weights lost.
+"""Fault injection (`faults.*`) from a seed: kill workers, delay calls, lose weights.
 
 One `FaultInjection` watches all attempts of a run. The faults of a step depend only on
-`faults.seed` and the step. Each fault is injected once: a step that is repeated after a restart
-does not have its earlier faults again.
+`faults.seed` and the step. Each fault is injected only once: when a step is repeated after a
+restart, its earlier faults are left out.
 
-`faults.jsonl` of the run folder has a line for each fault. Its last line accounts for the steps
-and, from the sample log, for their samples:
+`faults.jsonl` in the run folder has a line for each fault. Its last line accounts for the steps
+and, with the sample log, for their samples:
 
     started = completed + repeated + unfinished
     made = trained + dropped (by reason)
@@ -33,21 +33,21 @@ logger = logging.getLogger(__name__)
 
 
 class FaultInjection:
-    """The faults of one run, and the account of its steps."""
+    """Injects the faults of one run, and accounts for its steps."""
 
     def __init__(self, config: RunConfig, samples: SampleWatch | None = None) -> None:
-        """`samples` is the run's `SampleWatch`, if the account includes samples."""
+        """`samples` is the run's `SampleWatch`; without it, only steps are accounted for."""
         self._settings, self._samples = config.injected_faults, samples
         self._folder = Path(config.trainer.default_local_dir)
         self._struck: set[tuple[str, int]] = set()
         self._first: int | None = None
-        """The step after which the run began."""
+        """The last step before the run began."""
         self._started: list[int] = []
-        """Steps of this attempt."""
+        """The steps that this attempt has started."""
         self._num_started = self._num_repeated = 0
 
     def on_init_end(self, trainer: Any) -> None:
-        """Begin an attempt after the step that the trainer has reached."""
+        """Begin an attempt, which continues after the trainer's current step."""
         if not self._settings.has_faults:
             return
         step = trainer.global_step
@@ -66,7 +66,7 @@ class FaultInjection:
         self._started.append(step)
         self._num_started += 1
         if rng := self._rng("delay", self._settings.delay_call, step):
-            # while rank 0 of a role sleeps, its next calls and those that need them are late
+            # rank 0 of a role sleeps, which delays its next calls and all calls that depend on them
             role, seconds = rng.choice(sorted(groups)), self._settings.delay_s
             with suppress(WorkerDiedError):  # a lost worker needs no delay
                 groups[role].execute_func_rank_zero.remote(time.sleep, seconds)
@@ -78,15 +78,15 @@ class FaultInjection:
             self._kill(groups, step, rng)
 
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
-        """Record the faults in the environments of these samples."""
+        """Record the faults that occurred in the environments of these samples."""
         kinds = Counter[str]()
         for info in batch.non_tensor_batch.get("trajectory", ()):
-            kinds.update(info.get("faults", {}))  # a pad row has none
+            kinds.update(info.get("faults", {}))  # padding rows have none
         for kind, count in kinds.items():
             self.note(kind, trainer.global_step, count=count)
 
     def at_end(self) -> None:
-        """Write the account of the steps and samples; raise if a step is lost or doubled."""
+        """Write the account of steps and samples; raise if a step is missing or occurs twice."""
         if self._first is None:
             return
         lines, _ = json_objects(self._folder / "metrics.jsonl")
@@ -111,7 +111,7 @@ class FaultInjection:
         self._write({"kind": LEDGER, "started": self._num_started, **outcomes, **extra})
 
     def _rng(self, kind: str, chance: float, step: int) -> Random | None:
-        """Return the random numbers of a fault in this step, or None if there is no new fault."""
+        """Return the random generator of a fault in this step, or None if there is no new fault."""
         rng = Random(f"{self._settings.seed}/{kind}/{step}")
         if rng.random() >= chance or (kind, step) in self._struck:
             return None
@@ -119,14 +119,14 @@ class FaultInjection:
         return rng
 
     def _kill(self, groups: WorkerGroups, step: int, rng: Random) -> None:
-        """Kill a worker process, not the driver's, of a randomly chosen pool."""
+        """Kill a worker process of a randomly chosen pool, but never the driver."""
         role, rank = rng.choice(rng.choice(_pools_to_kill_in(groups)))
         transport = groups[role].transport
         self.note("kill_worker", step, role=role, rank=rank, place=transport.place(rank))
         transport.kill(rank)
 
     def note(self, kind: str, step: int, **fields: Any) -> None:
-        """Record a fault in this step."""
+        """Record and log a fault in this step."""
         self._write({"kind": kind, "step": step, **fields})
         words = ", ".join(f"{name} {value}" for name, value in fields.items())
         logger.warning("faults.%s in step %d: %s", kind, step, words)
@@ -137,7 +137,7 @@ class FaultInjection:
 
 
 def _pools_to_kill_in(groups: WorkerGroups) -> list[list[tuple[str, int]]]:
-    """Return for every pool the (role, rank) of its worker processes on all machines."""
+    """Return, for every pool, the (role, rank) of its worker processes on all machines."""
     by_pool: dict[int, list[tuple[str, int]]] = {}
     for role in groups:
         transport = groups[role].transport

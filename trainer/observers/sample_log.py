@@ -1,15 +1,15 @@
-"""The log of a run's samples: every sample was trained on, dropped for a reason, or lost.
+"""The log of a run's samples: every sample is trained on, dropped for a reason, or still open.
 
     made = trained + dropped (by reason) + open
 
 A sample is identified by the uid of its prompt and its index among the prompt's samples. The log
-counts its tokens twice, independently: when the sample comes from the rollout, and in the batch of
-the update call of critic and actor. Between the two, every filter reports the remaining samples
-(`on_filter`). If the counts differ, the run ends with a `SampleLogError`, unless user code may have
-changed the batch.
+counts the tokens of a sample twice, independently: when the sample comes from the rollout, and in
+the batch that critic and actor train on. Between the two, every filter reports the remaining
+samples (`on_filter`). If the counts differ, the run ends with a `SampleLogError`, unless user code
+may have changed the batch.
 
-The tokens of a step, the account of an asynchronous run and the report of a run with faults are
-views of this log.
+This log also provides the token metrics of a step, the summary of an asynchronous run, and the
+account of a run with injected faults.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from verl_like.errors import SampleLogError
 from workers.columns import count_ones
 
 SampleKey = tuple[str, int]
-"""The uid of a prompt, and the sample's index."""
+"""(uid of the prompt, index of the sample)."""
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
-"""The state of an open sample: in generation, in a buffer, in the trainer's current step."""
+"""States of an open sample: in generation, in a buffer, or in the trainer's current step."""
 EMPTY = "no token"
 USER_CODE = "by code of the run's own"
 REGENERATED = "repeated after a resume"
 STEP_AGAIN, STEP_NOT_FINISHED = "step repeated", "step unfinished"
 HOUSE = {"trainer", "abc", "typing", "builtins"}
-"""Packages of this project's classes."""
+"""Packages of classes that are not user code."""
 NAMED = 8
-"""Number of samples that an error names."""
+"""Maximum number of samples that an error names."""
 
 
 @dataclass
 class Account:
-    """The samples of one generator or, in a synchronous run, of one step."""
+    """Counts the samples of one generator or, in a synchronous run, of one step."""
 
     made: int = 0
     trained: int = 0
@@ -57,20 +57,20 @@ class _Open:
 
 
 class SampleLog:
-    """The state of every sample. Threads that share the log hold its lock."""
+    """The state of every sample. Threads that share the log must hold its lock."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
         self.lock = nullcontext() if lock is None else lock
         self.accounts: dict[int, Account] = defaultdict(Account)
         self.counts: dict[str, Counter[int]] = defaultdict(Counter)
-        """Fact about trained samples, such as the rank -> value -> samples."""
+        """Maps a property of trained samples, such as the rank, to (value -> number of samples)."""
         self.sampled_tokens = self.trained_tokens = 0
         self.left_out: Counter[str] = Counter()
-        """Reason -> tokens that were sampled and are not trained on."""
+        """Maps a reason to the number of sampled tokens that are not trained on."""
         self._open: dict[SampleKey, _Open] = {}
 
     def begin(self, account: int, samples: Iterable[SampleKey], state: str = IN_FLIGHT) -> None:
-        """Record that these samples are being generated, on this account."""
+        """Record under this account that these samples are being generated."""
         for sample in samples:
             if sample in self._open:
                 raise SampleLogError(
@@ -81,7 +81,7 @@ class SampleLog:
             self.accounts[account].made += 1
 
     def receive(self, tokens: Mapping[SampleKey, int], given_up: Mapping[str, int]) -> None:
-        """Record the tokens of these finished samples, and further `given_up` tokens by reason."""
+        """Record the token count of each finished sample, and the `given_up` counts by reason."""
         for sample, num in tokens.items():
             self._open[sample].tokens = num
             self._open[sample].state = QUEUED
@@ -96,9 +96,9 @@ class SampleLog:
     def leave(
         self, reason: str, tokens: Mapping[SampleKey, int], among: Iterable[SampleKey]
     ) -> int:
-        """Reduce the samples `among` to these tokens, and return how many tokens were left out.
+        """Reduce the samples `among` to these token counts; return how many tokens were left out.
 
-        A sample without remaining tokens is dropped; as empty, if it had none before.
+        A sample with no remaining tokens is dropped, for the reason `EMPTY` if it had none before.
         """
         num_left_out = 0
         for sample in among:
@@ -120,10 +120,10 @@ class SampleLog:
         tokens: Mapping[SampleKey, int],
         stats: Mapping[SampleKey, Mapping[str, int]] | None = None,
     ) -> None:
-        """Close these samples, of which an update got this number of tokens each.
+        """Close these samples as trained on, with the token counts that the update got.
 
-        `stats` are further numbers of a sample, which are counted. Raise if the log has another
-        number of tokens.
+        `stats` has properties of samples, which are counted. Raise if the log has other token
+        counts.
         """
         stats = stats or {}
         differ = [
@@ -143,15 +143,15 @@ class SampleLog:
                 self.counts[name][value] += 1
 
     def drop(self, samples: Iterable[SampleKey], reason: str) -> None:
-        """Close these samples without training on them."""
+        """Close these samples as dropped."""
         for sample in samples:
             self.leave_out({reason: self._tokens(sample)})
             self._close(sample).dropped[reason] += 1
 
     def leave_out(self, tokens: Mapping[str, int]) -> None:
-        """Record tokens that were sampled and are not trained on, by reason."""
+        """Record the number of sampled tokens that are not trained on, by reason."""
         self.left_out.update(tokens)
-        self.left_out += Counter()  # a reason without tokens is none
+        self.left_out += Counter()  # removes reasons with 0 tokens
 
     def drop_after(self, account: int, reason: str) -> None:
         """Count the samples of later accounts (steps) as dropped."""
@@ -161,7 +161,7 @@ class SampleLog:
             late.trained, late.dropped = 0, Counter({reason: late.made})
 
     def open(self, state: str = TAKEN, account: int | None = None) -> list[SampleKey]:
-        """Return the open samples in that state, of one account or of any."""
+        """Return the open samples in that state, of one account or of all."""
         return [
             sample
             for sample, entry in self._open.items()
@@ -169,15 +169,15 @@ class SampleLog:
         ]
 
     def tokens(self, samples: Iterable[SampleKey]) -> dict[SampleKey, int]:
-        """Return the remaining tokens of each of these open samples."""
+        """Return the number of remaining tokens of each of these open samples."""
         return {sample: self._tokens(sample) for sample in samples}
 
     def known(self, samples: Iterable[SampleKey]) -> list[SampleKey]:
-        """Return the samples among these that are open."""
+        """Return those of these samples that are open."""
         return [sample for sample in samples if sample in self._open]
 
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
-        """Raise if samples or tokens do not add up, or if open uids differ from `there`."""
+        """Raise if samples or tokens do not add up, or if `there` has other open uids."""
         for state, uids in (there or {}).items():
             if astray := set(uids) ^ {uid for uid, _ in self.open(state)}:
                 raise SampleLogError(
@@ -194,7 +194,7 @@ class SampleLog:
             raise SampleLogError(f"the tokens of the run do not add up: {tokens}")
 
     def token_counts(self) -> dict[str, Any]:
-        """Return the tokens that were sampled, and their state."""
+        """Return the number of sampled tokens, in total and by state."""
         return {
             "sampled": self.sampled_tokens,
             "trained": self.trained_tokens,
@@ -203,7 +203,7 @@ class SampleLog:
         }
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Return account -> its samples by state; taken samples count as queued."""
+        """Map each account to its number of samples by state; taken samples count as queued."""
         places = Counter((entry.account, entry.state) for entry in self._open.values())
         return {
             str(number): {
@@ -217,7 +217,7 @@ class SampleLog:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Return the samples made, trained and dropped in all accounts; {} if none was made."""
+        """Return how many samples were made, trained on and dropped; {} if none were made."""
         accounts = self.accounts.values()
         num_made = sum(account.made for account in accounts)
         if not num_made:
@@ -232,14 +232,14 @@ class SampleLog:
         return {"made": num_made, "trained": trained, "dropped": dict(dropped)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole log as JSON."""
+        """Return the whole log, ready for JSON."""
         return {"generators": self.rows(), "tokens": self.token_counts()} | {
             name: {str(value): count for value, count in sorted(counts.items())}
             for name, counts in self.counts.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the log. Open samples are generated again, except those that are restored."""
+        """Restore the log. Open samples count as dropped, except those that `restore` adds."""
         self.accounts.clear()
         self._open.clear()
         for name in state.keys() - {"generators", "tokens"}:
@@ -255,7 +255,7 @@ class SampleLog:
             self.accounts[int(number)] = Account(row["made"], row["trained"], +dropped)
 
     def restore(self, account: int, tokens: Mapping[SampleKey, int]) -> None:
-        """Mark these samples of the loaded log as still queued, with their tokens."""
+        """Mark these samples of the loaded log as still queued, with their token counts."""
         owner = self.accounts[account]
         owner.dropped[REGENERATED] -= len(tokens)
         owner.dropped += Counter()
@@ -275,21 +275,21 @@ class SampleLog:
 
 
 class SampleWatch:
-    """Writes the log from the hooks of a step."""
+    """The observer that keeps the sample log."""
 
     def __init__(self) -> None:
         self.log = SampleLog()
         self._generators_log: SampleLog | None = None
-        """The log of an asynchronous run, in which the generators enter new samples."""
+        """The log of an asynchronous run, to which its generators add new samples."""
         self._sampled = self._trained = 0
-        """Tokens that came from the rollout in this step, and tokens of its update."""
+        """Number of tokens that came from the rollout in this step, and that its update got."""
         self._left_out: Counter[str] = Counter()
         self._has_updated = False
         self._samples: dict[SampleKey, None] = {}
         """The samples of this step that are open."""
 
     def on_init_end(self, trainer: Any) -> None:
-        """Begin an attempt: drop the earlier results of steps that it repeats."""
+        """Begin an attempt: count samples of steps that it repeats as dropped."""
         self._generators_log = None if trainer.origins is None else trainer.origins.log
         self.log = self._generators_log or self.log
         if self._generators_log is None:
@@ -297,7 +297,7 @@ class SampleWatch:
         self._clear()
 
     def on_samples(self, trainer: Any, batch: DataProto) -> None:
-        """Count the samples that come from the rollout."""
+        """Record the samples that come from the rollout."""
         tokens, given_up = tokens_by_sample(batch), tokens_given_up(batch)
         if self._generators_log is None:
             self.log.begin(trainer.global_step, tokens)
@@ -308,7 +308,7 @@ class SampleWatch:
         self._left_out.update(given_up)
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
-        """Check that the update's input is the sampled tokens minus those that filters left out."""
+        """Check that the update gets all sampled tokens except those that filters left out."""
         if stage != "update" or batch is None or not self._samples:
             return
         self._has_updated = True
@@ -357,7 +357,7 @@ class SampleWatch:
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Close every sample of the step, and add its tokens to the metrics."""
-        if self._samples:  # a user's update has not called the hook
+        if self._samples:  # a user's update did not call the hook
             with self.log.lock:
                 self._leave(USER_CODE, {})
         if self._sampled and self._has_updated:
@@ -386,7 +386,7 @@ def has_user_code(trainer: Any) -> bool:
 
 
 def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
-    """Return the number of each sample's tokens in the losses; {} if rows have no names."""
+    """Return each sample's number of tokens in the losses; {} if rows lack uid or sample index."""
     uids = batch.non_tensor_batch.get("uid")
     if uids is None or "sample_index" not in batch.columns:
         return {}
@@ -396,10 +396,10 @@ def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
 
 
 def tokens_given_up(batch: DataProto | None) -> Counter[str]:
-    """Return tokens that trajectories had sampled before they restarted, by reason."""
+    """Return the number of tokens that trajectories discarded at a restart, by reason."""
     counts = Counter[str]()
     for info in () if batch is None else batch.non_tensor_batch.get("trajectory", ()):
-        counts.update(info.get("given_up_tokens", {}))  # a pad row has none
+        counts.update(info.get("given_up_tokens", {}))  # padding rows have none
     return counts
 
 

@@ -1,11 +1,12 @@
-"""Observers of a step's batches: save batches, check the sampled tokens, and write samples.
+"""Observers of a step's batches: save them, check the sampled tokens, and write samples as text.
 
-`batches/` of a run folder has the batch of a step, as the input of each stage:
+`batches/` in the run folder has the batch of a step as each stage gets it:
 
     <run folder>/batches/<step>/score.safetensors, estimate.safetensors, update.safetensors
 
-They are written if `trainer.max_batches_to_keep` is set, to run a stage again without generation
-(`verl-like replay`). `rollouts/` has the samples of a step as text, and their numbers.
+These files are written if `trainer.max_batches_to_keep` is set; `verl-like replay` uses them to run
+a stage again without generation. `rollouts/` has the samples of a step as text, with scores and
+other numbers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from workers.rollout.batches import check_sample_hashes
 
 BATCHES_FOLDER = "batches"
 STAGES = ("score", "estimate", "update")
-"""The stages that take a batch, in their order."""
+"""The stages that take a batch, in order."""
 FILES = {"score": "score", "adv": "estimate", "update": "update"}
-"""Stage, as the clock names it -> the name of its file."""
+"""Maps a stage, as named in the timings, to the name of its file."""
 
 
 def batch_file(run_folder: Path, step: int, stage: str) -> Path:
@@ -30,19 +31,19 @@ def batch_file(run_folder: Path, step: int, stage: str) -> Path:
 
 
 class SavedBatches:
-    """Saves the batches of a run's newest steps, as many as configured."""
+    """Saves the batches of the newest steps, as many as `trainer.max_batches_to_keep`."""
 
     def __init__(self, config: Any) -> None:
         self._run_folder = Path(config.trainer.default_local_dir)
         self._num_steps = config.trainer.max_batches_to_keep
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
-        """Save the input of the stage."""
+        """Save the input batch of the stage."""
         if stage in FILES and batch is not None:
             self.save(FILES[stage], batch, trainer.global_step)
 
     def save(self, stage: str, batch: DataProto, step: int) -> None:
-        """Write the stage's file; the step's first batch also deletes an old step's files."""
+        """Write the stage's file; with a step's first file, delete the files of an old step."""
         if not self._num_steps:
             return
         path = batch_file(self._run_folder, step, stage)
@@ -65,7 +66,7 @@ class DrawCheck:
             self._metrics = check_sample_hashes(batch)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Report how many samples were verified."""
+        """Add the number of verified samples to the metrics."""
         metrics |= self._metrics
         self._metrics = {}
 
@@ -75,11 +76,11 @@ class WrittenSamples:
 
     def __init__(self) -> None:
         self._waiting: DataProto | None = None
-        """The step's samples until they are written."""
+        """The samples of the step, until they are written."""
         self._metrics: dict[str, float] = {}
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
-        """Take the samples with their rewards and advantages."""
+        """Remember the samples with their rewards and advantages."""
         if stage == "update":
             self._waiting = batch
 
@@ -88,7 +89,7 @@ class WrittenSamples:
         self._write(trainer)
 
     def on_stage_end(self, trainer: Any, stage: str, result: Any) -> None:
-        """Write the samples now if a user's update has not called `on_update`."""
+        """Write the samples now if a user's update did not call `on_update`."""
         if stage == "update":
             self._write(trainer)
 
