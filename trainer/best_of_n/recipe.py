@@ -123,14 +123,14 @@ class BestOfNConfig(SamplingOnlyConfig):
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
-    """Return roles that this run does not need -> why."""
+    """Map each role that a run does not need to the reason."""
     if model_rewards(config):
         return {}
     return {"reward_model": NO_REWARD_MODEL}
 
 
 def check(config: BestOfNConfig) -> None:
-    """Check the rules between fields, which depend on the rewards and the engines."""
+    """Run the checks across keys of rewards and engines."""
     from trainer.ppo.checks import check_quantized_device
     from trainer.rollouts.reward_checks import check_rewards
     from workers.rollout.sampling import check_sampling

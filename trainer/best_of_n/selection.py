@@ -1,4 +1,4 @@
-"""Select the best samples of each prompt, as rows of files that other recipes read.
+"""Select the best samples of each prompt, and write them as rows for other recipes.
 
     rows, metrics = select(samples, config.selection, tokenizer)
     write_rows(path, rows)                                          # atomically
@@ -33,12 +33,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """A response to a prompt."""
+    """A response to a prompt, with its score."""
 
     text: str
     score: float
     fields: Row
-    """Further fields of its row: its index, score, finish reason, and its rewards' numbers."""
+    """Further fields of its row: sample index, score, finish reason, and numbers from rewards."""
     messages: Sequence[Message] | None = None
     """The whole chat, if it has several turns."""
 
@@ -52,10 +52,10 @@ class ScoredSample:
 def select(
     batch: DataProto, config: SelectionConfig, tokenizer: Any
 ) -> tuple[list[Row], dict[str, float]]:
-    """Return the rows of all prompts of a batch, in their order, and counts.
+    """Return the selected rows of all prompts of a batch in order, and counts as metrics.
 
-    A response without text has nothing to learn from and is left out, and so is a response that a
-    failed reward skips.
+    A response without text is left out, because there is nothing to learn from it. So is a response
+    that was skipped because a reward failed.
     """
     rows: list[Row] = []
     names = ("num_prompts", "num_empty", "num_cut", "num_below_min_score", "num_equal")
@@ -91,9 +91,9 @@ def select(
 def samples_by_prompt(
     batch: DataProto, tokenizer: Any
 ) -> Iterator[tuple[Row, Any, list[ScoredSample]]]:
-    """Yield the shared fields of a prompt's rows, the prompt, and its samples (of one uid).
+    """Yield, for each prompt (uid), the fields that its rows share, the prompt, and its samples.
 
-    The best sample comes first, and of equal scores the earliest.
+    Samples are sorted by score, the best first; samples of equal scores keep their order.
     """
     columns = batch.non_tensor_batch
     read = read_columns(batch, "token_level_scores", "sample_index")
@@ -127,15 +127,15 @@ def samples_by_prompt(
             }
             if not skipped[row]:
                 samples.append(ScoredSample(texts[row], scores[row], fields, chats[row]))
-        samples.sort(key=lambda sample: -sample.score)  # stable: of equal scores the first
+        samples.sort(key=lambda sample: -sample.score)  # stable
         prompt, source = columns["raw_prompt"][rows[0]], str(columns["data_source"][rows[0]])
-        if not isinstance(prompt, str):  # parquet gives arrays of messages
+        if not isinstance(prompt, str):  # Parquet gives arrays of messages
             prompt = [dict(message) for message in prompt]
         yield {"uid": uid, "data_source": source}, prompt, samples
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON: nan, from a failed reward, becomes null."""
+    """Return a value for JSON: nan, which a failed reward gives, becomes null."""
     return None if isinstance(value, float) and value != value else value
 
 
@@ -151,7 +151,7 @@ def best_samples(samples: Sequence[ScoredSample], least: float, most: int) -> li
 
 
 def pair_row(prompt: Any, fields: Row, best: ScoredSample, worst: ScoredSample) -> Row:
-    """Return best and worst as a row for `trainer.data.pairs`."""
+    """Return the best and the worst sample as a row for `trainer.data.pairs`."""
     sides = {"chosen": best, "rejected": worst}
     row = {"prompt": prompt, "chosen": best.text, "rejected": worst.text, **fields}
     for side, sample in sides.items():
@@ -160,7 +160,7 @@ def pair_row(prompt: Any, fields: Row, best: ScoredSample, worst: ScoredSample) 
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows in order: parquet by the file's ending, otherwise one line per row."""
+    """Write the rows in order: as Parquet if the file name says so, otherwise as JSONL."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".parquet":
         write_whole(path, json_lines(rows))
@@ -174,5 +174,5 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a JSONL file of `write_rows`."""
+    """Return the rows of a JSONL file that `write_rows` wrote."""
     return [parse_json(line) for line in lines_of(path)]

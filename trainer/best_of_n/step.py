@@ -2,9 +2,9 @@
 
     prompts ─> rollout ─> { rewards ‖ rollout of the next prompts } ─> selection ─> next prompts
 
-Every prompt is used once. A step writes its rows to `selected/<step>.jsonl` in the run folder, and
-the end of the run joins them into one file. A killed run therefore continues after its last
-committed step, and its file equals the file of an undisturbed run.
+Every prompt is used once. A step writes its rows to `selected/<step>.jsonl` in the run folder; at
+the end of the run, these files are joined into one. A killed run therefore continues after its last
+committed step, and its result equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class BestOfNTrainer(SamplingOnlyTrainer):
-    """Samples all prompts with the role `rollout`, and scores the samples."""
+    """Samples all prompts with the role `rollout`, and selects among the scored samples."""
 
     config: BestOfNConfig
     stages = ("gen", "score", "select")
@@ -45,8 +45,8 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
     @classmethod
     def prepare(cls, config: BestOfNConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Return tokenizer, rewards and prompts, if the file of selected rows can be written."""
-        folder = Path(config.selection.file).parent  # it is created at the end
+        """Check that the file of selected rows can be written, and prepare the inputs."""
+        folder = Path(config.selection.file).parent  # created at the end
         blocks = blocking_path(folder)
         if blocks is not None:
             raise ConfigError(
@@ -59,7 +59,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
     def describe(
         cls, config: BestOfNConfig, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Describe the samples of a step, and those that it selects."""
+        """Describe how many samples a step generates, and which ones it selects."""
         num_prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         selection = config.selection
         selected = f"the best {selection.top_k} of each prompt"
@@ -75,7 +75,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
 
     @property
     def total_steps(self) -> int:
-        """Batches of all prompts, or fewer as configured."""
+        """Number of batches of all prompts, or fewer if configured."""
         all_prompts = -(-len(self.prompts) // self.config.data.train_batch_size)
         return min(self.config.trainer.total_training_steps or all_prompts, all_prompts)
 
@@ -85,18 +85,18 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return _file_of(config).is_file()
 
     def part(self, step: int) -> Path:
-        """Return the file of one step's rows, until the end of the run."""
+        """Return the file of one step's rows."""
         return self.run.folder / "selected" / f"{step}.jsonl"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's own state as JSON."""
+        """Return the driver's own state, ready for JSON."""
         return super().state_dict() | self._rows()
 
     def _rows(self) -> dict[str, Any]:
         return {"num_prompts": len(self.prompts), "rows": self.prompts.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`; prompts and earlier rows must be the same."""
+        """Restore the state; raise if the prompts have changed or earlier rows are missing."""
         super().load_state_dict(state)
         check_same_rows(state, self._rows())
         for step in range(1, self.global_step + 1):
@@ -107,7 +107,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
                 )
 
     def finish(self) -> None:
-        """Write the file of all steps."""
+        """Join the rows of all steps into the result file."""
         file = _file_of(self.config)
         parts = [self.part(step) for step in range(1, self.global_step + 1)]
         rows = [row for part in parts for row in read_rows(part)]
@@ -120,7 +120,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         print(f"{len(rows)} rows: {file}", flush=True)
 
     def step(self) -> Metrics:
-        """Sample the next prompts, score the samples, and select among them."""
+        """Score this step's samples while the next step's are generated, and select among them."""
         with self.clock("gen"):
             batch = self.ahead if self.ahead is not None else self.sample_prompts(self.global_step)
         with self.clock("score"):
@@ -128,7 +128,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
             try:
                 is_last = self.global_step == self.total_steps
                 self.ahead = None if is_last else self.sample_prompts(self.global_step + 1)
-            finally:  # an error of the rollout must not hide one of the rewards
+            finally:  # an error in the rollout must not hide an error in the rewards
                 batch, scored = join_results(batch, [scores.get()])
         with self.clock("select"):
             rows, selected = select(batch, self.config.selection, self.rollouts.tokenizer)
@@ -137,7 +137,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return self.batch_metrics(batch) | scored | selected
 
     def sample_prompts(self, step: int) -> DataProto:
-        """Return the samples of a step, which are the same whenever they are generated."""
+        """Generate the samples of a step; they do not depend on when they are generated."""
         size = self.config.data.train_batch_size
         chosen = self.prompts.rows[(step - 1) * size : step * size]
         prompts = self.prompts.batch(chosen.tolist(), epoch=0)
@@ -145,7 +145,7 @@ class BestOfNTrainer(SamplingOnlyTrainer):
         return self.rollouts.generate(repeat_prompts(prompts, num_samples))
 
     def batch_metrics(self, batch: DataProto) -> Metrics:
-        """Return scores over all samples and over the best per prompt, and the response length."""
+        """Return the mean score of all samples and of the best per prompt, and the mean length."""
         columns = read_columns(batch, "token_level_scores", "response_mask")
         num_samples = self.config.actor_rollout_ref.rollout.n
         scores = columns["token_level_scores"].sum(dim=-1).double().view(-1, num_samples)
