@@ -1,1 +1,1 @@
-"""Preference training: DPO and similar losses on pairs of responses, KTO on labelled ones."""
+"""Preference training: DPO and similar losses on pairs of responses, KTO on labeled responses."""

@@ -49,7 +49,7 @@ class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
 
 
 def inactive_roles(config: Any) -> dict[str, str]:
-    """Return the reference's role -> why, if the run does not need it."""
+    """Map the role of the reference to the reason, if the run does not need it."""
     if not has_reference(config):
         free = (
             "reference_free=true: there is" if config.reference_free else f"loss={config.loss} has"
@@ -61,14 +61,14 @@ def inactive_roles(config: Any) -> dict[str, str]:
 
 
 def check_preference_config(config: PreferenceConfig) -> None:
-    """Check the rules between fields that this recipe adds."""
+    """Run the checks across keys that only this recipe has."""
     if config.desirable_weight == config.undesirable_weight == 0:
         raise ConfigError(
             "desirable_weight=0 and undesirable_weight=0: nothing is learned; raise one of them."
         )
     if not loss_reads(config, "desirable"):
         rows.check_pairs_fit(config)
-    # a user's loss has no parameter that nothing fills
+    # every parameter of a user's loss can be filled
     from workers.losses.preference.registry import COLUMNS, parameters_of
 
     there = [*COLUMNS, *(name for name in vars(config) if _is_number(vars(config)[name]))]

@@ -1,10 +1,10 @@
-"""The reference's log-probs of every response, computed once and saved in the run folder.
+"""The reference's log-probs of all responses, computed once and saved in the run folder.
 
     tables = load_or_compute(folder, start_folder, {"train": hash_of(rows)}, weights, compute)
 
-A table is [rows, 2]. Its inputs are saved with it: a hash of the rows' tokens, and a hash of the
-reference's weights with its dtype. A run takes its tables from the folder of the checkpoint that it
-resumes. If they have other inputs, the run is rejected. A run from the start computes them again.
+A table has the shape [rows, 2]. Its inputs are saved with it: a hash of the rows' tokens, a hash of
+the reference's weights, and its dtype. A resumed run takes its tables from the run folder of the
+checkpoint, and is rejected if their inputs differ. A run that does not resume computes them again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def load_or_compute(
     weights: str,
     compute: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Return name -> table, for each name with its hash in `rows`.
+    """Return the table of each name in `rows`, which maps names to hashes.
 
-    `start` is the run folder of the checkpoint to resume, if there is one.
+    `start` is the run folder of the checkpoint to resume from, if there is one.
     """
     source = (start or folder) / FILE
     stored, made_of = _read(source)
@@ -69,7 +69,7 @@ def load_or_compute(
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tables of a file, and the inputs of each; {} if there is no file."""
+    """Return the tables in a file and the inputs of each; both are {} if there is no file."""
     if not file.is_file():
         return {}, {}
     try:

@@ -1,9 +1,9 @@
-"""Preference training: `trainer.rows` on pairs of responses, or on responses labelled good or bad.
+"""Preference training: `trainer.rows` on pairs of responses, or on responses labeled good or bad.
 
     reference of all rows, once ─> rows ─> (KTO: KL on mismatched responses) ─> update ─> next rows
 
 The reference is the model before training, or a separate model in the role `ref`. Its log-probs are
-computed before a checkpoint is loaded, so a resumed run has the same.
+computed before a checkpoint is loaded, so a resumed run has the same reference.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from workers.losses.preference.measures import measures
 logger = logging.getLogger(__name__)
 
 NumberedRow = tuple[int, PairRow | LabelledRow]
-"""A row with its number in its files, by which the reference's log-probs are looked up."""
+"""(row number, row); the number selects the reference's log-probs."""
 
 
 def settle_ends(
     key: str, rows: Sequence[NumberedRow], tokenizer: Any, config: PreferenceConfig
 ) -> list[NumberedRow]:
-    """Return the rows with or without the blanks after the end token, as configured.
+    """Cut whitespace after the end token if `data.text_after_eos=cut`.
 
-    A log line reports it. `key` names their files.
+    A log line reports the number of such rows. `key` names their files.
     """
     stops = stop_tokens(tokenizer, config.model.path)
     shortened: list[NumberedRow] = []
@@ -68,7 +68,7 @@ def settle_ends(
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
-    """Return the rows, each with the response of a different prompt."""
+    """Replace each row's response with the response to a different prompt."""
     result: list[NumberedRow] = []
     for number, row in rows:
         assert isinstance(row, LabelledRow), "pairs have no mismatched response"
@@ -77,7 +77,7 @@ def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
 
 
 def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
-    """Yield every response that the reference scores."""
+    """Yield every sequence that the reference scores."""
     for _, row in rows:
         yield from row.sides.values()
 
@@ -85,9 +85,9 @@ def both_sides(rows: Sequence[NumberedRow]) -> Iterator[LMRow]:
 def labelled_columns(
     mismatched: Tensor, ref_mismatched: Tensor, desirable: Tensor
 ) -> dict[str, Tensor]:
-    """Return the columns that a loss of labelled rows reads from the whole batch.
+    """Return the columns for a loss on labeled rows that depend on the whole batch.
 
-    The log-probs of the mismatched responses estimate the KL: their mean log-ratio, at least zero.
+    The KL is estimated by the mean log-ratio of the mismatched responses, clamped at zero.
     """
     kl = (mismatched - ref_mismatched).mean().clamp(min=0)
     share = desirable.double().mean()
@@ -99,23 +99,23 @@ def labelled_columns(
 
 
 ONE_ROW = 1e-6
-"""Rounding tolerance of `desirable`, smaller than the share of one row."""
+"""Rounding tolerance for the fraction `desirable`; one row is a larger fraction."""
 
 
 class PreferenceTrainer(RowTrainer[NumberedRow]):
-    """Trains the role `preference`, against the role `ref` if the loss has a reference."""
+    """Trains the role `preference` relative to a reference, if the loss has one."""
 
     config: PreferenceConfig
     role: ClassVar[str] = "preference"
     stages = ("data", "mismatched_kl", "update")
     reference: dict[str, Tensor]
-    """`train` and `val` -> log-probs [rows, 2]: chosen and rejected, or matched and mismatched."""
+    """Log-probs [rows, 2] of `train` and `val` rows: chosen, rejected or matched, mismatched."""
 
     @classmethod
     def read_rows(
         cls, config: PreferenceConfig, key: str, files: Any, tokenizer: Any
     ) -> list[NumberedRow]:
-        """Return pairs, or responses with a label, as the loss needs them."""
+        """Return pairs or labeled responses, as the loss needs."""
         length, on_bad_row, limit = longest_row(config), config.data.on_bad_row, row_limit(config)
         if loss_reads(config, "desirable"):
             seed = config.trainer.seed
@@ -138,27 +138,27 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     @classmethod
     def num_sides(cls, config: PreferenceConfig) -> int:
-        """Return two for a pair, one for a response with a label."""
+        """Return 2 for pairs, 1 for labeled responses."""
         return 1 if loss_reads(config, "desirable") else 2
 
     # ------------------------------------------------------------------------------- the reference
 
     def before_resume(self) -> None:
-        """Compute the reference's log-probs before a checkpoint changes the model."""
+        """Compute the reference's log-probs before a checkpoint is loaded into the model."""
         self.reference = self.reference_log_probs() if self.has_reference else {}
 
     @property
     def has_reference(self) -> bool:
-        """True if the loss compares with a reference."""
+        """True if the loss needs a reference."""
         return has_reference(self.config)
 
     @property
     def is_labelled(self) -> bool:
-        """True if the loss takes rows with a label, not pairs."""
+        """True if the loss takes labeled responses, not pairs."""
         return loss_reads(self.config, "desirable")
 
     def reference_log_probs(self) -> dict[str, Tensor]:
-        """Return the reference's log-probs of training and validation rows, saved or computed."""
+        """Load or compute the reference's log-probs of training and validation rows."""
         group = self.groups["ref" if "ref" in self.groups else self.role]
         rows = {"train": self.loader.rows}
         if self.has_validation:
@@ -175,7 +175,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return load_or_compute(self.run.folder, start_folder, hashes, weights, compute)
 
     def log_probs_of(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
-        """Return [rows, 2] log-probs from the workers' method `score`."""
+        """Return the log-probs [rows, 2] that the workers' method `score` computes."""
         matched = self.scored(rows, name, score)
         if not self.is_labelled:
             return matched
@@ -183,7 +183,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return torch.stack([matched, mismatched], dim=1)
 
     def scored(self, rows: Sequence[NumberedRow], name: str, score: Any) -> Tensor:
-        """Return the results of the workers' method `score` for these rows, in order."""
+        """Return the results of the workers' method `score` for these rows in order."""
         log_probs = []
         for batch in self.in_order(rows, name):
             columns = read_columns(score(batch), "response_log_probs")
@@ -197,7 +197,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return shown(super().step(), "train")
 
     def with_columns(self, batch: DataProto) -> DataProto:
-        """Add the reference's log-probs and, for rows with labels, the columns of the KL."""
+        """Add the reference's log-probs and, for labeled rows, the columns of the KL estimate."""
         if not self.has_reference:
             return batch
 
@@ -213,7 +213,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         return write_columns(batch, ref_log_probs=reference[:, 0], **columns)
 
     def validation_metrics(self) -> Metrics:
-        """Return the means of a step's metrics over all validation rows."""
+        """Return the metrics of a training step, averaged over all validation rows."""
         score = self.groups[self.role].compute_log_prob
         log_probs = self.log_probs_of(self.validation, "val", score)
         masks = [read_columns(x, "response_mask") for x in self.validation_batches()]
@@ -237,7 +237,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
 
 def shown(metrics: Metrics, prefix: str) -> Metrics:
-    """Return the metrics with the KL per token, and without metrics of a label that no row has."""
+    """Add the KL per token; remove the metrics of a label that no row has."""
     if f"{prefix}/kl/row" in metrics:
         per_row, length = metrics[f"{prefix}/kl/row"], metrics[f"{prefix}/lengths/mean"]
         metrics[f"{prefix}/kl/token"] = per_row / length
