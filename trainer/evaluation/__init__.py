@@ -1,1 +1,1 @@
-"""Validate a model by itself: sample every prompt, score the samples, and train nothing."""
+"""Evaluate a model without training: sample every prompt, and score the samples."""

@@ -57,7 +57,7 @@ class EvaluationConfig(SamplingOnlyConfig):
 
 
 def check(config: EvaluationConfig) -> None:
-    """Check the rules between fields, which depend on the rewards and the engines."""
+    """Run the checks across keys of rewards and engines."""
     from trainer.rollouts.reward_checks import check_rewards
     from workers.rollout.sampling import check_sampling
 

@@ -14,12 +14,12 @@ from trainer.rollouts.without_training import SamplingOnlyTrainer
 from verl_like.terminal import draw_table, terminal_width
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
-"""The metrics in the printed table; standard deviations are only in metrics.jsonl."""
+"""Matches the metrics in the printed table; standard deviations are only in metrics.jsonl."""
 AGENTS = "val-aux/agents/"
 
 
 class Evaluation(SamplingOnlyTrainer):
-    """Samples all prompts once with the role `rollout`, and scores the samples."""
+    """Samples all prompts in one step with the role `rollout`, and scores the samples."""
 
     config: EvaluationConfig
     stages = ("gen",)
@@ -27,7 +27,7 @@ class Evaluation(SamplingOnlyTrainer):
 
     @property
     def total_steps(self) -> int:
-        """All prompts form one step."""
+        """1, because all prompts form one step."""
         return 1
 
     def step(self) -> Metrics:
@@ -41,7 +41,7 @@ class Evaluation(SamplingOnlyTrainer):
 
 
 def played(metrics: Metrics) -> list[str]:
-    """Describe trajectories in a line, if samples are trajectories."""
+    """Return a line about trajectories, or nothing if samples have one turn."""
     values = {n.removeprefix(AGENTS): value for n, value in metrics.items() if n.startswith(AGENTS)}
     if not values:
         return []

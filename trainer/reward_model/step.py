@@ -1,10 +1,10 @@
-"""Train a reward model: `trainer.rows` on pairs, and accuracy and loss on validation pairs.
+"""Train a reward model: `trainer.rows` on pairs, with accuracy and loss on validation pairs.
 
 `trainer.data.pairs` describes the pairs and their formats.
 
-A PPO sample ends with its first stop token. A chat template may write a line break after this
-token, or no stop token at all. A score is read at the last token, so the pairs are cut to end like
-PPO's samples (`end_as_samples_do`).
+A PPO sample ends with its first stop token, and its score is read at the last token. A chat
+template may write a line break after the stop token, or no stop token at all. So training sequences
+are cut to end like PPO's samples (`end_as_samples_do`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 def end_as_samples_do(
     key: str, rows: Sequence[PairRow], tokenizer: Any, path: str, max_length: int
 ) -> list[PairRow]:
-    """Return the pairs without blanks after a side's stop token; warn about sides without one.
+    """Cut whitespace after a side's stop token; warn about sides without a stop token.
 
-    `key` names the files, `path` the model; a side of `max_length` tokens may have been cut.
+    `key` names the files, `path` the model. Sides of `max_length` tokens are not reported, because
+    they may have been cut.
     """
     stops = stop_tokens(tokenizer, path)
     pairs, num_open = [], 0
@@ -68,7 +69,7 @@ class RewardModelTrainer(RowTrainer[PairRow]):
     def read_rows(
         cls, config: RewardModelRunConfig, key: str, files: object, tokenizer: object
     ) -> list[PairRow]:
-        """Return pairs of responses, or of whole dialogues, that end as samples do."""
+        """Return pairs of responses or of whole dialogues, which end like PPO's samples."""
         longest = longest_row(config)
         on_bad_row, limit = config.data.on_bad_row, row_limit(config)
         rows = read_pairs(key, files, tokenizer, longest, on_bad_row, limit)
@@ -81,16 +82,16 @@ class RewardModelTrainer(RowTrainer[PairRow]):
 
     @classmethod
     def num_sides(cls, config: RewardModelRunConfig) -> int:
-        """Return two."""
+        """Return 2, because each item is a pair."""
         return 2
 
     @classmethod
     def worker_code(cls, config: RewardModelRunConfig) -> list[str]:
-        """Return the loss in addition to the code of all recipes on rows."""
+        """Add the loss to the code that every recipe on rows has."""
         return [*super().worker_code(config), config.loss]
 
     def validation_metrics(self) -> Metrics:
-        """Return means over all validation pairs; equal scores count as half right."""
+        """Return the mean metrics of all validation pairs; equal scores count as half correct."""
         scores_of_batches, margins_of_batches = [], []
         for batch in self.validation_batches():
             scored = self.groups[self.role].compute_scores(batch)

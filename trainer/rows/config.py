@@ -1,4 +1,4 @@
-"""Base of the configuration tree of recipes on rows."""
+"""Base classes and checks for the configuration of recipes on rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowConfig(RunConfig, RowWorkerConfig):
 
 
 def trainer_section(cls: str, experiment_name: str) -> Any:
-    """Return the field `trainer` of a recipe on rows, with its trainer's dotted path."""
+    """Return the field `trainer` of a recipe on rows; `cls` is its trainer's dotted path."""
     return key(factory=partial(ValidatingTrainerConfig, cls=cls, experiment_name=experiment_name))
 
 
@@ -28,7 +28,7 @@ OPTIMIZERS = "workers.training.optim"
 
 
 def check_rows_config(config: RowConfig) -> None:
-    """Check the rules between fields that these recipes share."""
+    """Run the checks across keys that these recipes share."""
     from workers.parallel.sharding import settle
     from workers.training.schedules import check_optim
 
@@ -39,12 +39,12 @@ def check_rows_config(config: RowConfig) -> None:
 
 
 def check_pairs_fit(config: RowConfig) -> None:
-    """Check that a pair fits into a pass, for recipes whose rows are pairs."""
+    """Check that a pair fits into one pass, for recipes whose rows are pairs."""
     _check_pass(config, 2, "Two responses of {} tokens do not fit")
 
 
 def _check_pass(config: RowConfig, num_sides: int, problem: str) -> None:
-    """Reject rows of which `num_sides` may be longer than a pass."""
+    """Reject a maximum row length with which `num_sides` rows may not fit into one pass."""
     data = config.data
     room, longest = data.max_token_len_per_gpu, data.max_length or LONGEST_ROW
     if data.use_dynamic_bsz and num_sides * longest > room * config.parallel.sp:

@@ -1,4 +1,4 @@
-"""Checks of a recipe on rows before a process starts, beyond the configuration."""
+"""Checks of models and memory before any process starts, for recipes on rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WAYS_OUT = (
     "data.max_length), model.enable_gradient_checkpointing=true, model.strategy=fsdp+offload, or "
     "more devices."
 )
-"""Advice for a pool that is too small."""
+"""Advice if the devices of a pool have too little memory."""
 
 
 def preflight(config: RowConfig, num_sides: int) -> None:
-    """Reject models that are missing, too large, or too short for the rows.
+    """Reject models that are missing, too large, or whose context is too short for the rows.
 
     Also reject shardings and adapters that do not fit the model, and offloading on CPUs. An item of
-    the data has `num_sides` rows.
+    the data, such as a pair, has `num_sides` rows.
     """
     trained = config.model
     check_offload(config.trainer, {"model": (trained.strategy, "model", trained.fsdp_config)})
@@ -73,7 +73,7 @@ def role_memories(config: RowConfig, num_sides: int, device_type: str) -> list[R
 def largest_pass(
     config: RowConfig, model: RoleModel, num_sides: int, dims: ParallelDims
 ) -> LargestPass:
-    """Return the largest pass of a rank, which has at most its share of a step's rows."""
+    """Return the largest pass of a rank, which never has more than the rank's rows of a step."""
     data = config.data
     length = -(-longest_row(config) // dims.sp)
     num_rows = -(-data.train_batch_size // dims.data_size) * num_sides
@@ -83,7 +83,7 @@ def largest_pass(
 
 
 def longest_row(config: RowConfig) -> int:
-    """Return the tokens that a row is cut to, by default the model's limit or `LONGEST_ROW`."""
+    """Return the maximum tokens per row; by default, the model's limit, at most `LONGEST_ROW`."""
     if config.data.max_length is not None:
         return config.data.max_length
     limit = num_positions(read_model_config("model.path", config.model.path))
@@ -93,7 +93,7 @@ def longest_row(config: RowConfig) -> int:
 def plan_text(
     config: RowConfig, num_sides: int, max_columns: int | None = None, brief: bool = False
 ) -> str:
-    """Return the memory table for this machine's devices, or the reason why there is none."""
+    """Return the memory table for this run's devices, or the reason why there is none."""
     devices = devices_of(config.trainer)
     try:
         roles = role_memories(config, num_sides, devices.type)

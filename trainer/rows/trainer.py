@@ -2,8 +2,8 @@
 
     rows ─> update ─> next rows
 
-A recipe's trainer defines its role, the reading and padding of its rows, and its validation. The
-loop around a step is `trainer.loop.Loop`; a last step with fewer rows is trained, too.
+A recipe's trainer defines its role, how rows are read and padded, and its validation. The loop
+around a step is `trainer.loop.Loop`. If fewer rows remain for the last step, it trains on those.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from workers.columns import count_ones
 
 R = TypeVar("R")
 MOST_NUMBERS = 3
-"""Number of metrics on the console per step and per validation."""
+"""Number of metrics that the console shows per step and per validation."""
 
 
 class RowTrainer(Trainer, Generic[R]):
-    """Trains a role that has the method `update_model`."""
+    """Base class of trainers for one role, whose workers have the method `update_model`."""
 
     config: RowConfig
     role: ClassVar[str]
@@ -58,7 +58,7 @@ class RowTrainer(Trainer, Generic[R]):
     @staticmethod
     @abstractmethod
     def make_batch(rows: Sequence[R], uids: Sequence[str], pad_token_id: int) -> DataProto:
-        """Pad rows to one batch."""
+        """Make a padded batch of rows."""
 
     # --------------------------------------------------------------------------------------- a step
 
@@ -76,12 +76,12 @@ class RowTrainer(Trainer, Generic[R]):
         }
 
     def with_columns(self, batch: DataProto) -> DataProto:
-        """Add the columns that the loss reads besides the rows, if a recipe has any."""
+        """Add the recipe's columns that the loss reads in addition to the rows, if any."""
         return batch
 
     @property
     def num_rows_of_step(self) -> int:
-        """`data.train_batch_size`, or the rest of the last epoch."""
+        """Number of rows: `data.train_batch_size`, or the remaining rows in the last step."""
         size = self.config.data.train_batch_size
         trainer = self.config.trainer
         if trainer.total_training_steps is not None and trainer.total_epochs is None:
@@ -90,12 +90,12 @@ class RowTrainer(Trainer, Generic[R]):
 
     @property
     def num_rows_of_run(self) -> int:
-        """Rows of all epochs."""
+        """Number of rows of all epochs."""
         return (self.config.trainer.total_epochs or 1) * len(self.loader)
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, from the number of rows or as configured."""
+        """Number of steps of the run, as configured or from the number of rows."""
         size = self.config.data.train_batch_size
         return self.config.trainer.num_steps(lambda _: -(-self.num_rows_of_run // size))
 
@@ -104,7 +104,7 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """Check the model, and return the rows to train and to validate on."""
+        """Check the model; return the loader of training rows, and validation rows if any."""
         preflight(config, cls.num_sides(config))
         tokenizer = load_tokenizer(config.model.path, "model.path")
         data = config.data
@@ -117,13 +117,13 @@ class RowTrainer(Trainer, Generic[R]):
 
     @classmethod
     def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
-        """Return the number of rows."""
+        """Describe the number of rows."""
         loader, *validation = inputs
         return [f"{len(loader)} rows to train on, {sum(map(len, validation))} to validate on"]
 
     @classmethod
     def num_sides(cls, config: Any) -> int:
-        """Return the rows per item of the data: two for pairs."""
+        """Return the number of rows per item of the data: 2 for pairs."""
         return 1
 
     @classmethod
@@ -136,20 +136,20 @@ class RowTrainer(Trainer, Generic[R]):
     def describe(
         cls, config: Any, max_columns: int | None = None, brief: bool = False
     ) -> list[str]:
-        """Return the sizes of a step, and the plan of the memory."""
+        """Describe the sizes of a step, and its memory."""
         sizes = f"Step: {step_sizes(config)}"
         memory = plan_text(config, cls.num_sides(config), max_columns, brief)
         return [sizes, memory]
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
-        """Return the training loss, the validation loss if there is any, and further metrics."""
+        """Return the first training metric, the validation metrics, and other training metrics."""
         names = [name for name in metrics if name.startswith("train/")][:MOST_NUMBERS]
         names[1:1] = [name for name in metrics if name.startswith("val/")][:MOST_NUMBERS]
         return [f"{name} {metrics[name]:.4g}" for name in names]
 
     def init_arguments(self, role: str) -> dict[str, Any]:
-        """Return the length of the learning-rate schedule."""
+        """Return the number of steps for the learning-rate schedule."""
         return {"total_steps": self.total_steps} if role == self.role else {}
 
     @property
@@ -170,7 +170,7 @@ class RowTrainer(Trainer, Generic[R]):
             yield self.loader.make_batch(part, names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's own state as JSON."""
+        """Return the driver's own state, ready for JSON."""
         return {**super().state_dict(), "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class RowTrainer(Trainer, Generic[R]):
 
 
 def step_sizes(config: RowConfig) -> str:
-    """Describe the rows of a step, and the passes of a rank."""
+    """Describe the number of rows per step, and the size of a rank's passes."""
     data = config.data
     pass_of = f"{data.micro_batch_size_per_gpu} rows"
     if data.use_dynamic_bsz:
@@ -192,5 +192,5 @@ def step_sizes(config: RowConfig) -> str:
 
 
 def num_tokens_in_loss(batch: DataProto) -> float:
-    """Return the number of tokens whose prediction is trained."""
+    """Return the number of tokens in the loss."""
     return float(count_ones(batch, "response_mask").sum())

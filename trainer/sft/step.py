@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `trainer.rows` on texts, responses and chats, and the validation loss.
+"""Supervised fine-tuning: `trainer.rows` on texts, responses and chats, with a validation loss.
 
 `trainer.data.lm_rows` describes the rows and their loss masks.
 """
@@ -46,7 +46,7 @@ class SFTTrainer(RowTrainer[LMRow]):
         return lm_batch(rows, uids, pad_token_id)
 
     def validation_metrics(self) -> Metrics:
-        """Return the mean loss over all tokens of the validation rows that are in the loss."""
+        """Return the mean loss over all validation tokens that are in the loss."""
         total = num_tokens = 0.0
         for batch in self.validation_batches():
             output = self.groups[self.role].compute_log_prob(batch)
