@@ -4,11 +4,12 @@ If every rank has its own GPU, buckets are hashed, sent over NCCL and verified o
 Otherwise they are in host memory and travel over gloo. Gloo also carries everything else. The
 default process group is not used.
 
-Tensors travel whole, without a cast, in buckets of limited size (a larger tensor travels
-separately). A header precedes each bucket: its size and number, and the name, dtype, shape and hash
-of every tensor. It is signed with the secret of this sync, so nobody else can impersonate the
-sender. While one bucket travels, the sender gathers the next and the receivers verify and write the
-previous one. Each side stores two buckets, and a sync takes hardly longer than its slowest part.
+Tensors are sent whole and without a cast, in buckets of limited size (a larger tensor gets its own
+bucket). A header precedes each bucket. It contains the bucket's size and number, and the name,
+dtype, shape and hash of every tensor. It is signed with the secret of this sync, so nobody else can
+impersonate the sender. While one bucket is in transfer, the sender gathers the next one, and the
+receivers verify and load the previous one. So each side needs memory for two buckets, and a sync
+takes hardly longer than its slowest stage.
 """
 
 from __future__ import annotations
@@ -49,36 +50,36 @@ from workers.weights.connection import (
 ALIGNMENT = 16
 """The offset of a tensor in its bucket is a multiple of this, so that any dtype can be read."""
 END = -1
-"""Marks the end, instead of the size of a bucket."""
+"""Sent instead of a bucket's size, after the last bucket."""
 HOST = torch.device("cpu")
 Finish = Callable[[], None]
 """Waits until an operation is done."""
 AllocateBuffer = Callable[[int, int], Tensor]
 """Returns a buffer for a bucket, given its number and its size."""
 _LENGTHS = Struct("<qq")
-"""First bytes of a header: the sizes of its bucket and of its text."""
+"""The first bytes of a header: the size of the bucket, and the length of the header's JSON."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One rank's part of a sync: the error, the transferred bytes, and the time of hashing."""
+    """One rank's result of a sync: its error, the bytes it transferred, the time it hashed."""
 
     error: str | None = None
     num_bytes: int = 0
     hash_s: float = 0.0
     voted: bool = True
-    """True if the rank reached the vote: nobody was missing, and nothing broke off."""
+    """True if the rank reached the vote: all ranks were present, and no transfer was aborted."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors stored one after the other; `entries` has name, dtype, shape and hash of each."""
+    """Tensors stored one after the other; `entries` has each one's name, dtype, shape and hash."""
 
     entries: list[list[Any]]
     payload: Tensor
 
     def places(self) -> list[tuple[int, int]]:
-        """Return the begin and end of each tensor's bytes."""
+        """Return the start and end of each tensor's bytes in the payload."""
         spans, end = [], 0
         for _, dtype, shape, _ in self.entries:
             start = aligned(end)
@@ -111,8 +112,8 @@ def pack(
 ) -> Iterator[Bucket]:
     """Copy tensors into buckets of at most `limit` bytes, and hash them.
 
-    A larger tensor gets a separate bucket. If the caller `lends` its tensors and they are on the
-    device of the buckets, such a tensor is not copied.
+    A tensor larger than `limit` gets its own bucket. It is not copied if it is on the device of the
+    buckets and the caller `lends` its tensors, that is, does not change them during the transfer.
     """
     number = filled = 0
     entries: list[list[Any]] = []
@@ -145,7 +146,7 @@ def pack(
 
 
 def _hashed(bucket: Bucket, watch: Stopwatch) -> Bucket:
-    """Add the hashes that the copies did not compute."""
+    """Add the missing hashes: only copies within host memory compute them on the way."""
     unhashed = [place for place, entry in enumerate(bucket.entries) if entry[3] is None]
     if unhashed:
         if bucket.payload.is_cpu:
@@ -172,15 +173,15 @@ class Channel:
         """Measures the time of hashing, including the copies that compute hashes."""
         self.num_bytes = 0
         self.corrupt: list[str] = []
-        """Descriptions of damaged data."""
+        """Damaged data: tensor names, and descriptions of wrong headers and missing buckets."""
         self.manifest: Manifest = {}
-        """Facts of the received tensors."""
+        """The dtype, shape and hash of each received tensor."""
         self.summary: dict[str, Any] = {}
-        """Final message of the sender."""
+        """The sender's final message, which only syncs of changes have."""
         self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def room(self, number: int, num_bytes: int) -> Tensor:
-        """Return memory for a bucket; two buffers alternate, since fresh pages are slow."""
+        """Return one of two alternating buffers, because writing to new memory pages is slow."""
         which = number % 2
         if len(self._rooms[which]) < num_bytes:
             self._rooms[which] = allocate_buffer(num_bytes, self.device)
@@ -192,10 +193,10 @@ class Channel:
         summary: Callable[[], dict[str, Any]] = dict,
         drops_first: bool = False,
     ) -> None:
-        """Broadcast buckets and an end; a bucket must not change until the one after the next is
-        sent.
+        """Broadcast the buckets, then an end marker.
 
-        With `drops_first` the first bucket is lost, for fault injection.
+        While one bucket is sent, the next one is taken from `buckets`, so the two must not share
+        memory. With `drops_first`, the first bucket is not sent (fault injection).
         """
         num_buckets, before = 0, list[Finish]()
         for number, packed in enumerate(buckets):
@@ -214,7 +215,7 @@ class Channel:
     def _on_device(self, bucket: Bucket, number: int) -> Bucket:
         """Copy a bucket of published weights from host memory to this channel's GPU.
 
-        Its tensors are hashed again there, because receivers hash theirs on GPUs.
+        Its tensors are hashed again on the GPU, because receivers hash on GPUs, too.
         """
         if self.device.type == "cpu" or not bucket.payload.is_cpu:
             return bucket
@@ -226,9 +227,9 @@ class Channel:
         return Bucket(entries, payload)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the sender broadcasts, each valid until the next.
+        """Yield the tensors that the sender broadcasts; use each before you request the next.
 
-        Damage is recorded in `corrupt`.
+        Damaged data is recorded in `corrupt`.
         """
         number, before = 0, None
         while True:
@@ -263,7 +264,7 @@ class Channel:
     def _verified(
         self, expected: int, payload: Tensor, header: dict[str, Any] | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one bucket, from its bytes and its header."""
+        """Yield the tensors of one bucket; record in `corrupt` what does not match the header."""
         if header is None:
             self.corrupt.append(f"the header of bucket {expected} (wrong signature)")
             return
@@ -294,7 +295,7 @@ class Channel:
         return [self._start_broadcast(part) for part in parts]
 
     def _receive_header(self) -> tuple[int, dict[str, Any] | None]:
-        """Return the next bucket's size and header; None if the signature is wrong."""
+        """Return the next bucket's size, and its header, or None if the signature is wrong."""
         first = self._received(_LENGTHS.size + SIGNATURE_BYTES)
         size, length = _LENGTHS.unpack(first[: _LENGTHS.size])
         text = self._received(length)
@@ -308,7 +309,7 @@ class Channel:
         return content.numpy().tobytes()
 
     def _start_broadcast(self, tensor: Tensor, group: Any = None) -> Finish:
-        """Start broadcasting these bytes; the result waits until they have arrived."""
+        """Start broadcasting a tensor; the returned function waits for the end of the broadcast."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, TRANSFER_TIMEOUT
         with name_errors("a broadcast could not begin"):

@@ -1,7 +1,7 @@
 """Hashes of full (unsharded) weights, computed on the device of the tensors.
 
-checksum_of(named_tensors)    every byte: two roles have the same weights
-hashes_of, copy_hashed        hashes of tensors in transfer
+checksum_of(named_tensors)    one hash of all weights, to compare the weights of two roles
+hashes_of, copy_hashed        a hash per tensor, to verify a transfer
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from workers.models.tensor_files import byte_view
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 NumberedTensor = tuple[torch.Size, Tensor]
-"""The shape of a tensor, and its hash as a tensor of one number."""
+"""The shape of a tensor, and its hash as a tensor with one element."""
 CHUNK = 2**18
-"""Bytes that are copied and then hashed, so that the hash finds them in the L2 cache."""
+"""Bytes that are copied and then hashed at a time, so that hashing reads them from the L2 cache."""
 DEVICE_CHUNK = 2**20
-"""32-bit words that are multiplied by different numbers on a device."""
+"""Number of 32-bit words in a chunk; within a chunk, every word has a different factor."""
 DEVICE_CHUNKS = 8
-"""Chunks that are hashed at a time on a device, in 128 MiB of memory."""
+"""Chunks that are hashed at a time on a device, which takes 128 MiB of memory."""
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Return the bits of each number of a contiguous tensor as an integer, without a copy."""
+    """View the bits of each element of a contiguous tensor as an integer, without a copy."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(integers[tensor.dtype.itemsize])
 
 
 def hash_of(payload: Tensor) -> int:
-    """Return 64 bits of a byte tensor: XXH3 in host memory, `hash_on_device` elsewhere.
+    """Return a 64-bit hash of a byte tensor: XXH3 in host memory, `hash_on_device` elsewhere.
 
     Hashes can only be compared if they come from the same kind of memory.
     """
@@ -44,7 +44,7 @@ def hash_of(payload: Tensor) -> int:
 
 
 def hashes_of(payloads: Sequence[Tensor]) -> list[int]:
-    """Return `hash_of` each tensor; hashes on a device are fetched together, 8 bytes each."""
+    """Return `hash_of` for each tensor; the hashes on a device are copied to the host together."""
     if not payloads or payloads[0].is_cpu:
         return [xxhash.xxh3_64_intdigest(payload.numpy().data) for payload in payloads]
     numbers = torch.stack([hash_on_device(payload) for payload in payloads])
@@ -53,17 +53,16 @@ def hashes_of(payloads: Sequence[Tensor]) -> list[int]:
 
 
 def to_host(numbers: Tensor) -> Tensor:
-    """Copy hashes to the host; nothing else of a device's weights is copied."""
+    """Copy hashes to the host; the weights themselves stay on the device."""
     return numbers.cpu()
 
 
 def hash_on_device(payload: Tensor) -> Tensor:
-    """Hash a byte tensor to 64 bits with torch operations, equal on every device.
+    """Return a 64-bit hash of a byte tensor, on its device and with the same value on every device.
 
-    The hash stays on the device.
-
-    It is the sum of the 32-bit words times odd numbers, so one changed word always changes it. Any
-    other change, such as swapped words, goes unnoticed with probability 2**-32 at most.
+    It is the sum of the 32-bit words, each multiplied by an odd number, so a change of one word
+    always changes it. Any other change, such as swapped words, is missed with a probability of at
+    most 2**-32.
     """
     size = payload.numel()
     if size % 4 or payload.storage_offset() % 4:
@@ -84,10 +83,10 @@ _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 @lru_cache(maxsize=16)
 def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the factors of a chunk's words and of chunks.
+    """Return the factors of the words in a chunk, and the factors of the chunks.
 
-    The factors of words are odd numbers without an arithmetic progression, as in splitmix64. The
-    factors of chunks are decreasing powers of one number, and end with 1.
+    The factors of words are odd and pseudorandom, mixed as in splitmix64. The factors of chunks are
+    decreasing powers of one number, and end with 1.
     """
     mixed = torch.arange(1, DEVICE_CHUNK + 1, device=device) * _FACTORS[0]
     mixed = (mixed ^ (mixed >> 30)) * _FACTORS[1]
@@ -97,7 +96,7 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def copy_hashed(into: Tensor, source: Tensor) -> int:
-    """Copy bytes within host memory and hash them, for less than half the cost of both."""
+    """Copy bytes within host memory and return their hash, in less than half the time of both."""
     hasher = xxhash.xxh3_64()
     target, content = into.numpy(), source.numpy()
     for start in range(0, len(content), CHUNK):
@@ -124,15 +123,15 @@ class Stopwatch:
 
 
 def checksum_of(tensors: NamedTensors) -> str:
-    """Return a hash of names, shapes and float32 bytes of full tensors.
+    """Return a hash of full tensors: of their names, their shapes, and their values in float32.
 
-    It does not depend on their order, dtype and device.
+    It does not depend on the order of the tensors, their dtypes or their devices.
     """
     return checksum_of_hashes({name: (t.shape, float32_hash(t)) for name, t in tensors})
 
 
 def float32_hash(tensor: Tensor) -> Tensor:
-    """Return `hash_on_device` of a tensor's numbers as float32."""
+    """Return the `hash_on_device` of a tensor, cast to float32."""
     return hash_on_device(byte_view(tensor.float()))
 
 

@@ -1,9 +1,9 @@
 """Connect the ranks of a sync, and create the groups that the weights travel over.
 
-The sender has a store. Each sync uses a part of it, whose address the driver passes to both sides.
-Every rank registers there, so an error can name missing ranks. Groups are created at the first sync
-of a sender with its receivers and reused. They are created again only if a rank does not have them,
-because it is new or the previous sync broke off.
+The sender has a torch `TCPStore`. Each sync has its own part of this store, and the driver passes
+the part's address to both sides. Every rank registers there, so an error can name missing ranks. A
+sender and its receivers create groups at their first sync and then reuse them. They create them
+again only if a rank does not have them, because it is new or the previous sync failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl_like.process.store import SignedStore, open_store
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)
-"""Time that a rank waits for the others."""
+"""Time that a rank waits for the other ranks to register."""
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """Time limit of one broadcast, including the gathering of its tensors."""
 LOOK_S = 0.5
@@ -39,12 +39,15 @@ LOOK_S = 0.5
 GIVEN_UP = "given up"
 """A rank's message instead of its info, so that the others do not wait for it."""
 Manifest = dict[str, list[Any]]
-"""Facts of tensors by name: dtype, shape and hash."""
+"""The dtype, shape and hash of tensors, by name."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of one sync. Its text is transferred; errors do not show the secret."""
+    """The address of one sync, passed between processes as `str(address)`.
+
+    Do not print it: it contains the secret of the sync.
+    """
 
     place: str
     """`host:port` of the sender's store."""
@@ -67,9 +70,10 @@ class Address:
 
 
 def open_weight_store(toward: str = "") -> tuple[TCPStore, str]:
-    """Open a store on a free port; return it and its `host:port`, which host `toward` can reach.
+    """Open a store on a free port; return it and its `host:port`.
 
-    By default the processes of this run can reach it: on one machine over loopback.
+    The host `toward` can reach it. By default, the processes of this run can: over loopback if
+    the run has one machine.
     """
     host = LOOPBACK
     if toward or os.environ.get("GLOO_SOCKET_IFNAME") != "lo":
@@ -82,7 +86,8 @@ def open_weight_store(toward: str = "") -> tuple[TCPStore, str]:
 def join_weight_store(place: str) -> TCPStore:
     """Connect to the sender's store, from another process or over another connection.
 
-    Torch tries a port for 20 s or more; if nobody listens any longer, the sender is gone.
+    Torch tries to connect for at least 20 s. Meanwhile the port is probed, and if nobody listens on
+    it any more, the sender is gone and an error is raised at once.
     """
     host, _, port = place.rpartition(":")
     join = partial(TCPStore, host, int(port), is_master=False, timeout=JOIN_TIMEOUT)
@@ -101,7 +106,7 @@ class Connection:
 
     place: str
     number: int
-    """The sync in which they were created."""
+    """Number of the sync that created the groups."""
     size: int
     group: Any
     """Gloo group for votes, and for buckets unless there are `gpus`."""
@@ -124,19 +129,19 @@ class Connection:
 class Connections:
     """Groups and store connections that a process reuses in later syncs.
 
-    A sync takes what it uses and puts it back at the end. So two syncs never use the same
-    connection, and a failed sync does not return it.
+    A sync takes its connection out and puts it back at the end. So two syncs never use the same
+    connection at a time, and a failed sync does not put its connection back.
     """
 
     def __init__(self, toward: str = "") -> None:
-        """Set the receivers' host in `toward` if they are not processes of this run."""
+        """Give the receivers' host as `toward` if they are not processes of this run."""
         self._toward = toward
         self._by_receivers: dict[str, Connection] = {}
         self._stores: list[tuple[str, TCPStore]] = []
         self._own_store: tuple[TCPStore, str] | None = None
         self._num_addresses = 0
         self._opening = threading.Lock()
-        """Several threads request addresses."""
+        """Held while an address is created, because several threads request addresses."""
 
     def new_address(self) -> Address:
         """Return an unused part of this process's store, with its own secret."""
@@ -146,17 +151,17 @@ class Connections:
             return Address(self._own_store[1], self._num_addresses, new_secret())
 
     def give_up(self, address: Address, num_receivers: int) -> None:
-        """Stop all waiting at this address, if it belongs to this process."""
+        """Release all ranks that wait at this address, if it belongs to this process."""
         if self._own_store is not None and self._own_store[1] == address.place:
-            # a new connection, because the existing one may be waiting
+            # a new connection, because the existing one may be blocked in a wait
             give_up(address.part_of(join_weight_store(address.place)), num_receivers)
 
     @contextmanager
     def store(self, address: Address) -> Iterator[SignedStore]:
-        """Return the sync's part of the sender's store.
+        """Context with the sync's part of the sender's store.
 
-        Torch resolves the name of every peer, which is slow with a slow resolver, so stores are
-        joined as rarely as possible.
+        Connections to stores are reused, because torch resolves the peer's host name for each new
+        one, which can be slow.
         """
         try:
             place, store = self._stores.pop()
@@ -271,7 +276,7 @@ def _read(store: SignedStore, key: str) -> dict[str, Any]:
 def form_groups(
     address: Address, store: SignedStore, rank: int, size: int, has_own_gpus: bool
 ) -> Connection:
-    """Create the groups of ranks that are all connected."""
+    """Create the gloo and NCCL groups; all ranks have registered."""
     with name_errors("the group of sender and receivers did not form"):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = JOIN_TIMEOUT
@@ -280,7 +285,7 @@ def form_groups(
         group = form_group(partial(dist.ProcessGroupGloo, own_store, rank, size, options), store)
         connection = Connection(address.place, address.number, size, group)
         if has_own_gpus:
-            # NCCL threads use their store as long as the group lives
+            # a connection of its own: NCCL's threads use it as long as the group exists
             other = SignedStore(join_weight_store(address.place), address.secret, "gpus")
             connection.gpus = group_of_gpus(other.unsigned(str(address.number)), rank, size)
         return connection
@@ -289,8 +294,9 @@ def form_groups(
 def _gloo_devices(host: str) -> list[Any]:
     """Return the interfaces of GLOO_SOCKET_IFNAME, or the interface that reaches the store's host.
 
-    A run on one machine may still send weights to a server elsewhere. Torch's default device is the
-    address of the host's name, which is often loopback, and ignores all variables.
+    That variable may be `lo` although the run sends weights to a server on another machine. Torch's
+    default device is not used: it ignores the variable and takes the address of this machine's host
+    name, which is often loopback.
     """
     gloo = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME") or "lo"
@@ -302,8 +308,9 @@ def _gloo_devices(host: str) -> list[Any]:
 def group_of_gpus(store: Store, rank: int, size: int) -> Any:
     """Create the NCCL group, which needs a separate GPU for every rank.
 
-    If a rank is lost, the error of gloo names it, so NCCL's limit is longer. Torch may only abort
-    this group then; by default, it would end the trainer's process with the generator's.
+    NCCL's time limit is longer than gloo's, because only the error of gloo names a lost rank. When
+    NCCL fails, torch may only abort this group. By default it would end the whole process, so a
+    lost generator would end the trainer.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * TRANSFER_TIMEOUT
@@ -312,10 +319,10 @@ def group_of_gpus(store: Store, rank: int, size: int) -> Any:
 
 
 def form_group(form: Callable[[], Any], store: SignedStore) -> Any:
-    """Return the group that `form` creates; ranks may have died since they connected.
+    """Return the group that `form` creates, or raise once the sync is given up.
 
-    Gloo waits 20 s for them, on one connection five times as long, and cannot be interrupted. Once
-    the sync is given up, its thread is abandoned.
+    A rank may have died since it registered. Gloo then waits for it for 20 s, in one case for
+    100 s, and cannot be interrupted. So `form` runs in a thread, which is abandoned if necessary.
     """
     forming = call_in_thread("forming its group", form)
     while not wait([forming], LOOK_S).done:
@@ -325,7 +332,7 @@ def form_group(form: Callable[[], Any], store: SignedStore) -> Any:
 
 
 def call_in_thread(name: str, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Return the future of a blocking call, in a thread that nobody has to wait for."""
+    """Run a blocking call in a daemon thread, and return its future."""
     future = Future[Any]()
 
     def run() -> None:
@@ -340,7 +347,7 @@ def call_in_thread(name: str, call: Callable[..., Any], *arguments: Any) -> Futu
 
 @contextmanager
 def _naming_absent(store: SignedStore, num_receivers: int) -> Iterator[None]:
-    """Context that turns a timeout of the store into an error about the missing ranks."""
+    """Context that turns a timeout of the store into an error that names the missing ranks."""
     try:
         yield
     except dist.DistStoreError as error:
@@ -359,7 +366,7 @@ def _who(rank: int) -> str:
 
 @contextmanager
 def name_errors(action: str) -> Iterator[None]:
-    """Context that turns torch's transport errors into `WeightSyncError`s that name the action."""
+    """Context that turns torch's transport errors into a `WeightSyncError` that names `action`."""
     try:
         yield
     except WeightSyncError:

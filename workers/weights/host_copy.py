@@ -1,12 +1,12 @@
-"""A rollout's copy of the sent weights in host memory, in addition to its engine's.
+"""A rollout rank's copy of the received weights in host memory, next to the engine's weights.
 
-With it, unchanged numbers need not be sent again (`rollout.weight_sync=changed`). A LoRA layer is
-stored as base and factors, of which only the factors change. They are merged from the base at each
-version, so that no error accumulates.
+Because of this copy, unchanged numbers need not be sent again (`rollout.weight_sync=changed`). A
+LoRA layer is stored as base weight and factors, of which only the factors change. At each version
+they are merged with the stored base weight, so rounding errors do not accumulate.
 
-After an update with a small learning rate, most bfloat16 weights round to their old value.
-`encode_changes` sends only changed numbers: their count in each block of 256 numbers (2 bytes),
-their positions in the block (1 byte each), and their new bits.
+After an update with a small learning rate, most bfloat16 weights have their old values.
+`encode_changes` encodes only the changed numbers: how many there are in each block of 256 numbers
+(2 bytes), their positions in the block (1 byte each), and their new bits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class HostCopy:
         self.merging: dict[str, Any] = {"adapters": {}, "dtype": None}
 
     def effective(self, device: torch.device = HOST) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights: each adapter added to its base on this device, cast as the actor
-        would.
+        """Yield all weights; adapters are merged into their base weight on this device.
 
-        `merging` contains "adapters", by layer, and "dtype", the type of the rollout's weights.
+        Merged weights are cast as the actor casts them. `merging` contains "adapters", which has
+        scaling and orientation by layer, and "dtype", the dtype of the rollout's weights.
         """
         dtype = dtype_of(self.merging["dtype"]) if self.merging["dtype"] else None
         for name, tensor in self.tensors.items():
@@ -56,7 +56,7 @@ class HostCopy:
     def take(self, channel: Channel) -> None:
         """Copy the arriving tensors; raise a `WeightSyncError` if weights are missing.
 
-        After an error, all tensors are sent again.
+        After corrupt data, the next sync sends all tensors again.
         """
         updated = []
         for sent_name, tensor in channel.receive():
@@ -110,7 +110,7 @@ class HostCopy:
 
 BLOCK = 256
 PREFIX = "changes:"
-"""Precedes the tensor's name if only its changes are sent."""
+"""Prefix of a tensor's name if only its changes are sent."""
 
 
 def encode_changes(old: Tensor, new: Tensor) -> Tensor | None:
@@ -126,7 +126,7 @@ def encode_changes(old: Tensor, new: Tensor) -> Tensor | None:
 
 
 def apply_changes(tensor: Tensor, changes: Tensor) -> None:
-    """Write the changes that `encode_changes` returned into the old tensor."""
+    """Apply the output of `encode_changes` to the old tensor, in place."""
     words = as_integers(tensor)
     num_blocks = -(-len(words) // BLOCK)
     counts = changes[: 2 * num_blocks].clone().view(torch.int16).long()

@@ -21,7 +21,7 @@ class ExpectedTensors:
         self.unfit: list[str] = []
 
     def fits(self, name: str, tensor: Tensor) -> bool:
-        """Note that a tensor has arrived; True if its name and shape are expected."""
+        """Record that a tensor has arrived; return True if its name and shape are expected."""
         self.arrived.add(name)
         shape = self.shapes.get(name)
         if shape is None:
@@ -44,8 +44,9 @@ class ModuleWriter:
         for name, tensor in named_tensors: writer.write_tensor(name, tensor)
         writer.verify("my engine")          # raises if weights are missing, unknown or unfit
 
-    A tensor may arrive in another dtype than the weight's if no bit is lost (float32 from
-    bfloat16). Tied weights arrive under one of their names. Persistent buffers are weights, too.
+    A tensor may have another dtype than the weight if the cast loses no bits (such as bfloat16
+    values sent as float32). Tied weights arrive under one of their names. Persistent buffers count
+    as weights.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +58,7 @@ class ModuleWriter:
         self.changed: list[str] = []
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Copy one full tensor; if the dtype differs, compare the result."""
+        """Write one full tensor; if the dtypes differ, check that the cast lost no bits."""
         if not self.expected.fits(self.first_names.get(name, name), tensor):
             return
 
@@ -81,7 +82,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def describe_problems(who: str, **problems: list[str]) -> str:
-    """Describe the problems by kind, with the names of tensors; "" if there are none."""
+    """Describe the problems by kind, with tensor names; "" if there are none."""
     parts = []
     for kind, names in problems.items():
         if names:

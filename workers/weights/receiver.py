@@ -1,4 +1,4 @@
-"""The receiver of weights, in the worker of a rollout or of a frozen role that follows another."""
+"""Receive weights in a rollout's worker, or in a frozen role that follows a trained one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _ReceivingEngine(Protocol):
 
 
 class WeightReceiver:
-    """Mixed into the rollout's worker: needs `rank`, `world_size`, `device` and `engine`.
+    """Mixin of workers that receive weights: needs `rank`, `world_size`, `device` and `engine`.
 
-    `copy` stores the received weights outside the engine, if only changes are sent.
+    If the actor sends only changes, `copy` stores the received weights outside the engine.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class WeightReceiver:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: str, version: int) -> SyncReport:
-        """Load what the actor sends; the version changes if every rank has verified its copy."""
+        """Load the weights from the sender; commit the version if all ranks verified theirs."""
         problems: list[str] = []
         who = self.rank + 1, self.world_size, self.device, str(getattr(self, "role", ""))
         try:
@@ -69,7 +69,7 @@ class WeightReceiver:
             self.engine.commit(version)
 
     def _load(self, channel: Channel) -> list[str]:
-        """Load the arriving weights; return descriptions of problems."""
+        """Load the arriving weights into the engine; return descriptions of problems."""
         arriving = channel.receive() if self.copy is None else self._taken(self.copy, channel)
         problems: list[str] = []
         try:

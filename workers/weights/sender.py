@@ -1,8 +1,8 @@
-"""The sender of weights, in the worker of the actor or critic.
+"""Send weights from the worker of the actor or critic.
 
-A sync sends the current weights, gathered tensor by tensor by all ranks. Published weights are in
-host memory and are delivered to any number of rollouts, in threads next to the worker's calls: from
-host memory to host memory, over gloo.
+A sync sends the current weights, which all ranks gather tensor by tensor. Published weights are a
+copy in host memory. Threads deliver this copy to any number of rollouts while the worker continues:
+over gloo between host memories, or over NCCL if every rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SentTensors = dict[str, tuple[list[Any], Tensor]]
 
 @dataclass(frozen=True)
 class PublishReport:
-    """The result of publishing on one rank; empty on ranks that do not send.
+    """The result of publishing on one rank; has default values on ranks that do not send.
 
-    `changed_share` is the fraction of tensors that differ from the previous version, if there was
-    one.
+    `changed_share` is the fraction of tensors that differ from the previous version; None if there
+    was no previous version.
     """
 
     num_bytes: int = 0
@@ -62,11 +62,11 @@ class _SendingEngine(Protocol):
 
 
 class WeightSender:
-    """Mixed into the actor's worker: needs `rank`, `device` and `engine`.
+    """Mixin of workers that send weights: needs `rank`, `device` and `engine`.
 
-    Weights are cast to `sent_dtype`, if set, before they are hashed. Received weights are compared
-    bit by bit, and no unused bits are sent. With `sends_changed`, only changed numbers are sent,
-    and adapters are sent separately from their base. With `sends_adapter`, nothing else is sent.
+    sent_dtype       weights are cast to it, if set, before they are hashed and sent
+    sends_changed    only changed numbers are sent; adapters are sent apart from their base weights
+    sends_adapter    only adapters are sent
     """
 
     rank: int
@@ -85,18 +85,18 @@ class WeightSender:
 
     @cached_property
     def sent(self) -> SentTensors:
-        """Host copies of the tensors that changed in a sync; frozen weights take no memory."""
+        """Host copies of tensors that have changed between syncs, so none of frozen weights."""
         return {}
 
     @cached_property
     def snapshots(self) -> Snapshots:
-        """Published weights; created in `publish_weights`, by the thread of this role's calls."""
-        self.connections.new_address()  # opens the store, in the environment of this role's calls
+        """Published weights. `publish_weights` creates them, in the thread of the role's calls."""
+        self.connections.new_address()  # opens the store here, where the role's env variables apply
         return Snapshots(on_gpu=self.device.type == "cuda")
 
     @cached_property
     def delivery_stream(self) -> torch.cuda.Stream | None:
-        """Stream for deliveries, because an update on the default stream would wait for them."""
+        """A stream for deliveries, so that updates on the default stream do not wait for them."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -106,22 +106,22 @@ class WeightSender:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def give_up_sync(self, address: str, num_receivers: int) -> None:
-        """Stop all waiting at this address: one side of the sync has failed."""
+        """Release all ranks that wait at this address, because one side of the sync has failed."""
         self.connections.give_up(Address.read(address), num_receivers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_next_bucket(self) -> None:
-        """Lose the first bucket of the next sync from this rank, for fault injection."""
+        """Omit the first bucket of the next sync from this rank (fault injection)."""
         self._drops_next = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(
         self, address: str, num_receivers: int, bucket_mb: float, as_trained: bool = False
     ) -> SyncReport:
-        """Gather tensor by tensor on all actor ranks; rank 0 sends to all rollout ranks.
+        """Gather the weights tensor by tensor on all actor ranks; rank 0 sends them.
 
-        A rollout gets its own type, and adapters as in `merging`; a reference gets all weights
-        `as_trained`.
+        A rollout gets weights in its own dtype. With `as_trained`, for a reference, all weights are
+        sent in the dtype of training, with adapters merged.
         """
         tensors = self._full_tensors(as_trained=as_trained)
         limit = int(bucket_mb * 2**20)
@@ -146,10 +146,9 @@ class WeightSender:
     def publish_weights(
         self, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
     ) -> PublishReport:
-        """Copy the full weights on these ranks, in the type that a rollout gets.
+        """Copy the full weights to host memory on the ranks `senders`, in the rollout's dtype.
 
-        Only the newest version is stored; a version that is being delivered stays until the end of
-        the delivery.
+        Only the newest version can be delivered. A delivery in progress finishes its own version.
         """
         tensors = self._full_tensors(on_all_ranks=list(senders) != [0])
         try:
@@ -161,7 +160,7 @@ class WeightSender:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
     def open_delivery(self, version: int | None = None) -> tuple[str, int | None]:
-        """Return the address of a delivery and its version, which this sender reserves for it.
+        """Reserve a published version for a delivery; return the delivery's address and version.
 
         The default version is the newest.
         """
@@ -177,8 +176,8 @@ class WeightSender:
     def deliver_weights(self, address: str, num_receivers: int) -> SyncReport:
         """Send the version reserved for this address to the receivers that connect.
 
-        If every rank has its own GPU, it travels from GPU to GPU. Changes alone are few bytes, and
-        are compared with host copies, so they travel through host memory.
+        If every rank has its own GPU, the weights travel from GPU to GPU. With `sends_changed`,
+        the few changed bytes travel through host memory, where the earlier version is.
         """
         snapshot, previous = self.snapshots.by_address[address]
         device = self.device if snapshot.merging is None else HOST
@@ -202,7 +201,7 @@ class WeightSender:
     def _full_tensors(
         self, *, on_all_ranks: bool = False, as_trained: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights for a rollout (for a reference: `as_trained`); collective."""
+        """Yield the full weights for a rollout, or `as_trained` for a reference; collective."""
         if self.sends_adapter and not as_trained:
             return self.engine.full_trained_tensors()
         return self.engine.named_full_tensors(
@@ -212,14 +211,14 @@ class WeightSender:
         )
 
     def _merging(self) -> dict[str, Any] | None:
-        """Return how receivers of changes merge base and adapters."""
+        """Return how receivers merge adapters into base weights; None unless `sends_changed`."""
         if not self.sends_changed:
             return None
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
         return {"adapters": adapter_layout(self.engine.whole_module), "dtype": dtype}
 
     def _is_to_drop(self, version: int | None = None) -> bool:
-        """Return True once after `drop_next_bucket`; never twice for one published version."""
+        """Return True once after each `drop_next_bucket`, at most once per published version."""
         if not self._drops_next or (version is not None and version == self._dropped_version):
             return False
         self._drops_next, self._dropped_version = False, version
@@ -255,10 +254,10 @@ def send_changes(
     drops_first: bool = False,
     stores: bool = False,
 ) -> None:
-    """Send the numbers that the receivers do not have, then the manifest of all weights.
+    """Send the tensors that the receivers do not have, then the manifest of all weights.
 
-    If the receivers have the version of a tensor in `sent`, only its changes are sent. With
-    `stores`, changed tensors are copied into `sent`.
+    If the receivers have the version of a tensor that `sent` has, only its changed numbers are
+    sent. With `stores`, changed tensors are copied into `sent`.
     """
     whole: Manifest = {}
     received = channel.connection.manifest
@@ -292,7 +291,8 @@ def send_changes(
 class Snapshot:
     """The full weights of one version in host memory, packed in buckets.
 
-    A delivery copies nothing, and does almost no work in Python next to the trainer's.
+    A delivery sends these buckets without a copy, and so takes little of Python's time from the
+    trainer.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
@@ -301,7 +301,7 @@ class Snapshot:
         self.version: int | None = None
         self.buckets: list[Bucket] = []
         self.merging: dict[str, Any] | None = None
-        """How adapters are merged, if they are separate from their base."""
+        """How receivers merge adapters; None if the weights are already merged."""
         self.watch = Stopwatch()
         self._rooms: list[Tensor] = []
 
@@ -312,7 +312,7 @@ class Snapshot:
         bucket_mb: float,
         merging: dict[str, Any] | None = None,
     ) -> None:
-        """Copy these tensors, into the memory of the previous contents."""
+        """Replace the contents with copies of these tensors, and reuse the memory."""
         self.version, self.merging, self.watch = version, merging, Stopwatch()
         limit = int(bucket_mb * 2**20)
         self.buckets = list(pack(tensors, limit, self._room, self.watch, lends=False))
@@ -339,14 +339,14 @@ class Snapshot:
 class Snapshots:
     """The newest version, the previous version, and older versions that deliveries still read.
 
-    The memory of the version before the newest is reused for the next one, unless it is being read.
-    So there are two snapshots, and one more for each older version in a slow delivery.
+    The next version is written into the memory of the previous one, unless a delivery still reads
+    it. So there are two snapshots, plus one for each older version in a slow delivery.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
         self.newest: Snapshot | None = None
         self.by_address: dict[str, tuple[Snapshot, Snapshot]] = {}
-        """Snapshot of each delivery and the one before it, by the delivery's address."""
+        """By address of a delivery: its snapshot, and the snapshot before that."""
         self._empty = partial(Snapshot, on_gpu)
         self._previous = self._empty()
         self._lock = threading.Lock()
@@ -358,10 +358,10 @@ class Snapshots:
         bucket_mb: float,
         merging: dict[str, Any] | None = None,
     ) -> PublishReport:
-        """Copy the weights as `version`.
+        """Copy the weights as `version`, which becomes the newest.
 
-        The fraction of tensors that changed is None for the first version, and if the same version
-        is published again.
+        In the report, the fraction of changed tensors is None for the first version, and if the
+        same version is published again.
         """
         before = self.newest
         with self._lock:
@@ -379,7 +379,10 @@ class Snapshots:
         return PublishReport(num_bytes, snapshot.watch.seconds, share)
 
     def hold(self, version: int | None, address: str) -> Snapshot:
-        """Return the snapshot of this version, or the newest, unchanged until it is released."""
+        """Reserve the newest snapshot, which must have this version unless that is None.
+
+        It does not change until `release`.
+        """
         with self._lock:
             newest = None if self.newest is None else self.newest.version
             if self.newest is None or version not in (newest, None):
@@ -396,6 +399,6 @@ class Snapshots:
             return self.newest
 
     def release(self, address: str) -> None:
-        """Let the memory of this delivery be reused."""
+        """End the reservation of this delivery's snapshot, so that its memory can be reused."""
         with self._lock:
             del self.by_address[address]

@@ -1,14 +1,15 @@
 """Transfer weights from the trainer to the rollout engines: versioned, verified, two-phase.
 
-    sync_weights(actor, rollout, version)            # both wait for it
+    sync_weights(actor, rollout, version)            # actor and rollout wait until it is done
     publish_weights(actor, version)                  # between updates: a copy in host memory
     deliver_weights(actor, rollout_1, version)       # from any thread, while the actor continues
     deliver_weights(actor, rollout_2, version)       # at the same time, from another thread
 
 A rollout in the actor's processes uses the weights by reference or copies them
 (`rollout.update_weights`). Other rollouts receive them (`workers.weights.sender`, `.receiver`). In
-both cases each rank first loads and verifies (names, shapes, bytes), then all ranks vote, and only
-a unanimous vote changes the version. Otherwise the engines stay stale and do not generate.
+both cases each rank first loads and verifies the weights (names, shapes, bytes). Then all ranks
+vote, and only a unanimous vote changes the version. Otherwise the engines stay stale and do not
+generate.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from workers.weights.sender import PublishReport
 
 logger = logging.getLogger(__name__)
 ALONE_S = 3.0
-"""Time that one side of a sync may continue after the other has failed."""
+"""Seconds that one side of a sync may continue after the other has failed."""
 
 
 class WeightsRejectedError(WeightSyncError):
-    """All ranks were connected, and at least one rejected the weights."""
+    """Raised if all ranks were connected and at least one rejected the weights."""
 
 
 def sync_weights(
@@ -44,8 +45,9 @@ def sync_weights(
 ) -> dict[str, float]:
     """Copy the actor's weights to every rollout engine, verify them, and number them `version`.
 
-    The weights are sent in the rollout's type, or `as_trained`. If a rank rejects them, they are
-    sent once more. `WeightSyncError` is raised if that fails, or if a rank is missing.
+    The weights are sent in the rollout's dtype, or with `as_trained` in the dtype of training. If a
+    rank rejects them, they are sent once more. Raises `WeightSyncError` if that fails, or if a rank
+    is missing.
     """
 
     def sync() -> dict[str, float]:
@@ -65,7 +67,7 @@ def sync_weights(
 def publish_weights(
     actor_group: Any, version: int, senders: Sequence[int] = (0,), bucket_mb: float = 16.0
 ) -> dict[str, float]:
-    """Store the actor's weights as `version` in the host memory of the ranks that send them."""
+    """Store the actor's weights as `version`, in host memory on the ranks `senders`."""
     start = time.perf_counter()
     absent = [rank for rank in senders if not 0 <= rank < actor_group.world_size]
     if absent or not senders:
@@ -89,14 +91,14 @@ def publish_weights(
 def deliver_weights(
     actor_group: Any, rollout_group: Any, version: int | None = None, sender: int = 0
 ) -> dict[str, float]:
-    """Bring one rollout group to the published `version`, verified; call it from any thread.
+    """Send the published `version` to one rollout group, and verify it; call it from any thread.
 
-    The default version is the newest; `training/weight_version` reports it.
+    The default version is the newest; the metric `training/weight_version` reports it.
 
-    The actor keeps working. The group takes the weights after its running calls, and later calls
-    wait; with samples in progress, between two takes. If a rank rejects the weights, they are
-    sent once more. Raises `WeightSyncError` with the reports of both sides if it fails on any rank,
-    and `WorkerDiedError` if a rank of either side is gone.
+    The actor keeps working meanwhile. The rollout group receives the weights between two of its
+    calls, even if samples are in progress. If a rank rejects the weights, they are sent once more.
+    Raises `WeightSyncError` with the errors of both sides if the delivery fails on any rank, and
+    `WorkerDiedError` if a process of either side died.
     """
 
     def deliver() -> dict[str, float]:
@@ -117,7 +119,7 @@ def deliver_weights(
 
 
 def _retry_if_rejected(sync: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return the figures of a sync; repeat it once if the ranks rejected the weights."""
+    """Return the metrics of a sync; repeat it once if a rank rejected the weights."""
     try:
         return sync()
     except WeightsRejectedError as error:
@@ -128,7 +130,7 @@ def _retry_if_rejected(sync: Callable[[], dict[str, float]]) -> dict[str, float]
 def _transfer(
     actor_group: Any, rollout_group: Any, version: int, address: str, send: Callable[[], Any]
 ) -> list[SyncReport]:
-    """Return the reports of both sides, including errors; raise if one side has no reports."""
+    """Run both sides and return their reports, even with errors; raise if a side has no reports."""
     receive = partial(rollout_group.receive_weights.remote, address, version)
     give_up = partial(actor_group.give_up_sync.remote, address, rollout_group.world_size)
     sides = [_Side("receive_weights", receive, version, give_up)]
@@ -142,10 +144,10 @@ def _transfer(
 
 
 class _Side:
-    """One side of a transfer, for `gather`: it fails as soon as a rank misses the vote.
+    """One side of a transfer, as a future for `gather`; it fails once a rank misses the vote.
 
-    It runs in a thread: a group of one rank may run its call directly, and a failure must reach the
-    other side at once.
+    It runs in a thread, because a group of one rank may run its call in this process, and a failure
+    must reach the other side at once.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class _Side:
 
 
 def _figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[str, float]:
-    """Return the cost of a sync that began at `start`; raise if a rank rejected it."""
+    """Return the metrics of a sync that began at `start`; raise the ranks' errors, if any."""
     _raise_errors(reports, version)
     return {
         "timing_s/weight_sync": time.perf_counter() - start,
@@ -185,7 +187,7 @@ def _figures(reports: Sequence[SyncReport], version: int, start: float) -> dict[
 
 
 def _raise_errors(reports: Sequence[SyncReport], version: int) -> None:
-    """Raise the errors of all ranks as one."""
+    """Raise the errors of all ranks, if any, as one error."""
     errors = [report.error for report in reports if report.error]
     if errors:
         was_voted = all(report.voted for report in reports)
