@@ -1,6 +1,6 @@
 """Models, sharding, rollout engines, and the roles that use them, in worker processes.
 
-The order of the calls is defined in `trainer`. Names are imported on first use.
+`trainer` defines the order of the calls. Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The table of the batch's columns: name, shape, dtype, writer, and the methods that read them.
 
 Letters in shapes: P = `data.max_prompt_length`, R = `data.max_response_length`, T = P + R. These
-are widths of rectangles; token columns are ragged, without padding. In verl's layout prompts are
-padded on the left, responses on the right. A response mask is 1 at the tokens that the policy
-sampled. It may have gaps, whose tokens are real, but in no loss.
+are the widths of padded tensors (rectangles), which have verl's layout: prompts are padded on the
+left, responses on the right. In memory, token columns are ragged, without padding. A response mask
+is 1 at the tokens that the policy sampled. It may have gaps: other tokens, such as tool outputs,
+which are in no loss.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """One row of the table."""
+    """A column of the batch, as a row of the table."""
 
     name: str
     shape: str
     dtype: str
     note: str = ""
-    """The part of the driver that writes the column, or details about its writers."""
+    """Text after the writers: the part of the driver that writes the column, or details."""
     role: str = ""
-    """The role that writes it, if any."""
+    """The role that writes the column, if any."""
     method: str = ""
     is_loaded: bool = False
-    """True if the data loader provides it, or the prompt's part of it."""
+    """True if the data loader provides the column, or its prompt part."""
 
     @property
     def written_by(self) -> str:
-        """The writers, as text."""
+        """The writers of the column, as text."""
         loader = ["the data loader"] if self.is_loaded else []
         role = [f"{self.role}.{self.method}"] if self.role else []
         return ", then ".join([*loader, *role]) + self.note
@@ -53,7 +54,7 @@ class MethodColumns:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     scores_as: str
-    """Name of its passes in tables of sizes, for methods that the score stage calls."""
+    """Name of the method's passes in tables of sizes, if the score stage calls it."""
 
 
 _GENERATED = "rollout", "generate_sequences"
@@ -66,7 +67,7 @@ def _of_role(name: str, writer: str, note: str = "") -> Column:
 
 
 def _loaded(name: str, note: str = "") -> Column:
-    """Return a column of the prompt's row."""
+    """Return a column with one object per row, from the prompt's row in the data."""
     return Column(name, "[rows]", "object", note, is_loaded=True)
 
 
@@ -149,10 +150,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def batch_columns(
     reads: Sequence[str], writes: Sequence[Column] = (), scores_as: str = ""
 ) -> Callable[[F], F]:
-    """Declare the columns that a role's method reads under any configuration, and those it writes.
+    """Declare the columns that a role's method may read, and those that it writes.
 
-    Columns that the table lists for this method need not be declared. `scores_as` names the passes
-    of a method of the score stage in tables of sizes, such as "teacher".
+    Written columns that the table lists for this method need not be declared. `scores_as` is for
+    methods that the score stage calls: the name of their passes in tables of sizes, such as
+    "teacher".
     """
 
     def mark(method: F) -> F:
@@ -176,11 +178,11 @@ def columns_of(worker_class: type, method: str) -> MethodColumns | None:
 
 
 def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
-    """Return the columns that a worker's method reads; None if unknown. It then gets all columns.
+    """Return the columns that a worker's method reads.
 
-    The attribute `READS` of the class (method name -> columns) takes precedence over the
-    declaration of the method (`batch_columns`). A method that overrides another needs its own
-    declaration.
+    None means that they are unknown, so that the method gets all columns. The attribute `READS` of
+    the class (method name -> columns) takes precedence over the declaration of the method
+    (`batch_columns`). A method that overrides another needs its own declaration.
     """
     declared: dict[str, tuple[str, ...]] = getattr(worker_class, "READS", {})
     declaration: MethodColumns | None = getattr(
@@ -190,7 +192,7 @@ def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
 
 
 def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto:
-    """Return the batch with only the columns that the method reads, by reference."""
+    """Return a batch with only the columns that the method reads, without a copy."""
     names = reads_of(worker_class, method)
     if names is None:
         return batch
@@ -202,7 +204,10 @@ def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto
 
 
 def player_uid(uid: str, player: str) -> str:
-    """Return the uid of a player's samples, because a player is compared only with itself."""
+    """Return the uid of a player's samples.
+
+    It contains the player, so that advantages compare only samples of the same player.
+    """
     return f"{uid}:{player}" if player else uid
 
 
@@ -232,12 +237,12 @@ def _missing(name: str, present: set[str]) -> str:
 
 
 def as_responses(batch: DataProto, rectangle: Tensor) -> TensorColumn:
-    """Return a rectangle [rows, R] in the format of the batch's responses: ragged, or unchanged."""
+    """Convert a rectangle [rows, R] to the format of the batch's responses: ragged or padded."""
     return format_like(batch.column("response_mask"), rectangle)
 
 
 def format_like(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
-    """Return a rectangle in the format of a column with the same shape."""
+    """Convert a rectangle to the format of a column of the same shape: ragged or padded."""
     return column.like(rectangle) if isinstance(column, Ragged) else rectangle
 
 
@@ -248,7 +253,7 @@ def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
 
 
 def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
-    """Return the rows of each of these columns: without padding if all are ragged."""
+    """Return a list of rows for each of these columns, without padding if all are ragged."""
     require(batch, *names)
     columns = [batch.column(name) for name in names]
     ragged = [column for column in columns if isinstance(column, Ragged)]
@@ -258,7 +263,7 @@ def token_rows(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
 
 
 def token_counts(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Return (prompt tokens, response tokens) of every row, in the loss or not."""
+    """Return the numbers of prompt and response tokens of every row, in the loss or not."""
     require(batch, "attention_mask", "responses")
     whole, responses = batch.column("attention_mask"), batch.column("responses")
     if isinstance(whole, Ragged) and isinstance(responses, Ragged):
@@ -269,14 +274,14 @@ def token_counts(batch: DataProto) -> tuple[Tensor, Tensor]:
 
 
 def count_ones(batch: DataProto, name: str) -> Tensor:
-    """Return the sum of each row of a mask, [rows]."""
+    """Return the number of ones in each row of a mask, [rows]."""
     require(batch, name)
     column = batch.column(name)
     return column.sums() if isinstance(column, Ragged) else column.sum(dim=-1)
 
 
 def rm_column(role: str) -> str:
-    """Return the column of a reward model's scores in a batch with scores of several models."""
+    """Return the name of the column with this reward model's scores."""
     return "rm_scores" if role == "reward_model" else f"rm_scores of {role}"
 
 
@@ -286,7 +291,10 @@ def has_column(batch: DataProto, name: str) -> bool:
 
 
 def sampled_log_probs_column(columns: Any) -> str:
-    """Return the log-prob column of the distribution that the tokens were sampled from."""
+    """Return the name of the column with log-probs under the distribution that was sampled from.
+
+    Under top-k or top-p, this is the truncated distribution.
+    """
     truncated = "rollout_truncated_log_probs"
     return truncated if truncated in columns.keys() else "rollout_log_probs"
 
@@ -294,7 +302,7 @@ def sampled_log_probs_column(columns: Any) -> str:
 def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
     """Return the batch with these columns added or replaced.
 
-    Columns with the shape of the responses get the format of the responses.
+    Columns of the responses' shape are converted to the responses' format: ragged or padded.
     """
     responses = batch.columns.get("response_mask")
     shape = None if responses is None else responses.shape

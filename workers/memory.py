@@ -1,14 +1,14 @@
-"""The memory model: computes the device memory of a role from the shapes of its model.
+"""The memory model: estimates the device memory of a role from the shapes of its model.
 
     class TeacherWorker(Worker):
         @classmethod
         def role_model(cls, config, role) -> RoleModel: ...     # its engine is built from it, too
 
-    memory = memory_of(held, role, pool, ranks, device_type, LargestPass(tokens, reads))
+    memory = memory_of(model, role, pool, ranks, device_type, LargestPass(tokens, reads))
 
-Roles of a pool share its devices. Their memory between calls is added up. They take turns, so only
-the largest call counts: whole layers, activations, logits, and what is offloaded or asleep between
-calls.
+Roles of a pool share its devices. The memory that they use between calls is added up. Their calls
+run one at a time, so of the memory that only calls use, the largest call counts. It includes
+gathered layers, activations, logits, and weights that are offloaded or asleep between calls.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _meta_modules: dict[str, Any] = {}
-"""Modules without memory, by model, head, and training or not."""
+"""Modules on the meta device, by model, head, and whether they are trained."""
 EngineT = TypeVar("EngineT")
 
 
 @dataclass(frozen=True)
 class RoleModel:
-    """The model of a role's engine, and its settings."""
+    """Description of a role's model, from which its engine is built and its memory estimated."""
 
     key: str
-    """The key that names its folder."""
+    """The configuration key with the model's folder."""
     model: ModelConfig
     fsdp: FrozenFSDPConfig = field(default_factory=FrozenFSDPConfig)
     strategy: str = "fsdp"
@@ -63,17 +63,17 @@ class RoleModel:
     has_average: bool = False
     """True if the role has a float32 moving average of the weights."""
     saved: Sequence[str] = ()
-    """The parts of the model that a checkpoint contains."""
+    """What a checkpoint contains, such as "model" and "optimizer"."""
     section: str = ""
-    """The section of `fsdp_config`, for messages."""
+    """The configuration section that contains `fsdp_config`, for messages."""
     rows: int | None = None
     """Samples per pass without gradients, if passes are limited by samples."""
     tokens: int | None = None
-    """Tokens per pass, if the role has a separate key."""
+    """Tokens per pass, if the role has its own key for them."""
 
     @property
     def sharding(self) -> Sharding:
-        """Distribution of the model over the role's ranks."""
+        """How the model is distributed over the role's ranks."""
         key = self._fsdp_key
         return settle(self.strategy, self.fsdp, self.parallel, key, self.quantization)
 
@@ -87,17 +87,20 @@ class RoleModel:
         return f"{self.section}.fsdp_config".lstrip(".")
 
     def check_axes(self, num_ranks: int) -> None:
-        """Raise if the model does not support its axes on `num_ranks` ranks; nothing is loaded."""
+        """Raise if the model does not support its parallel axes on `num_ranks` ranks.
+
+        No weights are loaded.
+        """
         dims = dims_of(num_ranks, self.sharding)
         if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
-            from workers.training.parts import check_axes  # with the engine: a second
+            from workers.training.parts import check_axes  # slow: imports the engine, about 1 s
 
             schedule = self.sharding.pp_schedule
             check_axes(self.meta_module, self.model, dims, self.axes_key, schedule)
 
     @property
     def meta_module(self) -> Any:
-        """The module without memory; all callers share it and must not change it."""
+        """The module on the meta device; callers share it and must not change it."""
         model = self.model
         key = repr((model, self.head, self.trains, described_by(model)))
         if key not in _meta_modules:
@@ -106,7 +109,7 @@ class RoleModel:
         return _meta_modules[key]
 
     def engine(self, engine_class: Callable[..., EngineT], **settings: Any) -> EngineT:
-        """Return a training engine of the model."""
+        """Create an engine of this class for the model."""
         return engine_class(
             self.model,
             self.fsdp,
@@ -120,7 +123,7 @@ class RoleModel:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of one role on one device."""
+    """Memory of one role on one device, in bytes."""
 
     role: str
     pool: str
@@ -129,26 +132,26 @@ class RoleMemory:
     gradients: float = 0
     moments: float = 0
     whole: float = 0
-    """Whole weights during a call, and their gradients that are not yet sharded."""
+    """Weights that are gathered (unsharded) during a call, and their unsharded gradients."""
     activations: float | None = 0
-    """None if they cannot be computed."""
+    """None if they cannot be estimated."""
     kv_cache: float = 0
     host: float = 0
     """Bytes of weights and moments in host memory between calls."""
     copies: float = 0
-    """Further bytes in host memory, from which a checkpoint is written."""
+    """Host memory for copies of the state, from which a checkpoint is written."""
     sync: float = 0
-    """Bytes of an engine's pool while it receives weights, before it has a cache."""
+    """Extra device memory while an engine receives weights."""
     sleeps: bool = False
-    """True if an engine releases all its memory while others compute."""
+    """True for an engine that frees all its memory while other roles compute."""
     takes_a_share: bool = False
-    """True if an engine takes a fixed share of the device, including its workspaces."""
+    """True for an engine that takes a fixed fraction of the device, including its workspaces."""
     beside_engine: bool = False
-    """True if the role computes while an engine that otherwise sleeps is awake."""
+    """True if the role also computes while an engine that otherwise sleeps is awake."""
 
     @property
     def kept(self) -> float:
-        """Bytes that stay on the device between calls, or are needed while an engine is awake."""
+        """Bytes on the device between calls; for a role next to an awake engine, also of calls."""
         if self.sleeps:
             return 0.0
         stays = self.weights + self.moments - self.host + self.kv_cache
@@ -156,7 +159,7 @@ class RoleMemory:
 
     @property
     def call(self) -> float:
-        """Additional bytes of a call, including offloaded ones."""
+        """Additional bytes during a call, including those that are offloaded between calls."""
         return 0.0 if self.beside_engine else self._of_call
 
     @property
@@ -168,7 +171,7 @@ class RoleMemory:
 
 
 def pool_bytes(roles: Sequence[RoleMemory]) -> dict[str, float]:
-    """Return the bytes per device of each pool: all roles between calls, and the largest call."""
+    """Return each pool's bytes per device: of all roles between calls, plus the largest call."""
     pools: dict[str, float] = {}
     for pool in dict.fromkeys(role.pool for role in roles):
         roles_here = [role for role in roles if role.pool == pool]
@@ -180,11 +183,11 @@ LEAST_RESERVE, RESERVED_SHARE = 4 * GIB, 0.08
 
 
 def usable_bytes(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> float:
-    """Return the bytes of a device that the plan of a pool with these roles may fill.
+    """Return how many bytes of a device the estimates of a pool with these roles may fill.
 
-    CUDA contexts, buffers of communicators, workspaces of kernels and gaps between tensors are not
-    counted, so a GPU needs a reserve for them. A pool of vLLM engines needs none: their share of a
-    GPU includes their workspaces.
+    The estimates omit CUDA contexts, communication buffers, kernel workspaces and fragmentation, so
+    a GPU needs a reserve for them. A pool of vLLM engines needs no reserve, because their fraction
+    of a GPU includes their workspaces.
     """
     if device_type != "cuda" or all(role.takes_a_share for role in roles):
         return device_bytes
@@ -193,12 +196,15 @@ def usable_bytes(roles: Sequence[RoleMemory], device_type: str, device_bytes: in
 
 @dataclass(frozen=True)
 class LargestPass:
-    """Tokens of a role's largest pass, with full rows, and positions that need the head."""
+    """The size of a role's largest pass: its tokens, and the positions at which the head runs.
+
+    All rows have the maximum length.
+    """
 
     tokens: int
     reads: int
     alone: LargestPass | None = None
-    """The largest pass without gradients of a trained role."""
+    """For a trained role, the size of its largest pass without gradients."""
 
 
 def memory_of(
@@ -210,10 +216,10 @@ def memory_of(
     largest: LargestPass,
     copies: bool = False,
 ) -> RoleMemory:
-    """Return the memory of a training engine of this model, on the rank that needs the most.
+    """Return the memory of this model's training engine, on the rank that needs the most.
 
-    With `copies`, a checkpoint is written from copies while the run continues. A model that is not
-    trained stores its weights in its compute type, or in int8.
+    With `copies`, a checkpoint is written from copies while the run continues. A frozen model
+    stores its weights in the dtype of its passes, or in int8.
     """
     dims, schedule = dims_of(ranks, model.sharding), model.sharding.pp_schedule
     stages: list[StageOf | None] = [None]
@@ -225,29 +231,29 @@ def memory_of(
 
 
 class _Rank:
-    """A rank of a training engine, by the shapes of its model."""
+    """Estimates the memory of one rank of a training engine, from the shapes of its model."""
 
     def __init__(
-        self, held: RoleModel, dims: ParallelDims, device_type: str, stage: StageOf | None
+        self, role_model: RoleModel, dims: ParallelDims, device_type: str, stage: StageOf | None
     ) -> None:
-        self.held, self.dims, self.device_type = held, dims, device_type
-        precision = precision_of(held.model, device_type)
+        self.role_model, self.dims, self.device_type = role_model, dims, device_type
+        precision = precision_of(role_model.model, device_type)
         self.compute = precision.compute
-        self.kept = precision.weights if held.trains else precision.compute
-        self.shapes = model_shapes(held.model, held.head, self.compute, dims.tp, stage)
-        is_sharded = held.sharding.strategy not in ("ddp", "single")
+        self.kept = precision.weights if role_model.trains else precision.compute
+        self.shapes = model_shapes(role_model.model, role_model.head, self.compute, dims.tp, stage)
+        is_sharded = role_model.sharding.strategy not in ("ddp", "single")
         self.shards = dims.shard * dims.sp if is_sharded else 1
 
     def memory(self, role: str, pool: str, largest: LargestPass, copies: bool) -> RoleMemory:
-        """Return the memory of the rank."""
-        trained = self.held.trains * self.shapes.num_trained * self.kept.itemsize
-        stored = self.shapes.held(self.kept, self.held.quantization) + self._averages()
+        """Return the estimate for this rank; with `copies`, checkpoints are written from copies."""
+        trained = self.role_model.trains * self.shapes.num_trained * self.kept.itemsize
+        stored = self.shapes.held(self.kept, self.role_model.quantization) + self._averages()
         weights, moments = stored / self.shards, 2 * trained / self.shards
-        sharding, may_offload = self.held.sharding, self.device_type == "cuda"
+        sharding, may_offload = self.role_model.sharding, self.device_type == "cuda"
         offloaded = sharding.param_offload * weights + sharding.optimizer_offload * moments
         whole, activations = self._largest_moment(largest)
         copied = self._copied_for_checkpoints(trained) if copies else 0.0
-        names = [self.held.quantization or name_of(self.kept), name_of(self.compute)]
+        names = [self.role_model.quantization or name_of(self.kept), name_of(self.compute)]
         return RoleMemory(
             role=role,
             pool=pool,
@@ -262,29 +268,32 @@ class _Rank:
         )
 
     def _averages(self) -> int:
-        """Return the bytes of a float32 moving average: of trained weights, or of narrower ones."""
-        if self.held.has_average and self.held.trains:
+        """Return the bytes of the role's float32 moving average of weights, if it has one.
+
+        A frozen role has one only if its weights are not float32 themselves.
+        """
+        if self.role_model.has_average and self.role_model.trains:
             return self.shapes.num_trained * torch.float32.itemsize
-        if self.held.has_average and self.kept != torch.float32:
+        if self.role_model.has_average and self.kept != torch.float32:
             return self.shapes.num_weights * torch.float32.itemsize
         return 0
 
     def _copied_for_checkpoints(self, trained: float) -> float:
-        """Return the bytes of the copies that a checkpoint is written from."""
+        """Return the bytes of the copies from which a checkpoint is written."""
         model = self._averages() + (trained or self.shapes.held(self.kept))
         saved = {"optimizer": 2 * trained, "model": model}
         writers = self.dims.per_stage if self.shards == self.dims.tp == 1 else self.shards
-        copied = sum(saved.get(name, 0) for name in self.held.saved) / writers
-        if "hf_model" in self.held.saved:  # on the first rank, in the type of the model's folder
-            stored = getattr(hf_config_of(self.held.model), "dtype", None) or self.compute
-            whole = model_shapes(self.held.model, self.held.head, self.compute)
+        copied = sum(saved.get(name, 0) for name in self.role_model.saved) / writers
+        if "hf_model" in self.role_model.saved:  # on the first rank, in the folder's dtype
+            stored = getattr(hf_config_of(self.role_model.model), "dtype", None) or self.compute
+            whole = model_shapes(self.role_model.model, self.role_model.head, self.compute)
             copied += whole.num_weights * stored.itemsize
         return copied
 
     def _largest_moment(self, largest: LargestPass) -> tuple[float, float | None]:
-        """Return the bytes of whole weights and of activations when their sum is largest."""
-        passes = [(largest, self.held.trains)]
-        if self.held.trains and largest.alone is not None:
+        """Return the bytes of gathered weights and of activations when their sum is largest."""
+        passes = [(largest, self.role_model.trains)]
+        if self.role_model.trains and largest.alone is not None:
             passes.append((largest.alone, False))
         moments: list[tuple[float, float | None]] = []
         for size, trains in passes:
@@ -292,19 +301,20 @@ class _Rank:
             taken = self.shapes.reading_pass(size.tokens, head)
             if trains:
                 can_recompute = self.shapes.can_recompute
-                again = recomputes(self.held.model, self.device_type, can_recompute)
+                again = recomputes(self.role_model.model, self.device_type, can_recompute)
                 taken = self.shapes.trained_pass(size.tokens, head, again)
             moments += zip(self._whole(trains), taken or (None, None), strict=True)
         return max(moments, key=lambda moment: moment[0] + (moment[1] or 0))
 
     def _whole(self, trains: bool) -> Moments:
-        """Return the bytes of whole weights, and of their gradients that are not yet sharded.
+        """Return the bytes of gathered weights and their unsharded gradients, at head and in layer.
 
-        A rank with all weights has a copy in the compute type. FSDP gathers weights: those outside
-        the layers are whole throughout. In a layer, two layers are whole (one is being prefetched),
-        each with a gradient. At the head, only the buffer of the last layer remains. Under
-        shard_grad_op, or in a small model, all layers are whole. The gradient of embeddings comes
-        after the activations are freed. A rank gathers only its own experts.
+        Without sharding, a rank has a copy of all weights in the dtype of passes. With FSDP, the
+        weights outside the layers stay gathered. While a layer runs, two layers are gathered (one
+        is prefetched), each with a gradient. While the head runs, only the buffer of the last layer
+        remains. Under shard_grad_op, or in a small model, all layers stay gathered. The gradient of
+        embeddings does not count, because it is computed after the activations are freed. A rank
+        gathers only its own experts.
         """
         shapes = self.shapes
         if self.shards == 1:
@@ -317,7 +327,7 @@ class _Rank:
         of_layers = trains * min(2 * layer, shapes.num_trained)
         if is_one_unit(shapes.num_weights):
             numbers = [gathered + trains * min(gathered, shapes.num_trained)] * 2
-        elif self.held.sharding.strategy == "shard_grad_op":
+        elif self.role_model.sharding.strategy == "shard_grad_op":
             numbers = [gathered + of_head, gathered + of_head + of_layers]
         else:
             numbers = [outside + layer + of_head, outside + 2 * layer + of_head + of_layers]
@@ -325,13 +335,12 @@ class _Rank:
         return Moments(at_head, in_layer)
 
     def _head(self, largest: LargestPass, trains: bool) -> int:
-        """Return the peak bytes of a head: its input states, logits, and the gradients of both.
+        """Return the peak bytes of a head: its input states, its logits, and their gradients.
 
-        The gradient of logits overwrites them. The gradient of the head's weight is stored in
-        addition to the accumulated gradient, unless the rank gathers weights: then `_whole` counts
-        it.
+        The gradient of the logits overwrites the logits. The gradient of the head's weight is
+        separate from the accumulated gradient. If the rank gathers weights, `_whole` counts it.
         """
-        shapes, model = self.shapes, self.held.model
+        shapes, model = self.shapes, self.role_model.model
         if shapes.outputs_per_read == 0:  # the head is on another stage
             return 0
         if shapes.outputs_per_read == 1:  # it reads every token, in float32
@@ -346,9 +355,9 @@ class _Rank:
         )
         states = largest.reads * shapes.hidden_size * shapes.compute_bytes
         logits = at_once * shapes.outputs_per_read
-        # float32 buffers of the log-softmax: one more for the entropies of a trained policy, one
-        # for the gradient, and one if logits are narrower
-        num_buffers = 1 + self.held.trains + trains + (shapes.compute_bytes < 4)
+        # float32 buffers of the log-softmax: one for its output, one for the entropies of a trained
+        # policy, one for the gradient, and one for the cast if logits are narrower
+        num_buffers = 1 + self.role_model.trains + trains + (shapes.compute_bytes < 4)
         softmax = num_buffers * min(slice_bytes(self.device_type), 4 * logits)
         of_logits = logits * shapes.compute_bytes
         if not trains:
@@ -366,20 +375,20 @@ class _Rank:
 def _positions_at_once(
     folder: Path, _text: str, reads: int, may_chunk: bool, num_words: int, device_type: str
 ) -> int:
-    # the text of config.json is a parameter so that a changed file is read again
+    # `_text`, the text of config.json, is in the cache's key, so a changed file is read again
     return positions_per_chunk(shared_hf_config(folder), reads, may_chunk, num_words, device_type)
 
 
 def hf_config_of(model: ModelConfig) -> Any:
-    """Return the transformers configuration of the model's folder; do not change it."""
+    """Return the transformers config of the model's folder, which is shared: do not change it."""
     return shared_hf_config(model_folder(model.path, weights=False))
 
 
 def sync_bytes(model: RoleModel, memory: RoleMemory, device_type: str) -> float:
-    """Peak extra device memory while a trained model's weights are copied to a colocated engine.
+    """Return the peak of extra device bytes while weights are copied to a colocated engine.
 
-    It consists of the offloaded weights, which are brought back, and of the largest weight,
-    gathered in both its stored and its sent type.
+    It consists of the actor's offloaded weights, which are loaded back, and of the largest weight,
+    gathered in both its stored and its sent dtype.
     """
     precision = precision_of(model.model, device_type)
     shapes = model_shapes(model.model, model.head, precision.compute)
@@ -398,10 +407,10 @@ def rollout_memory(
     ranks_of_actor: int | None,
     actor_axes: ParallelConfig | None = None,
 ) -> RoleMemory:
-    """Return the memory of an engine for rows of `width` tokens: its own weights, and its cache.
+    """Return the memory of a rollout engine for rows of `width` tokens: its weights and its cache.
 
-    vLLM takes a fixed share of a GPU. `ranks_of_actor` counts the ranks of an actor on the same
-    pool, and `actor_axes` are its axes.
+    vLLM takes a fixed fraction of a GPU. `ranks_of_actor` is the number of ranks of an actor on the
+    same pool, and `actor_axes` are its parallel axes.
     """
     rollout = policy.rollout
     dtype = rollout_dtype(policy, device_type)

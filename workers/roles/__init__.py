@@ -1,1 +1,1 @@
-"""The built-in roles: actor, critic, reference, reward model, rollout."""
+"""The workers of the built-in roles: actor, critic, reference, reward model, teacher, rollout."""

@@ -1,4 +1,4 @@
-"""The actor: the policy in training. A rollout in the same process reads its engine."""
+"""The actor: the policy in training. A rollout in the same process reads the actor's engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
 
 
 class ActorWorker(Checkpointed, WeightSender, ModelWorker):
-    """Scores responses under the current policy and improves it by PPO."""
+    """Computes log-probs under the current policy, and trains the policy with PPO."""
 
     engine: TrainEngine
 
@@ -74,7 +74,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "actor") -> RoleModel:
-        """Return the policy's model, in training."""
+        """Describe the policy's model, which is trained."""
         policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
         return RoleModel(
             "actor_rollout_ref.model.path",
@@ -91,7 +91,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the policy; the schedule spans `total_steps` calls of `update_actor`."""
+        """Load the policy; the LR schedule spans `total_steps` calls of `update_actor`."""
         self.engine.build(self, total_steps)
         self.sent_dtype = rollout_dtype(self.policy, self.device.type)
         self.sends_adapter = takes_adapter(self.policy, self.device.type)
@@ -104,7 +104,8 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
     def compute_log_prob(self, data: DataProto) -> CallResult:
         """Return `old_log_probs` and `entropys` of the responses under the current policy.
 
-        `meta_info["sum_pi_squared"]` requests this column, too, for some advantage estimators.
+        If `meta_info["sum_pi_squared"]` is set, it also returns the column of this name, which some
+        advantage estimators need.
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, data, trains=False) as mfu:
@@ -123,16 +124,15 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         )
     )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> CallMetrics:
-        """Run one PPO update over the batch; return metrics, which are equal on all ranks except
-        perf/.
+        """Run one PPO update on the batch and return metrics.
 
-        Every optimizer step also trains on its share of the rows `ptx`, with the language-model
-        loss times `ptx.coef`.
+        Except for perf/, the metrics are equal on all ranks. The rows `ptx` are divided over the
+        optimizer steps; each step adds their language-model loss, times `ptx.coef`.
 
-        With `meta_info["on_policy"]` the samples come from the current policy, and the forward pass
-        of the update computes the old log-probs, so the batch needs no `old_log_probs`. It does not
-        need them under `bypass_mode` either, where the rollout's log-probs replace them.
-        `meta_info["entropy_coeff"]` overrides the configured weight of the entropy bonus.
+        The batch needs no `old_log_probs` in two cases. With `meta_info["on_policy"]`, the samples
+        come from the current policy, and the forward pass of the update computes them. Under
+        `bypass_mode`, the rollout's log-probs replace them. `meta_info["entropy_coeff"]` overrides
+        the configured coefficient of the entropy bonus.
         """
         objective = self.objective(data)
         if objective.on_policy:
@@ -168,7 +168,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
         }
 
     def require_one_step(self, data: DataProto) -> None:
-        """Reject an on-policy batch of several mini-batches: the second would be off-policy."""
+        """Reject an on-policy batch of several mini-batches; the second would be off-policy."""
         num_rows = len(data) if data.shard is None else data.shard.total
         mini_batch_size = self.config.ppo_mini_batch_size * self.policy.rollout.n
         if self.config.ppo_epochs != 1 or mini_batch_size < num_rows:
@@ -181,7 +181,10 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_average(self, on: bool) -> None:
-        """Swap in the moving average, or swap it out; do not train while it is swapped in."""
+        """Swap in the moving average of the weights, or swap it out.
+
+        Do not train while it is swapped in.
+        """
         assert self.average is not None, "the driver asks for an average only under actor.ema_decay"
         if on:
             self.average.swap_in()
@@ -190,7 +193,7 @@ class ActorWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:
-        """Return a hash of the full weights, or `as_sent`: of the weights that rollouts receive."""
+        """Return a hash of the full weights; with `as_sent`, of the weights that rollouts get."""
         if as_sent and self.sends_adapter:
             return checksum_of(self.engine.full_trained_tensors())
         return self.engine.weights_checksum(self.sent_dtype if as_sent else None)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def value_budget(config: WorkersConfig) -> PassBudget:
-    """Return the budget of a pass of the critic, or of its copy."""
+    """Return the micro-batch budget of the critic, which its copies share."""
     critic = config.critic
     return pass_budget(
         config, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
@@ -43,7 +43,7 @@ def value_budget(config: WorkersConfig) -> PassBudget:
 
 
 class CriticWorker(Checkpointed, WeightSender, ModelWorker):
-    """Predicts, before each response token, the return that will follow."""
+    """Predicts the return before each response token, and trains on observed returns."""
 
     engine: TrainEngine
 
@@ -69,7 +69,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "critic") -> RoleModel:
-        """Return the value model, in training."""
+        """Describe the value model, which is trained."""
         critic = config.critic
         return RoleModel(
             "critic.model.path",
@@ -87,17 +87,17 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the body, and the head of a sequence classifier's folder, or zeros."""
+        """Load the model; the value head is zero unless the folder has a sequence classifier."""
         super().init_model(total_steps)
-        # a frozen copy stores the compute type of passes
+        # a frozen copy stores its weights in the dtype of its passes
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores_as="values")
     def compute_values(self, data: DataProto) -> DataProto:
-        """Return `values`: entry j is read at the position before response token j.
+        """Return `values`; entry j is the output at the position before response token j.
 
-        They are zero outside the response mask.
+        Values are zero outside the response mask.
         """
         columns = self.engine.forward_rows(data, self.budget)
         return DataProto.from_dict(columns)
@@ -105,7 +105,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
     @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
     @batch_columns(reads=(*SEQUENCES, "sample_number", "values", "returns"))
     def update_critic(self, data: DataProto) -> CallMetrics:
-        """Update the model towards the returns. Metrics outside perf/ are equal on all ranks."""
+        """Train the model on the returns. Metrics outside perf/ are equal on all ranks."""
         with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
             metrics = update(
                 self.engine,
@@ -129,7 +129,7 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
         batch: MiniBatch,
         settings: CriticConfig | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the value loss, and of its metrics."""
+        """Return the contribution of this micro-batch to the value loss and its metrics."""
         settings = settings or self.config
         predicted, mask = outputs["values"], columns["response_mask"]
         divisors: Denominators = {**batch.denominators, "loss_scale_factor": self.loss_scale_factor}
@@ -149,9 +149,9 @@ class CriticWorker(Checkpointed, WeightSender, ModelWorker):
 class CriticCopyWorker(WeightReceiver, ModelWorker):
     """A frozen copy of the critic, which predicts values where samples are generated.
 
-    Each generator of an asynchronous run that scores its samples has one
-    (`async_training.score_on=generator`). It receives the critic's weights version by version, as a
-    rollout receives the actor's; the first delivery brings one.
+    In an asynchronous run whose generators score their own samples
+    (`async_training.score_on=generator`), each generator has one. It receives the critic's weights
+    version by version, as a rollout receives the actor's, and has none before the first delivery.
     """
 
     engine: MovingAverageEngine
@@ -163,7 +163,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "critic_copy") -> RoleModel:
-        """Return the critic's model, frozen, on its own ranks without the critic's axes."""
+        """Describe the critic's model, but frozen and without the critic's parallel axes."""
         model = CriticWorker.role_model(config)
         fsdp = replace(model.fsdp, fsdp_size=-1)
         return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None)
@@ -178,7 +178,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
 
     @register(dispatch_mode=VERB, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
-        """Return the values under the version that was delivered last."""
+        """Return the values under the most recently delivered weights."""
         if self.engine.version is None:
             raise WeightSyncError(
                 f"{self.role}: this copy of the critic has no weights: none were sent, or a rank "

@@ -1,14 +1,14 @@
-"""Four verbs of every role with a model, trained or frozen.
+"""The low-level calls of every role with a model, called verbs; a frozen role has only `forward`.
 
     group.forward(batch, ("log_probs", "entropys"))             # columns
     group.forward_backward(batch, "policy")                     # metrics and the model's outputs
     group.optim_step(OptimStepSettings(lr=1e-6))                # metrics; gradients are cleared
     group.save_checkpoint(path); group.load_checkpoint(path)    # of a trained role
 
-Updates (`update_actor`, `update_critic`, `update_model`) run the same operations on the worker
+Updates (`update_actor`, `update_critic`, `update_model`) run the same operations inside the worker
 (`workers.training.update`), so a driver that calls the verbs gets the same weights, bit for bit.
 
-Calls are divided by the axes of the engine's ranks: the ranks of a model group get the same rows,
+A batch is split over data-parallel ranks. All ranks of a model-parallel group get the same rows,
 and one of them returns the result.
 """
 
@@ -55,42 +55,42 @@ def _dispatch_verb(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 VERB = replace(TRAIN, dispatch_fn=_dispatch_verb)
-"""The dispatch mode of verbs: a batch that is split, and settings that are not."""
+"""The dispatch mode of verbs: a batch is split over ranks, and settings go to all ranks."""
 
 MakesLoss = Callable[[DataProto], Loss]
-"""A batch -> the loss of an update on it."""
+"""A function that returns the loss of an update on a batch."""
 
 
 class ModelWorker(Worker):
-    """Runs passes over rows with the model of `self.engine`."""
+    """Base of all workers with a model: runs passes over rows with `self.engine`."""
 
     engine: Any
     budget: PassBudget
-    """PassBudget of a pass of `forward_backward`."""
+    """Micro-batch budget of `forward_backward`."""
     log_prob_budget: PassBudget | None = None
-    """PassBudget of a pass of `forward`, if it differs."""
+    """Micro-batch budget of `forward`, if it differs."""
     temperature = 1.0
     """Divisor of the logits."""
     routed: Sequence[str] = ()
-    """Columns that name the experts of a token."""
+    """Columns with the experts that the rollout chose for each token, if they are replayed."""
 
     def engine_of(
         self, model: RoleModel, engine_class: Callable[..., EngineT], **settings: Any
     ) -> EngineT:
-        """Return a training engine of the role's model, and divide calls by its axes."""
+        """Return a training engine of the role's model, and split the role's calls to match it."""
         engine = model.engine(engine_class, **settings)
         self.split_calls_by(engine)
         return engine
 
     def split_calls_by(self, engine: Any) -> None:
-        """Divide the role's calls by the axes of this engine from now on."""
+        """Split the role's later calls over the data-parallel ranks of this engine."""
         dims = dims_of(self.world_size, engine.sharding)
         place = dims.data_rank(self.rank), dims.is_collect(self.rank)
         self._register_dispatch_collect_info(MESH, *place)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the model; the schedule of its optimizer spans `total_steps` calls of the update."""
+        """Load the model; the LR schedule spans `total_steps` calls of the role's update."""
         self.engine.build(self, total_steps)
 
     def losses(self) -> dict[str, MakesLoss]:
@@ -99,9 +99,9 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=VERB, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
-        """Return the columns `wanted` of the model's outputs, or the standard ones.
+        """Return the `wanted` columns of the model's outputs, by default all that it computes.
 
-        A token head computes `log_probs`, and on request `entropys` and `sum_pi_squared`. Other
+        A token head computes `log_probs`, and if wanted `entropys` and `sum_pi_squared`. Other
         heads compute `values` or `scores`.
         """
         extra = "entropys" in wanted, "sum_pi_squared" in wanted
@@ -121,11 +121,11 @@ class ModelWorker(Worker):
     def forward_backward(
         self, data: DataProto, loss: str, denominators: Mapping[str, int] | None = None
     ) -> CallResult:
-        """Add the gradients of a loss on this batch to the accumulated ones.
+        """Add the gradients of a loss on this batch to the accumulated gradients.
 
-        Returns the model's outputs for every row, without gradients, and metrics. The batch is a
-        whole mini-batch, unless `denominators` (`num_rows` and `num_tokens`: rows and tokens in the
-        loss) are the counts of the mini-batch that it belongs to.
+        Returns metrics, and the model's outputs for every row, detached. The batch counts as a
+        whole mini-batch. If it is a part of one, give the mini-batch's counts as `denominators`:
+        `num_rows`, and `num_tokens` (the tokens in the loss).
         """
         known = self.losses()
         if loss not in known:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PolicySettings:
-    """Settings that all updates of a policy share."""
+    """The settings of the objective that are the same in all updates."""
 
     config: ActorConfig
     policy_loss: PolicyLoss
@@ -45,12 +45,12 @@ class PolicySettings:
 
     @property
     def chooses_tokens(self) -> bool:
-        """True if the policy loss treats some tokens specially."""
+        """True if the policy loss treats the tokens in `chosen_tokens` differently."""
         return traits_of(self.policy_loss).choose_tokens is not None
 
 
 class PolicyObjective:
-    """The loss of one update on a batch, and gauges that its passes fill."""
+    """The loss of one update on a batch, and gauges (metrics) that its passes fill."""
 
     def __init__(self, settings: PolicySettings, data: DataProto) -> None:
         config = settings.config
@@ -91,7 +91,7 @@ class PolicyObjective:
     def compute(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the loss, and of its metrics."""
+        """Return the contribution of this micro-batch to the loss and its metrics."""
         config, mask = self.settings.config, columns["response_mask"]
         divisors: Denominators = {
             **batch.denominators,
@@ -102,12 +102,12 @@ class PolicyObjective:
         if self.mismatch is not None:
             self.mismatch.add(columns["rollout_log_probs"], log_probs, mask)
 
-        # an on-policy batch has no old log-probs: these are the same
+        # an on-policy batch has no old log-probs: they equal the current ones
         old_log_probs = columns.get("old_log_probs", log_probs)
         weights = columns.get("rollout_is_weights")
         if self.settings.bypasses:
             old_log_probs = columns[sampled_log_probs_column(columns)]
-            # rejected tokens still count in the denominators of the mini-batch
+            # rejected tokens still count in the mini-batch's denominators
             weights, mask = self.settings.correction(
                 log_probs, old_log_probs, mask, self.correction_gauge
             )
@@ -136,7 +136,7 @@ class PolicyObjective:
                 outputs["entropys"], mask, config.loss_agg_mode, **divisors
             )
             loss = loss - self.entropy_coeff * metrics["entropy"]
-        if config.target_entropy is not None:  # adjusts the coefficient
+        if config.target_entropy is not None:  # the driver adjusts `entropy_coeff` by this metric
             metrics["token_entropy"] = agg_loss(outputs["entropys"], mask, "token-mean", **divisors)
         if config.use_kl_loss:
             kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], config.kl_loss_type)
@@ -145,7 +145,7 @@ class PolicyObjective:
         return loss, metrics
 
     def metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Return the metrics of the gauges over the ranks of `group`; collective."""
+        """Reduce the gauges over the ranks of `group`, and return their metrics; collective."""
         metrics: dict[str, float] = {}
         if self.mismatch is not None:
             self.mismatch.all_reduce(group)

@@ -1,6 +1,6 @@
-"""Roles of preference training: the model that learns, and a reference with a separate folder.
+"""Roles of preference training: the trained model, and a reference from another model folder.
 
-Both get pairs or labelled rows. The update reads the reference's log-probs from a column, which was
+Both get pairs or labeled rows. The update reads the reference's log-probs from a column that is
 computed before the first step.
 """
 
@@ -26,14 +26,15 @@ from workers.training.readings import SIDES, Pairs, Reading
 
 
 def reading_of(config: PreferenceWorkerConfig) -> Reading:
-    """Return the reading of the rows that the loss learns from: labelled rows or pairs."""
+    """Return how rows are read for the configured loss: as labeled rows or as pairs."""
     return Reading() if loss_reads(config, "desirable") else Pairs(Reading())
 
 
 class ComputesReference(ModelWorker):
-    """Computes the log-probs of the reference: its model without adapters.
+    """Computes the reference's log-probs with this role's model, without its adapters.
 
-    A model that is trained without adapters is the reference only before its first optimizer step.
+    If the model is trained without adapters, these are the reference's log-probs only before the
+    first optimizer step.
     """
 
     engine: TrainEngine
@@ -53,7 +54,7 @@ class ComputesReference(ModelWorker):
 
 
 class PreferenceWorker(RowWorker, ComputesReference):
-    """Learns from pairs or labelled rows; before training it is the reference."""
+    """Trains on pairs or labeled rows; before training it also computes reference log-probs."""
 
     loss_name = "preference"
     config: PreferenceWorkerConfig
@@ -70,7 +71,7 @@ class PreferenceWorker(RowWorker, ComputesReference):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the loss, and of the mean of each measure."""
+        """Return the contribution of this micro-batch to the loss and to each metric's mean."""
         num_tokens = columns["response_mask"].count_nonzero(dim=-1)
         known = {name: columns[name] for name in self.loss_columns}
         known["log_probs"] = sum_responses(outputs["log_probs"])
@@ -86,12 +87,12 @@ class PreferenceWorker(RowWorker, ComputesReference):
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Return `response_log_probs`, [pairs, 2] or [rows]: sums over tokens."""
+        """Return `response_log_probs`: sums over each response's tokens, [pairs, 2] or [rows]."""
         return response_log_probs(self.engine, data, self.budget)
 
 
 class PreferenceReferenceWorker(ComputesReference):
-    """The reference, if it has a separate folder."""
+    """The reference, if `ref.model.path` names a model for it."""
 
     def __init__(self, config: PreferenceWorkerConfig) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class PreferenceReferenceWorker(ComputesReference):
 
     @classmethod
     def role_model(cls, config: PreferenceWorkerConfig, role: str = "ref") -> RoleModel:
-        """Return the model of the reference's folder."""
+        """Describe the model in the reference's folder, which is frozen."""
         path = config.ref.model.path
         assert path is not None, "the role is inactive without a folder"
         model = replace(config.model, path=path, lora_rank=0)
@@ -123,5 +124,8 @@ def response_log_probs(engine: TrainEngine, data: DataProto, budget: PassBudget)
 
 
 def sum_responses(log_probs: Tensor) -> Tensor:
-    """Sum over tokens (zero outside a response), in float64 because responses are long."""
+    """Sum log-probs over tokens, in float64 because responses are long.
+
+    They must be zero outside the response.
+    """
     return log_probs.double().sum(dim=-1)

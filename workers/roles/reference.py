@@ -1,8 +1,9 @@
 """The reference: the actor's initial policy or another model, frozen or following the actor.
 
-Next to an actor that trains LoRA adapters it loads nothing, unless it has a separate folder: the
-actor's module without adapters is the reference. Under `ref.update_every` the driver sends it the
-actor's weights from time to time, as it does to a rollout, and checkpoints contain its weights.
+In the process of an actor that trains LoRA adapters, the reference is the actor's module without
+adapters, and loads nothing, unless it has its own model folder. With `ref.update_every`, the driver
+sends it the actor's weights from time to time, as it does to a rollout, and checkpoints contain
+its weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
-    """Scores responses under the initial weights, or under later ones."""
+    """Computes log-probs of responses under the reference's weights."""
 
     engine: Any
     is_frozen = True
@@ -51,7 +52,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "ref") -> RoleModel:
-        """Return the model: the initial policy, possibly updated later, or another model."""
+        """Describe the reference's model: the initial policy, or another model."""
         policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
         follows = ref.update_every is not None
         is_apart = ref.model.path is not None
@@ -70,9 +71,9 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the policy without an optimizer.
+        """Load the model without an optimizer, or share the module of an actor with adapters.
 
-        Next to an actor with adapters, call it after the actor's `init_model`.
+        If the actor is in the same process, call this after the actor's `init_model`.
         """
         actor: Any = self.sibling("actor")
         if actor is not None and is_actors_module(actor.policy):
@@ -91,13 +92,13 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
 
     @register(dispatch_mode=VERB, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = ()) -> DataProto:
-        """Return the columns `wanted` under the reference's weights."""
+        """Return the `wanted` output columns, computed with the reference's weights."""
         with adapter_off(self.engine.module):
             return super().forward(data, wanted)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:
-        """Move towards the weights of the actor in this process."""
+        """Update the moving average with the weights of the actor in this process."""
         actor: Any = self.sibling("actor")
         assert actor is not None, "sync_weights sends weights to a reference in another process"
         self.engine.load_weights(actor.engine.named_full_tensors())
@@ -106,16 +107,16 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
-        """Save the random state, and the weights if they follow the actor's."""
+        """Save the random state, and the weights if the reference follows the actor."""
         super().save_checkpoint(path, step)
         if self.follows:
             self.engine.save(Path(path), self.copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Load the random state, and the weights if they follow the actor's.
+        """Load the random state, and the weights if the reference follows the actor.
 
-        A reference that follows rejects the checkpoint of a frozen one, which contains no weights.
+        In that case, the checkpoint of a frozen reference is rejected, because it has no weights.
         """
         super().load_checkpoint(path)
         if not self.follows:

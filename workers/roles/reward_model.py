@@ -1,6 +1,7 @@
 """The reward model: a sequence classifier that scores samples.
 
-The driver computes rule rewards (`workers.rewards.manager`), and adds both if both are configured.
+The driver computes rule rewards (`workers.rewards.manager`). If both kinds of reward are
+configured, it adds them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RewardModelWorker(ModelWorker):
-    """Scores a prompt and its response by one number, read at the last real token.
+    """Computes one score of a prompt with its response: the output at the last real token.
 
     Padding therefore has no effect.
     """
@@ -42,7 +43,7 @@ class RewardModelWorker(ModelWorker):
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str) -> RoleModel:
-        """Return the classifier of the role's reward, frozen."""
+        """Describe the role's classifier, which is frozen."""
         reward, policy = _reward_of(config, role), config.actor_rollout_ref.model
         model = ModelConfig(
             path=reward.path, dtype=policy.dtype, compute_dtype=policy.compute_dtype
@@ -51,7 +52,7 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the frozen classifier; reject a tokenizer other than the actor's."""
+        """Load the frozen classifier; reject it if its tokenizer differs from the actor's."""
         check_same_tokenizer(self.config.path, self.policy_path, self.role)
         super().init_model(total_steps)
 
@@ -60,7 +61,7 @@ class RewardModelWorker(ModelWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores`: the sample's score at its last response token, zero elsewhere.
 
-        An empty response has only zeros.
+        The row of an empty response is all zeros, so its score is lost.
         """
         scores = self.engine.score_rows(data, self.budget)
         mask = data.padded("response_mask") != 0
@@ -70,4 +71,5 @@ class RewardModelWorker(ModelWorker):
 
 def _reward_of(config: WorkersConfig, role: str) -> RewardConfig:
     models = model_rewards(config)
-    return models.get(role) or next(iter(models.values()))  # a worker without a group has no role
+    # a worker that is used without a group has no role name
+    return models.get(role) or next(iter(models.values()))

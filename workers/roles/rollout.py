@@ -1,14 +1,14 @@
-"""The rollout: generates with the policy.
+"""The rollout: generates samples with the policy.
 
-The location of its weights:
+Where its weights are:
 
     with the actor, whole        the native engine decodes with the actor's module, by reference
     with the actor, sharded      one unsharded copy per version, gathered tensor by tensor; also
-                                 if `rollout.dtype` differs from the type of the weights
+                                 if `rollout.dtype` differs from the dtype of the weights
     in a separate pool           a copy that the actor fills through `workers.weights.channel`
 
-Engines run no collectives over all ranks, because they decode different numbers of steps. Ranks
-that share an engine (tensor parallelism) get the same rows; the first rank leads and returns the
+Engines run no collectives over all ranks, because each decodes a different number of steps. Ranks
+that share an engine (tensor parallelism) get the same rows; the first of them leads and returns the
 results.
 """
 
@@ -64,16 +64,16 @@ if TYPE_CHECKING:
 
 
 MESH = "rollout"
-"""Ranks with the same data rank share an engine."""
+"""Name of the dispatch mesh; in it, the ranks of one engine have the same data rank."""
 SPLIT = make_nd_compute_dataproto_dispatch_fn(MESH)
 ASK = replace(SPLIT, collect_fn=collect_list, returns_batch=False, collecting_ranks=all_ranks)
-"""Splits rows over the engines; returns nothing."""
+"""A dispatch mode: splits rows over the engines, and returns nothing."""
 
 
 class RolloutWorker(WeightReceiver, Worker):
-    """Turns prompts into samples, which do not depend on the rank that generates them.
+    """Generates samples, which do not depend on the rank that generates them.
 
-    The noise of a sample is keyed by seed, uid and sample index.
+    The random numbers of a sample are keyed by seed, uid and sample index.
     """
 
     engine: RolloutEngine
@@ -99,7 +99,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self.copy = HostCopy() if takes_changes else None
         self.players = self._players(config)
         self._requests: dict[int, int] = {}
-        """Sample number in the engine -> the number that `submit` received with its row."""
+        """By a sample's number in the engine: the `request` that `submit` received with its row."""
 
     def _players(self, config: WorkersConfig) -> Players | None:
         if not has_environment(config):
@@ -111,9 +111,9 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the engine, which is stale until the first sync.
+        """Build the engine, which cannot generate before the first sync.
 
-        Next to an actor, call it after the actor's `init_model`.
+        If the actor is in the same process, call this after the actor's `init_model`.
         """
         self.open_process_group()
         self.engine = build_engine(self._whole_config, self)
@@ -129,7 +129,8 @@ class RolloutWorker(WeightReceiver, Worker):
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Return one response per row.
 
-        `meta_info` contains the ids of eos and pad, and may override the sampling settings.
+        `meta_info` must have `pad_token_id`, and `eos_token_id` unless the model's folder names an
+        eos. It may override the sampling settings.
         """
         if self._requests:
             raise RolloutError(
@@ -143,7 +144,7 @@ class RolloutWorker(WeightReceiver, Worker):
     @register(dispatch_mode=ASK, readonly=True, blocking=False)
     @in_step
     def submit(self, data: DataProto) -> None:
-        """Start the samples of these rows; `take` returns them with their column `request`."""
+        """Start generating samples of these rows; `take` returns them with the column `request`."""
         require(data, REQUEST)
         numbers = self._begin(data)
         requests = data.padded(REQUEST)[: len(numbers)].tolist()
@@ -152,7 +153,10 @@ class RolloutWorker(WeightReceiver, Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     @in_step
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
-        """Return finished samples, after `max_tokens` tokens per sample or `seconds` at most."""
+        """Generate until all samples are finished; return the finished ones, or None.
+
+        Return earlier after `max_tokens` more tokens per sample, or after `seconds`.
+        """
         try:
             results = self._generator.take(max_tokens, seconds)
         except BaseException:
@@ -167,7 +171,7 @@ class RolloutWorker(WeightReceiver, Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @in_step
     def abort(self) -> None:
-        """Drop all samples that were submitted and not taken."""
+        """Drop all samples that were submitted but not taken."""
         if self.players is not None:
             self.players.abort()
         self.engine.abort()
@@ -175,7 +179,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def follow(self) -> None:
-        """Run the engine's part of one call that the engine's first rank leads."""
+        """Run this rank's part of one call that the engine's first rank leads."""
         self.engine.follow()
 
     @property
@@ -183,7 +187,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return self.players or self.engine
 
     def _begin(self, data: DataProto) -> list[int]:
-        """Submit the rows that are not padding; return the numbers of their samples."""
+        """Submit the rows that are not padding; return their samples' numbers in the engine."""
         pad, sampling = data.meta_info.get("pad_token_id"), self.sampling_of(data)
         if pad is None:
             raise RolloutError(
@@ -197,7 +201,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return numbers
 
     def _batch_of(self, results: Sequence[Sample | Trajectory], num_rows: int) -> DataProto:
-        """Return samples or trajectories as rows, followed by padding rows."""
+        """Return samples or trajectories as a batch of `num_rows` rows, padded at the end."""
         sampling, pad = self._sampling, self._pad
         played = [result for result in results if isinstance(result, Trajectory)]
         samples = [r.sample if isinstance(r, Trajectory) else r for r in results]
@@ -213,10 +217,11 @@ class RolloutWorker(WeightReceiver, Worker):
         return batch if self.players is None else batch.union(trajectory_columns(batch, played))
 
     def sampling_of(self, data: DataProto) -> SamplingParams:
-        """Return the config's settings, overridden by the batch; validation uses only `val_kwargs`.
+        """Return the sampling settings of the config, overridden by those of the batch.
 
-        A response ends at the tokenizer's eos, which the batch contains, at the eos ids of the
-        model's folder, and at `sampling_kwargs.stop_token_ids`, in every engine.
+        Validation uses `val_kwargs`, and of `sampling_kwargs` only the stop settings. In every
+        engine, a response ends at the tokenizer's eos (from the batch), at the eos ids of the
+        model's folder, and at `sampling_kwargs.stop_token_ids`.
         """
         eos = data.meta_info.get("eos_token_id")
         stop = tuple(int(token) for token in ([eos] if isinstance(eos, int) else eos or ()))
@@ -242,7 +247,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return replace(sampling, routed_experts=replays_routing(self.policy) and not validates)
 
     def requests_of(self, data: DataProto) -> list[Sample]:
-        """Return the rows that are not padding as samples to be generated."""
+        """Return one sample to be generated per row that is not padding."""
         return samples_of(data, self.prompt_width, self._noise_of(data))
 
     def _noise_of(self, data: DataProto) -> NoiseOf:
@@ -256,9 +261,9 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:
-        """Load the weights of the actor in this process.
+        """Load the weights of the actor in this process, by reference or as a copy.
 
-        The new version becomes valid when every rank has verified its copy.
+        The version of a copy changes only if every rank has verified its part.
         """
         actor: Any = self.sibling("actor")
         if actor is None:
@@ -292,7 +297,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Free memory for training; a copy of the weights is gone until the next sync."""
+        """Free memory for training; an engine with its own copy of the weights discards it."""
         self.engine.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -304,7 +309,7 @@ class RolloutWorker(WeightReceiver, Worker):
 class SamplerWorker(RolloutWorker):
     """Generates with the weights of the model's folder, in a run without training.
 
-    Its samples have version 0.
+    The weight version of its samples is 0.
     """
 
     is_frozen = True
@@ -314,7 +319,7 @@ class SamplerWorker(RolloutWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the engine, with the folder's weights."""
+        """Build the engine and load the folder's weights into it."""
         super().init_model()
         waits_for_weights = self.config.name == "vllm"
         loaded = self.engine.named_weights()  # native and hf have read the folder already
@@ -322,7 +327,7 @@ class SamplerWorker(RolloutWorker):
         self.engine.commit(0)
 
     def folder_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the folder's weights in the engine's type, in host memory."""
+        """Return the folder's weights in the engine's dtype, in host memory."""
         dtype = rollout_dtype(self.policy, self.device.type)
         model = replace(self.policy.model, dtype=name_of(dtype), compute_dtype=name_of(dtype))
         module = load_model(model, "token", torch.device("cpu"))

@@ -1,7 +1,8 @@
-"""The models of supervised recipes: one optimizer step on the rows of each call.
+"""Workers of supervised recipes: each call takes one optimizer step on its rows.
 
-A recipe's worker defines its reading (the outputs it takes from a pass), the columns of its loss,
-and the loss. SFT and reward models are here, preferences in `workers.roles.preference`.
+A recipe's worker defines its reading (how rows enter a pass, and which outputs are read), the
+columns that its loss reads, and the loss. SFT and reward-model training are in this module,
+preference training is in `workers.roles.preference`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from workers.training.update import update
 
 
 class RowWorker(Checkpointed, ModelWorker):
-    """Takes one optimizer step on the rows of each call."""
+    """Base of these workers."""
 
     head: ClassVar[Head] = "token"
     loss_name: ClassVar[str] = "loss"
@@ -53,7 +54,7 @@ class RowWorker(Checkpointed, ModelWorker):
 
     @classmethod
     def role_model(cls, config: RowWorkerConfig, role: str = "") -> RoleModel:
-        """Return the trained model."""
+        """Describe the model, which is trained."""
         model = config.model
         return RoleModel(
             "model.path",
@@ -67,7 +68,7 @@ class RowWorker(Checkpointed, ModelWorker):
         )
 
     def reading(self) -> Reading:
-        """Return the reading of the model's passes: per response token, or per row."""
+        """Return how the model's passes read rows; by default, one output per response token."""
         return Reading()
 
     def losses(self) -> dict[str, MakesLoss]:
@@ -78,7 +79,7 @@ class RowWorker(Checkpointed, ModelWorker):
     def loss(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the loss, and of the metrics."""
+        """Return the contribution of this micro-batch to the loss and the metrics."""
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def update_model(self, data: DataProto) -> CallMetrics:
@@ -92,7 +93,7 @@ class RowWorker(Checkpointed, ModelWorker):
 
 
 class SFTWorker(RowWorker):
-    """Learns the tokens that `loss_mask` marks by cross entropy, and returns their log-probs."""
+    """Trains on the tokens that `loss_mask` marks, with cross entropy."""
 
     loss_name = "lm"
 
@@ -111,9 +112,9 @@ class SFTWorker(RowWorker):
 
 
 class RewardTrainingWorker(RowWorker):
-    """Learns to score a pair's chosen side above its rejected side, and scores pairs.
+    """Trains a model to score the chosen side of a pair above the rejected side.
 
-    `workers.roles.reward_model` is the frozen model that scores PPO's samples.
+    This is not the frozen model that scores PPO's samples (`workers.roles.reward_model`).
     """
 
     loss_name = "pairwise"
@@ -126,12 +127,12 @@ class RewardTrainingWorker(RowWorker):
         self.pairwise_loss = get_pairwise_loss(config.loss)
 
     def reading(self) -> Reading:
-        """Return the scores of both sides of pairs."""
+        """Read rows as pairs, with one score per side."""
         return Pairs(RowScores(self.config.score_at))
 
     @register(dispatch_mode=TRAIN, readonly=True)
     def compute_scores(self, data: DataProto) -> DataProto:
-        """Return the column `scores` [pairs, 2]: of the chosen side, then of the rejected side."""
+        """Return `scores` [pairs, 2]: first of the chosen side, then of the rejected side."""
         scores = self.engine.forward_rows(data, self.budget)["scores"]
         return DataProto.from_dict({"scores": scores})
 

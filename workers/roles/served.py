@@ -1,4 +1,6 @@
-"""The workers of `verl-like serve`: several trained states, requests of many clients.
+"""The workers of `verl-like serve`, which train several states for many clients.
+
+A state is one client's weights (usually LoRA adapters), gradients and optimizer moments.
 
     actor.add_state("alice", 8); actor.use_state("alice")
     actor.forward_backward(rows, "importance_sampling")     # `workers.losses.token_sums`
@@ -7,8 +9,8 @@
     sync_weights(actor, rollout, version)                   # for every placement
     rollout.generate_sequences(rows)
 
-The rollout always has its own copy with merged adapters. So samples belong to their snapshot while
-training continues, and every placement gives the same results, bit for bit.
+The rollout always has its own copy of the weights, with merged adapters. So samples come from one
+snapshot while training continues, and every placement gives the same results, bit for bit.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ if TYPE_CHECKING:
     from workers.config import WorkersConfig
 
 OURS = "verl_like:"
-"""Prefix of this package's policy losses in a client's request."""
+"""Prefix by which a client requests one of this package's policy losses."""
 SETTINGS = "loss_settings"
-"""The entry of a batch's meta_info with the settings of its loss."""
+"""Key in a batch's meta_info for the settings of its loss."""
 MASK = WEIGHTS
-"""The column that marks the tokens of a loss of this package."""
+"""Column that marks the tokens in the loss, for the losses of this package."""
 VALUE = f"{OURS}value"
-"""The critic's loss."""
+"""Name of the critic's loss in a client's request."""
 VALUE_SETTINGS = ("cliprange_value", "loss_agg_mode")
 NO_FORMULA = (
     "the loss stable_reinforce has no public formula, so this server cannot compute it. Set "
@@ -61,7 +63,7 @@ NO_FORMULA = (
 
 
 def client_loss(name: str, role: str = "actor") -> LossInputs:
-    """Return the loss of this name in a client's request; reject names that the role lacks."""
+    """Return the columns that a client's loss reads; reject a name that the role does not have."""
     losses: dict[str, LossInputs] = {**TOKEN_SUMS}
     for policy_loss in POLICY_LOSSES:
         losses[f"{OURS}{policy_loss}"] = LossInputs((*POLICY, MASK))
@@ -77,11 +79,11 @@ def client_loss(name: str, role: str = "actor") -> LossInputs:
 
 
 class TrainsStates(ModelWorker):
-    """A role whose passes, steps and checkpoints belong to the state that is in use."""
+    """A trained role with several states; passes, steps and checkpoints use the selected one."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int = 0) -> None:
-        """Load the model, which is the base of every state."""
+        """Load the model, whose weights are the start of every state."""
         super().init_model(total_steps)
         self.states = TrainedStates(self.engine)
 
@@ -89,18 +91,21 @@ class TrainsStates(ModelWorker):
     def add_state(
         self, name: str, rank: int, seed: int | None = None, frozen: Sequence[str] = ()
     ) -> None:
-        """Add a state with the base's weights; `frozen` may contain mlp, attn and unembed."""
+        """Add a state with the model's initial weights.
+
+        Its parameters in `frozen` are not trained: any of "mlp", "attn" and "unembed".
+        """
         names = [n for n in self.states.parameters if _part_of(n) in frozen]
         self.states.add(name, rank, seed, frozenset(names))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_state(self, name: str) -> None:
-        """Select the state of later passes, steps and checkpoints."""
+        """Select the state that later passes, steps and checkpoints use."""
         self.states.use(name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def copy_state(self, source: str, name: str) -> None:
-        """Copy the weights of a state to another name."""
+        """Copy the weights of a state to a state of another name."""
         self.states.copy(source, name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -110,34 +115,34 @@ class TrainsStates(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def clear_gradients(self, forget_moments: bool = False) -> None:
-        """Drop the gradients of the state in use; with `forget_moments` its moments, too."""
+        """Clear the gradients of the selected state; with `forget_moments`, also its moments."""
         self.states.clear_gradients(forget_moments)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> CallMetrics:
-        """Take an optimizer step of the state in use."""
+        """Take an optimizer step on the selected state, except for its frozen parameters."""
         with self.states.without_frozen():
             return super().optim_step(settings)
 
 
 class ServedActorWorker(TrainsStates, ActorWorker):
-    """Trains the policy in use."""
+    """Trains the policy in the selected state."""
 
     lends_module = False
-    """A rollout in the same process has its own copy of the module."""
+    """False: a rollout in the same process has its own copy of the module."""
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__(config)
         self.temperature = 1.0
 
     def losses(self) -> dict[str, MakesLoss]:
-        """Return the sums over tokens, and this package's policy losses as `verl_like:<name>`."""
+        """Return the actor's losses, the token sums, and policy losses as `verl_like:<name>`."""
         sums = {name: partial(sum_loss, loss) for name, loss in TOKEN_SUMS.items()}
         ours = {f"{OURS}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
         return {**super().losses(), **sums, **ours}
 
     def _policy_loss(self, name: str, data: DataProto) -> Loss:
-        """Return a policy loss of this package on a client's rows."""
+        """Return a policy loss of this package for a client's rows."""
         policy_loss = get_policy_loss(name)
         config, arguments = policy_settings(name, self.config, data.meta_info.get(SETTINGS, {}))
 
@@ -161,12 +166,12 @@ class ServedActorWorker(TrainsStates, ActorWorker):
 
 
 class ServedCriticWorker(TrainsStates, CriticWorker):
-    """Trains the value model in use."""
+    """Trains the value model in the selected state."""
 
     engine: TrainEngine
 
     def losses(self) -> dict[str, MakesLoss]:
-        """Return the loss of `update_critic`, and the same on a client's rows."""
+        """Return the loss of `update_critic`, and its variant for a client's rows."""
         return {**super().losses(), VALUE: self._value_loss}
 
     def _value_loss(self, data: DataProto) -> Loss:
@@ -190,11 +195,11 @@ class ServedCriticWorker(TrainsStates, CriticWorker):
 
 
 class ServedRolloutWorker(RolloutWorker):
-    """Generates with the sampling parameters of each batch instead of the configuration."""
+    """Generates with the sampling parameters of each batch instead of the configured ones."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the engine, which looks for stop strings in text."""
+        """Build the engine, and let it decode text to look for stop strings."""
         super().init_model()
         tokenizer = tokenizer_of(self.policy.model.path)
         self.engine.decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -204,14 +209,14 @@ class ServedRolloutWorker(RolloutWorker):
         return SamplingParams(**data.meta_info["sampling"])
 
     def requests_of(self, data: DataProto) -> list[Sample]:
-        """Return samples that end after `end_at` tokens, a column of the batch."""
+        """Return samples that end after as many tokens as the column `end_at` says."""
         ends = data.padded("end_at").tolist()
         samples = super().requests_of(data)
         return [replace(s, end_at=end) for s, end in zip(samples, ends, strict=False)]
 
 
 def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
-    """Return a sum over tokens with the settings and the columns of a batch."""
+    """Return the loss that sums `loss` over tokens, with the settings of this batch."""
     settings = data.meta_info.get(SETTINGS, {})
     optional = [name for name in loss.optional_columns if name in data.columns]
     names = list(dict.fromkeys([*loss.columns, *optional]))
@@ -235,7 +240,7 @@ def sum_loss(loss: TokenSum, data: DataProto) -> Loss:
 def policy_settings(
     name: str, config: ActorConfig, client_settings: Mapping[str, Any]
 ) -> tuple[ActorConfig, dict[str, Any]]:
-    """Return the actor's section and the loss's arguments, with a client's settings applied."""
+    """Apply a client's settings to the actor's config and to the loss's arguments; return both."""
     takes = {**arguments_of(get_policy_loss(name))}
     keys = {key.name for key in fields(config)}
     for setting in client_settings:
@@ -250,7 +255,7 @@ def policy_settings(
 
 
 def _part_of(name: str) -> str:
-    """Return the part of a model that a parameter belongs to, as the protocol names it."""
+    """Return the part of the model that a parameter belongs to: "mlp", "attn" or "unembed"."""
     layers = name.split(".")
     if any(layer in ("lm_head", "embed_out", "output") for layer in layers):
         return "unembed"

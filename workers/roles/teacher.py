@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TeacherWorker(ModelWorker):
-    """Scores the student's responses, token by token, under the teacher's weights."""
+    """Computes the teacher's log-probs of the student's response tokens."""
 
     is_frozen = True
 
@@ -33,7 +33,7 @@ class TeacherWorker(ModelWorker):
 
     @classmethod
     def role_model(cls, config: WorkersConfig, role: str = "teacher") -> RoleModel:
-        """Return the teacher's model, frozen."""
+        """Describe the teacher's model, which is frozen."""
         teacher = config.distillation.teacher_model
         return RoleModel(
             "distillation.teacher_model.model_path",
