@@ -22,7 +22,10 @@ from workers.weights.checksum import checksum_of
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling settings, in order: bias, minimum length, temperature, top-k, top-p, min-p."""
+    """Sampling settings.
+
+    They are applied in this order: logit bias, minimum length, temperature, top-k, top-p, min-p.
+    """
 
     temperature: float = 1.0
     top_k: int = -1
@@ -62,15 +65,18 @@ class SamplingParams:
 
     @property
     def num_log_probs(self) -> int:
-        """Log-probs per token: 1, or 2 with `truncated_log_probs`."""
+        """Number of log-probs per token: 1, or 2 with `truncated_log_probs`."""
         return 2 if self.truncated_log_probs else 1
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Sizes of an engine: column widths, concurrent samples, cache memory.
+    """The sizes that an engine must support.
 
-    With `keep_kv_cache`, new weights do not change the KV cache of unfinished samples.
+    prompt_width, response_width    maximum tokens of a prompt and of a response
+    max_num_seqs                    samples that decode at the same time
+    kv_cache_gb                     memory of the KV cache
+    keep_kv_cache                   unfinished samples keep their KV cache when new weights arrive
     """
 
     prompt_width: int
@@ -81,7 +87,7 @@ class EngineLimits:
 
 
 class TakeBudget:
-    """The limits of one `take`: sampled tokens of any sample, and seconds; None means no limit."""
+    """The limits of one `take`: new tokens per sample, and seconds; None means no limit."""
 
     def __init__(
         self,
@@ -89,13 +95,13 @@ class TakeBudget:
         seconds: float | None = None,
         until_one: bool = False,
     ) -> None:
-        """With `until_one`, `take` ends once a sample is finished."""
+        """Start the clock. With `until_one`, `take` ends once a sample is finished."""
         self.max_tokens, self.until_one = max_tokens, until_one
         self._until = None if seconds is None else time.monotonic() + seconds
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left."""
+        """Seconds until the time limit."""
         return math.inf if self._until is None else max(0.0, self._until - time.monotonic())
 
     @property
@@ -112,28 +118,28 @@ class RolloutEngine(ABC):
             engine.load_weights(named_tensors)  # the engine is stale and does not generate ...
             engine.commit(version)              # ... until every rank has verified its weights
             ids = engine.submit(samples, sampling)
-            while engine.num_running:           # between two takes, more samples can be submitted,
-                done = engine.take(seconds=1.0) # and newer weights loaded
-            engine.sleep()                      # training uses the memory
+            while engine.num_running:           # between two takes, you can submit more samples
+                done = engine.take(seconds=1.0) # and load newer weights
+            engine.sleep()                      # frees memory for training
 
     A sample's tokens do not depend on the other running samples.
 
-    An engine that shares the trainer's module needs no `load_weights`. `version` is the last
-    committed version, None if stale.
+    An engine that shares the trainer's module needs no `load_weights`. `version` is the version
+    that was committed last, or None if the engine is stale.
     """
 
     version: int | None = None
     asleep: bool = False
     owns_weights: bool = True
     follows: bool = False
-    """True if another rank of this engine leads: it schedules and returns the samples."""
+    """True if another rank of this engine leads, that is, schedules and returns the samples."""
     num_bytes: int = 0
     vocab_size: int
 
     def __init__(
         self, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
     ) -> None:
-        """Create the engine; `decode` converts token ids to text, and only stop strings need it."""
+        """Create the engine; `decode` converts token ids to text (only stop strings need it)."""
         self.limits = limits
         self.decode = decode
         self._num_loads = 0
@@ -143,7 +149,7 @@ class RolloutEngine(ABC):
 
     @property
     def num_running(self) -> int:
-        """Samples that were submitted and neither taken nor aborted."""
+        """Number of samples that were submitted and neither taken nor aborted."""
         return len(self._running)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[int]:
@@ -182,9 +188,8 @@ class RolloutEngine(ABC):
     ) -> dict[int, Sample]:
         """Generate until all samples are finished; return the finished samples by number.
 
-        It returns earlier, but after at least one step: with `until_one` when a sample is finished,
-        with `max_tokens` when a sample has that many more tokens, and with `seconds` after that
-        time.
+        After at least one decode step, it returns earlier: once a sample is finished (`until_one`),
+        once a sample has `max_tokens` more tokens, or after `seconds`.
         """
         if not self._running:
             return {}
@@ -214,7 +219,7 @@ class RolloutEngine(ABC):
         return finished
 
     def abort(self, numbers: Iterable[int] | None = None) -> dict[int, Sample]:
-        """Stop these samples, or all; return them, so that they can be submitted again."""
+        """Stop these samples, by default all; return them, so that they can be submitted again."""
         stopped = set(self._running if numbers is None else numbers) & self._running.keys()
         samples = self._abort(stopped)
         for number in stopped:
@@ -222,7 +227,7 @@ class RolloutEngine(ABC):
         return samples
 
     def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """Submit all samples and take all; return them in order."""
+        """Generate all samples to their end; return them in the same order."""
         if self._running:
             raise RolloutError(
                 f"rollout: this engine is generating {self.num_running} samples already."
@@ -232,9 +237,9 @@ class RolloutEngine(ABC):
         return [finished[number] for number in numbers]
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite every weight; names and shapes must equal the module's.
+        """Overwrite every weight; names and shapes must equal those of the model.
 
-        The engine is stale afterwards. Running samples continue with the new weights.
+        The engine is stale until `commit`. Then running samples continue with the new weights.
         """
         self.version = None
         self.wake_up()
@@ -246,10 +251,10 @@ class RolloutEngine(ABC):
         self.version = version
 
     def close(self) -> None:  # noqa: B027 - most engines need nothing
-        """Free what garbage collection would not free."""
+        """Free resources that garbage collection would not free."""
 
     def sleep(self) -> None:
-        """Free memory; an engine that owns its weights loses them and becomes stale."""
+        """Free memory; an engine that owns its weights drops them and becomes stale."""
         if self._running:
             raise RolloutError(
                 f"rollout: cannot sleep while {self.num_running} samples are in flight. Call "
@@ -261,20 +266,20 @@ class RolloutEngine(ABC):
         self.asleep = True
 
     def wake_up(self) -> None:
-        """Allocate the memory again; no effect when awake.
+        """Allocate the memory again; without effect if the engine is awake.
 
-        An engine that owns its weights needs to load them next.
+        Next, an engine that owns its weights must load them.
         """
         if self.asleep and self.owns_weights:
             self._allocate()
         self.asleep = False
 
     def leading(self) -> AbstractContextManager[None]:
-        """Context of a call in which the engine samples; with several ranks, all take part."""
+        """Context of a call on the engine's first rank; the other ranks `follow` until its end."""
         return nullcontext()
 
     def follow(self) -> None:
-        """Sample the same as the first rank of the engine in one call."""
+        """Run this rank's part of one call of the engine's first rank."""
         raise RolloutError("rollout: this engine has only one rank.")
 
     def weights_checksum(self) -> str:
@@ -282,32 +287,38 @@ class RolloutEngine(ABC):
         return checksum_of(self.named_weights())
 
     def no_choices(self) -> Tensor | None:
-        """Return [0, layers, choices] if the engine records expert choices; otherwise None."""
+        """Return an empty tensor [0, layers, choices] of expert choices.
+
+        Return None if the engine does not record them.
+        """
         return None
 
     @abstractmethod
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the weights in the engine, under Hugging Face's names."""
+        """Return the engine's weights, with their Hugging Face names."""
 
     @abstractmethod
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
-        """Start checked samples, by number."""
+        """Start these samples, by number; they are already checked."""
 
     @abstractmethod
     def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
-        """Generate until everything is finished or the budget is spent; return the finished
-        samples.
+        """Generate until all samples are finished or the budget is spent.
 
-        The version may differ from the last call's: later tokens have the new version.
+        Return the finished samples. `version` may have changed since the last call; tokens sampled
+        from now on have the new version.
         """
 
     @abstractmethod
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
-        """Drop these samples and return their current state; after an error, the remaining ones."""
+        """Drop these samples and return their current state.
+
+        After an error, some may be missing.
+        """
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write every tensor, or raise one `WeightSyncError` that lists the unfit ones."""
+        """Load every tensor, or raise one `WeightSyncError` that lists those that do not fit."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -318,9 +329,9 @@ class RolloutEngine(ABC):
         """Allocate the engine's own weights."""
 
     def finish_reason(self, sample: Sample, tokens: Sequence[int], sampling: SamplingParams) -> str:
-        """Return why a response ends with its newest token; `UNFINISHED` if it does not.
+        """Return why a response ends with its newest token; `UNFINISHED` if it does not end.
 
-        A sample may have a separate limit.
+        The length limit is `sampling.max_tokens`, or the sample's own `end_at` if that is lower.
         """
         is_stop = tokens[-1] in sampling.stop_token_ids
         if is_stop or self.ends_with_stop_string(sample, tokens, sampling):

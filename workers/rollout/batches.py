@@ -1,9 +1,9 @@
-"""Convert rows of prompts to samples for an engine, and samples to rows of a batch.
+"""Convert prompt rows to samples for an engine, and samples to rows of a batch.
 
-Each row has a hash of what the engine read and sampled (`sample_hash`), which the trainer checks
-before the update (`check_sample_hashes`). The hash covers the prompt, the response, the weight
-version of each token (which also marks observed tokens), and where segments start. So no tokenizer,
-stage or hook can change a sample unnoticed.
+Each row has a hash of the tokens that the engine read and sampled (`sample_hash`). The trainer
+checks it before the update (`check_sample_hashes`), so no tokenizer, stage or hook can change a
+sample unnoticed. The hash covers the prompt, the response, the weight version of each token (which
+also marks observed tokens), and where segments start.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.rollout.sample import Sample
 
 REQUEST = "request"
-"""Column with the numbers of submitted rows, for the client that takes their samples."""
+"""Column with the request numbers of submitted rows, by which the client finds their samples."""
 TRUNCATED = "rollout_truncated_log_probs"
 NoiseOf = Callable[[str, int], int]
-"""(uid, sample index) -> the key of the sample's noise."""
+"""A function that maps uid and sample index to the sample's noise key (`noise_key`)."""
 
 
 def samples_of(data: DataProto, prompt_width: int, noise_of: NoiseOf) -> list[Sample]:
-    """Return samples without a response, one for each row that is not padding."""
+    """Return one sample, still without a response, per row that is not padding."""
     require(data, "input_ids", "attention_mask", "sample_index", "uid")
     ids = data.column("input_ids")
     if ids.shape[1] != prompt_width:
@@ -62,10 +62,11 @@ def batch_of(
     truncated: bool = False,
     no_choices: Tensor | None = None,
 ) -> DataProto:
-    """Return rows with the prompts and responses of these samples; `widths` are their widths.
+    """Return a batch with one row per sample; `widths` are those of prompts and responses.
 
-    `version` is the engine's version, for responses without sampled tokens. If `no_choices` (an
-    empty tensor of expert choices) is given, the batch has a column of the choices for every token.
+    `version` is the engine's version, which is recorded for responses without sampled tokens. If
+    `no_choices` (an empty tensor of expert choices) is given, the batch has a column with the
+    expert choices of every token.
     """
     prompts = [torch.tensor(sample.prompt, dtype=torch.long) for sample in samples]
     responses = Ragged.from_rows([sample.tokens for sample in samples], widths[1], fill=pad)
@@ -77,7 +78,7 @@ def batch_of(
     ids = Ragged(values, lengths, sum(widths), starts, pad)
     positions: list[Tensor] = []
     oldest: list[int] = []
-    """The version of each sample's oldest sampled token, or the current version."""
+    """By sample: the weight version of its oldest sampled token, or the engine's version."""
     for sample in samples:
         # each segment begins at position 0
         begins = [0, *(len(sample.prompt) + begin for begin in sample.segments)]
@@ -108,9 +109,9 @@ def batch_of(
 
 
 def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
-    """Return [tokens, layers, choices], the prompt's tokens first.
+    """Return the expert choices [tokens, layers, choices] of the prompt and the response.
 
-    Tokens that the engine has not read, such as the last one, have zeros.
+    They are zero for tokens that the engine did not read, such as the last one.
     """
     chosen = no_choices if sample.routed_experts is None else sample.routed_experts
     sampled = sample.is_sampled.nonzero().flatten()
@@ -126,7 +127,7 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
 
 COLUMN = "sample_hash"
 NAMED = 3
-"""Number of samples that an error names."""
+"""Maximum number of samples that an error names."""
 
 
 def sample_hash(sample: Sample) -> int:
@@ -136,9 +137,9 @@ def sample_hash(sample: Sample) -> int:
 
 
 def check_sample_hashes(batch: DataProto) -> dict[str, float]:
-    """Reject rows that changed since sampling, or whose loss has observed tokens; return metrics.
+    """Reject rows that changed since sampling, or have observed tokens in the loss; return metrics.
 
-    A batch from another engine has no hashes, and is not checked.
+    A batch without the hash column, such as one from a rollout of your own, is not checked.
     """
     if not has_column(batch, COLUMN):
         return {}
@@ -183,7 +184,7 @@ def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.
 
 
 def _segments(batch: DataProto) -> list[list[int]]:
-    """Return the positions in every response where position ids restart."""
+    """Return the positions in every response at which position ids restart at 0."""
     begins = batch.padded("position_ids")[:, -batch.column("responses").shape[-1] :] == 0
     begins &= torch.arange(begins.shape[1]) < token_counts(batch)[1][:, None]
     segments: list[list[int]] = [[] for _ in range(len(batch))]

@@ -1,9 +1,9 @@
 """Build this rank's rollout engine from the configuration.
 
-native, hf    an engine per rank; native decodes with the actor's module if that is whole in
-              this process, and has the type `rollout.dtype`
-vllm          an engine per `tensor_model_parallel_size` ranks, each with a share of the model
-custom        an engine per rank, of a class (module, limits, decode=) with its own weights
+native, hf    one engine per rank; native decodes with the actor's module if this process has
+              all of its weights, in the dtype `rollout.dtype`
+vllm          one engine per `tensor_model_parallel_size` ranks, over which the model is sharded
+your class    one engine per rank, built by `YourEngine(module, limits, decode=...)`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECTION = "actor_rollout_ref.rollout"
 
 
 def engine_for(rollout: RolloutConfig, device_type: str) -> str:
-    """Return the engine's name; "auto" depends on the device."""
+    """Return the name of the configured engine; "auto" is resolved by the device."""
     if rollout.name != AUTO:
         return rollout.name
     if device_type != "cuda":
@@ -49,7 +49,7 @@ def engine_for(rollout: RolloutConfig, device_type: str) -> str:
 
 
 def takes_adapter(policy: ActorRolloutRefConfig, device_type: str) -> bool:
-    """True if the engine loads the base model itself, and syncs bring the LoRA adapter only."""
+    """True if the engine loads the base model itself, so that syncs send only the LoRA adapter."""
     rollout = policy.rollout
     is_vllm = engine_for(rollout, device_type) == "vllm" and not rollout.server_urls
     return is_vllm and policy.model.lora_rank > 0 and not rollout.merge_lora
@@ -67,7 +67,7 @@ def notices_of_engine(name: str, device_type: str) -> list[str]:
 
 
 def check_engine(config: WorkersConfig, world_size: int) -> None:
-    """Reject unknown names, and tensor parallelism that does not fit the pool."""
+    """Reject an unknown engine name, and tensor parallelism that does not fit the pool."""
     rollout = config.actor_rollout_ref.rollout
     user_engine(rollout.name)
     check_options(rollout.engine_kwargs)
@@ -112,7 +112,7 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
 
 
 def user_engine(name: str) -> type[RolloutEngine] | None:
-    """Return the user's class at a dotted path; None for a built-in engine."""
+    """Return your class if `name` is a dotted path; None for a built-in engine."""
     engine = ENGINES.look_up(name)
     if name in ENGINES:
         return None
@@ -163,7 +163,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
         decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     if rollout.name == "vllm":
-        torch.cuda.empty_cache()  # training's leftovers: vLLM allocates outside torch
+        torch.cuda.empty_cache()  # vLLM allocates outside torch's cache
         return _vllm_engine(config, worker, limits, decode)
 
     dtype = rollout_dtype(policy, worker.device.type)
@@ -180,7 +180,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
 
         return HFEngine(module, limits, decode=decode)
     if custom := user_engine(rollout.name):
-        make: Any = custom  # the constructor is the user's code
+        make: Any = custom  # its signature is unknown to mypy
         engine: RolloutEngine = make(module, limits, decode=decode)
         return engine
     from workers.rollout.native.engine import NativeEngine
@@ -189,7 +189,7 @@ def build_engine(config: WorkersConfig, worker: Worker) -> RolloutEngine:
 
 
 def shared_module(worker: Worker, dtype: torch.dtype) -> Any:
-    """Return the module of the actor in this process, if it is whole there and has this type."""
+    """Return the actor's module if this process has all of its weights in this dtype, or None."""
     actor: Any = worker.sibling("actor")
     if actor is None or not getattr(actor, "lends_module", True):
         return None

@@ -1,15 +1,15 @@
-"""The driver's side of a rollout group: it submits rows to ranks and takes their samples.
+"""The driver's client of a rollout group: it submits rows to ranks and takes their samples.
 
     client = RolloutClient(group)
     client.submit(Submission(rows))
     while client.submissions:
-        for submission in client.take(seconds=0.5):   # submissions with all their samples
+        for submission in client.take(seconds=0.5):   # the submissions that are complete
             samples = submission.samples()
 
-Decoding runs no collectives, so each rank generates its samples independently. Weights or further
-submissions may arrive between two takes. A sample does not depend on its rank or its neighbours: a
-group that replaces a lost one generates the unfinished samples again from their prompts, with the
-same result.
+Decoding runs no collectives, so each rank generates its samples independently. Between two takes,
+you can sync weights and submit more rows. A sample depends neither on its rank nor on the rest of
+the batch. So if a group is lost, its replacement generates the unfinished samples again from their
+prompts, with the same result.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from workers.rollout.batches import REQUEST
 
 logger = logging.getLogger(__name__)
 ROW_BITS = 32
-"""The low bits of a request number are the row's number, the higher bits the submission's."""
+"""Low bits of a request number that hold the row's number; higher bits hold the submission's."""
 
 
 class Submission:
-    """Rows to generate, and the samples that have arrived."""
+    """Rows for which to generate samples, and the samples that have arrived."""
 
     def __init__(self, rows: DataProto) -> None:
         self.rows = rows
@@ -49,16 +49,16 @@ class Submission:
 
     @property
     def num_samples(self) -> int:
-        """Samples that have arrived."""
+        """Number of samples that have arrived."""
         return len(self._numbers)
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the rows without a sample."""
+        """The numbers of the rows whose samples have not arrived."""
         return np.delete(np.arange(len(self.rows)), self._numbers).tolist()
 
     def samples(self) -> DataProto:
-        """Return all samples in the order of their rows; none may be missing."""
+        """Return all samples in the order of the rows; none may be missing."""
         assert not self.missing, "a submission is taken when it is whole"
         whole = self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
         if self._numbers == list(range(len(self.rows))):
@@ -76,19 +76,19 @@ class RolloutClient:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.submissions: dict[int, Submission] = {}
-        """The submissions that are not taken yet, by number."""
+        """The submissions that `take` has not returned yet, by number."""
         self._last_number = 0
         self._num_open: dict[int, int] = {}
-        """Rank -> number of samples that it is generating."""
+        """By rank: the number of samples that it is generating."""
         self._sent: list[WorkerFuture] = []
-        """Futures of the submit calls since the last take."""
+        """Futures of the `submit` calls since the last `take`."""
         self._following: list[WorkerFuture] = []
-        """Futures of the ranks that share an engine with a rank that was called."""
+        """Futures of `follow` calls, on the other ranks of the engines that were called."""
 
     def generate(self, rows: DataProto, replace: Replace | None = None) -> DataProto:
         """Return `group.generate_sequences(rows)`, even if the group loses a process.
 
-        Without `replace` an error names the lost samples.
+        `replace` then provides a new group. Without it, an error names the lost samples.
         """
         submission = Submission(rows)
         while missing := submission.missing:
@@ -119,7 +119,7 @@ class RolloutClient:
     def submit(self, *submissions: Submission) -> None:
         """Start these submissions, in addition to running ones.
 
-        All of them have the same columns and meta entries.
+        All of them must have the same columns and meta entries.
         """
         rows = []
         for submission in submissions:
@@ -133,7 +133,7 @@ class RolloutClient:
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
-        """Let every rank generate (see an engine's `take`); return the complete submissions.
+        """Let every rank generate, like an engine's `take`; return the complete submissions.
 
         If a rank is lost, raise `WorkerDiedError`; the group's submissions are lost with it.
         """
@@ -159,7 +159,7 @@ class RolloutClient:
         return call
 
     def _others(self) -> list[WorkerFuture]:
-        """The futures of following ranks since the last call."""
+        """Return and forget the futures in `_following`."""
         following, self._following = self._following, []
         return following
 
@@ -177,7 +177,7 @@ class RolloutClient:
             self.submissions[number].add(rows, part)
 
     def _shares(self, rows: Sequence[int], batch: DataProto) -> dict[int, Sequence[int]]:
-        """Divide the rows evenly over the ranks; players of an environment share a rank."""
+        """Divide the rows evenly over the ranks; the players of an environment share a rank."""
         ranks = self.group.generate_sequences.collecting_ranks()
         size = -(-len(rows) // len(ranks))
         cuts = [min(place * size, len(rows)) for place in range(len(ranks) + 1)]
@@ -194,7 +194,7 @@ class RolloutClient:
 
 def _rows(rows: DataProto, numbers: Sequence[int]) -> DataProto:
     first, last = numbers[0], numbers[-1]
-    if last - first == len(numbers) - 1:  # ascending without gaps
+    if last - first == len(numbers) - 1:  # consecutive
         return view_rows(rows, first, last + 1)
     return rows.select_idxs(list(numbers))
 

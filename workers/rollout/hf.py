@@ -1,9 +1,9 @@
 """The reference engine: transformers' `generate`, one sample at a time.
 
-It is for comparison, not for speed. If a class's cache is not proven correct (`cache_problem`),
-each token is computed from its whole row. It shares only the choice of a token (`rollout.sampling`)
-with the native engine, so that one seed gives the same noise. Its loop, cache and attention are
-transformers'.
+It is for comparison, not for speed. Its loop, cache and attention are transformers'. It shares only
+the choice of a token (`rollout.sampling`) with the native engine, so that a seed gives the same
+noise in both. If the test of a model class's cache fails (`cache_problem`), the engine decodes
+without a cache, by a pass over the whole row for each token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HFEngine(ModuleEngine):
         from transformers import GenerationConfig
 
         super().__init__(module, limits, decode)
-        # the model's defaults would change scores: penalties, forced tokens, no-repeat n-grams
+        # the model's own defaults would change logits: penalties, forced tokens, no-repeat n-grams
         module.generation_config = GenerationConfig()
         width = limits.prompt_width + limits.response_width
         _check_rotary(module.config, width)
@@ -64,7 +64,7 @@ class HFEngine(ModuleEngine):
             self._decodings[number] = _Decoding(self, sample, sampling)
 
     def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
-        """Run one sample after the other; the budget's time is checked between two samples."""
+        """Run one sample after the other; the time limit is checked only between two samples."""
         finished: dict[int, Sample] = {}
         was_training = self.module.training
         self.module.eval()
@@ -85,7 +85,7 @@ class HFEngine(ModuleEngine):
 
 
 def _check_rotary(config: Any, width: int) -> None:
-    """Reject rows that change their rotary factors as they grow."""
+    """Reject a model whose rotary factors change as a row grows (longrope)."""
     border = factor_border(config)
     if border is not None and width > border:
         raise ConfigError(
@@ -98,10 +98,10 @@ def _check_rotary(config: Any, width: int) -> None:
 
 
 class _Decoding:
-    """One sample: a logits processor that allows one token, and a stop criterion.
+    """Decodes one sample; it is the logits processor and the stop criterion of `generate`.
 
-    Existing tokens of the sample are fed one by one, as they were sampled. Tokens of older weights
-    are read at once with the prompt, unless their keys and values are still cached.
+    Tokens that the sample already has are fed one by one, as they were sampled. Tokens of older
+    weights are read in one pass with the prompt, unless their keys and values are still cached.
     """
 
     def __init__(self, engine: HFEngine, sample: Sample, sampling: SamplingParams) -> None:
@@ -116,7 +116,7 @@ class _Decoding:
         self.version: int | None = None
         self.cache: Any = None
         self.position = 0
-        """Tokens of the response that the model has read, including the next pass."""
+        """Number of response tokens that the model will have read after its next pass."""
         self.routers = engine.routers if sampling.routed_experts else None
         self.routed: Tensor | None = None
 
@@ -158,8 +158,8 @@ class _Decoding:
             self.cache = output.past_key_values
 
     def _note_routed(self, chosen: Tensor) -> None:
-        """Record the routers' choices for the tokens of this run."""
-        if not self.engine.uses_cache:  # each pass reads the whole row: use the last one
+        """Add the routers' choices for the tokens of this run."""
+        if not self.engine.uses_cache:  # each pass reads the whole row: use that of the last pass
             chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
         elif self.cache is not None and self.routed is not None:
             chosen = torch.cat([self.routed, chosen])
@@ -175,7 +175,7 @@ class _Decoding:
         )
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores that allow greedy search only one token, an existing or a sampled one."""
+        """Return scores that leave greedy search one token: the sample's next, or a new one."""
         if self.position == len(self.tokens):
             place, keys = np.array([len(self.tokens)]), np.array([self.sample.key], dtype=np.uint64)
             noise = torch.from_numpy(uniforms(keys, place)).to(scores.device)
@@ -188,7 +188,7 @@ class _Decoding:
         return torch.full_like(scores, -torch.inf).index_fill_(1, next_token, 0.0)
 
     def _finished(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """Return True to end transformers' loop, with the reason in `finish_reason`."""
+        """Return True to end transformers' loop; set `finish_reason`."""
         if self.position == len(self.tokens):
             reason = self.engine.finish_reason(self.sample, self.tokens, self.sampling)
             goes_on = reason == UNFINISHED and len(self.tokens) < self.longest
@@ -197,33 +197,34 @@ class _Decoding:
 
 
 PROMPTS, NUM_STEPS = (24, 3, 1), 24
-"""Lengths of the test prompts, one after the other, and of their responses.
+"""Lengths of the test prompts, which are decoded one after the other, and of their responses.
 
-A class that stores its state in its modules takes a prompt of one token for the next token of the
-previous row.
+The prompt of one token finds classes that store their state in their modules: they take it for the
+next token of the previous row.
 """
 LARGEST_ERROR = 2e-5
-"""Largest relative error of logits that counts as rounding; beyond it, the cache is not used."""
+"""Largest relative error of logits that counts as rounding. If it is larger, no cache is used."""
 
 
 def cache_problem(config: Any, longest: int) -> str:
     """Return what is wrong with decoding such a model from a cache; "" if nothing is.
 
     Each class has its own cache, and some are wrong: the state of a linear attention differs from
-    that of the whole row (minimax), or positions restart. So a tiny stand-in of the class decodes a
-    few rows greedily, longer than every limit that this run's rows can exceed, and the logits of
-    each step are compared with a plain pass over the row. If they differ, the row is also decoded
-    without a cache, because a class may compute a part of a row differently from the whole.
+    that of the whole row (minimax), or positions restart. So a tiny model of the class decodes a
+    few rows greedily, and the logits of each step are compared with a plain pass over the row. The
+    rows are longer than every limit (such as a window) that this run's rows can exceed. If logits
+    differ, the rows are also decoded without a cache, because a class may compute the logits of a
+    prefix differently from those of the whole row.
     """
-    support = replace(Support.of(config), config=config)  # not its text model's
+    support = replace(Support.of(config), config=config)  # this config, not that of its text model
     return support.why_not(generation_with_cache, longest)
 
 
 def generation_with_cache(model: Any) -> str:
     """Return what is wrong with cached decoding on this model."""
-    # row after row from the cache, as in a run; a pass without cache would clear left-over state
+    # all rows with a cache first, as in a run: a pass without cache would clear left-over state
     cached = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
-    plain = []  # one pass over a prompt and the greedy tokens after it
+    plain = []  # from one pass over each prompt and its greedy tokens
     for length, steps in zip(PROMPTS, cached, strict=True):
         row = torch.cat([_prompt_of(length), steps.argmax(dim=1)[None, :-1]], dim=1)
         plain.append(model(row, use_cache=False).logits[0, length - 1 :].float())
@@ -240,7 +241,7 @@ def _prompt_of(length: int) -> Tensor:
 
 
 def _greedy_logits(model: Any, length: int, use_cache: bool) -> Tensor:
-    """Return [steps, vocabulary] of a response to a prompt of `length` tokens."""
+    """Return logits [steps, vocabulary] of a greedy response to a prompt of `length` tokens."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig()

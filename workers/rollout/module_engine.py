@@ -19,7 +19,7 @@ from workers.weights.module_writer import ModuleWriter
 
 
 class ModuleEngine(RolloutEngine):
-    """Loads the state of `module`; frees and allocates its parameters."""
+    """Loads weights into `module`; frees and allocates its parameters."""
 
     def __init__(
         self, module: Any, limits: EngineLimits, decode: Callable[[list[int]], str] | None = None
@@ -39,7 +39,7 @@ class ModuleEngine(RolloutEngine):
         return Routers(self.module)
 
     def no_choices(self) -> Tensor | None:
-        """Return empty choices of the module's routers."""
+        """Return an empty tensor of expert choices, [0, layers, choices]."""
         return self.routers.no_choices
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -50,7 +50,10 @@ class ModuleEngine(RolloutEngine):
         writer.verify("engine")
 
     def weights_checksum(self) -> str:
-        """Return a hash of the full weights, like the trainer's; int8 weights as received."""
+        """Return a hash of the full weights, comparable with the trainer's.
+
+        Weights that were quantized to int8 count as they were received.
+        """
         return self.int8.checksum(self.named_weights())
 
     def _free(self) -> None:
@@ -63,7 +66,7 @@ class ModuleEngine(RolloutEngine):
                 parameter.data = parameter.data.new_empty(0)
 
     def _allocate(self) -> None:
-        """Allocate memory for every parameter; its contents are undefined."""
+        """Allocate memory for every parameter, with undefined contents."""
         for parameter, shape in zip(self.module.parameters(), self._shapes, strict=True):
             if isinstance(parameter, Int8Weight):
                 parameter.allocate()
@@ -72,11 +75,11 @@ class ModuleEngine(RolloutEngine):
 
 
 class Int8Hashes:
-    """Hashes of one engine's weights before it quantizes them to int8, and of the results.
+    """Hashes of an engine's weights before and after it quantizes them to int8.
 
-    A sync is verified by comparing the engine's weights with the trainer's, and int8 numbers cannot
-    be compared with floats. The hash of the received tensor represents the weight in the engine's
-    checksum, as long as the hash of the result still matches.
+    The checksums of the engine and the trainer are compared, and int8 weights have other bytes than
+    the trainer's. So the engine's checksum uses the hash of the received tensor, as long as the
+    hash of the quantized weight has not changed.
     """
 
     def __init__(self) -> None:
@@ -88,7 +91,7 @@ class Int8Hashes:
             self._hashes[name] = int(float32_hash(sent)), _current_hashes(stored)
 
     def checksum(self, weights: NamedTensors) -> str:
-        """Return `workers.weights.checksum.checksum_of` the weights, with int8 weights as received.
+        """Return the checksum (`checksum_of`) of the weights, with int8 weights as received.
 
         An int8 weight that has changed since quantization counts with its current numbers.
         """

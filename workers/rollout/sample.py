@@ -1,4 +1,4 @@
-"""`Sample`: a prompt and its response so far, which engines take and return."""
+"""Define `Sample`, a prompt with its response so far, which engines accept and return."""
 
 from __future__ import annotations
 
@@ -11,53 +11,56 @@ import torch
 from torch import Tensor
 
 CUT_BY_LENGTH = "length"
-"""The `finish_reason` of a sample that reached the limit before an end of sequence."""
+"""The `finish_reason` of a sample that reached its length limit before a stop token."""
 UNFINISHED = "abort"
 """The `finish_reason` of a sample that an engine can continue."""
 OBSERVED = -1
 """The version of a token that was observed, not sampled."""
 LONG_OBSERVATION = 128
-"""Maximum number of observed tokens per turn that are read one by one."""
+"""Longer runs of observed tokens are read in one pass, shorter ones token by token."""
 
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Keys and values of samples whose turns ended in the same step."""
+    """Stored keys and values of samples whose turns ended in the same decode step."""
 
     layers: Sequence[tuple[Tensor, Tensor] | None]
-    """[samples, heads, tokens, head size] of keys and of values, as wide as the longest sample."""
+    """By layer: keys and values, each [samples, heads, tokens, head size]."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers."""
+        """Size of all layers in bytes."""
         return sum(part.nbytes for layer in self.layers if layer for part in layer)
 
 
 @dataclass(eq=False)
 class KeptStates:
-    """Keys and values of a sample that an engine stores for its next turn."""
+    """Keys and values of one sample, which an engine stores for the sample's next turn."""
 
     states: States | None = None
-    """None once they are in use, and therefore outdated."""
+    """None before they are stored, and once the next turn uses them."""
     row: int = 0
     """The sample's row in `states`."""
     read: Sequence[int] = ()
-    """The tokens that they belong to: the prompt, and the first tokens of the response."""
+    """The tokens whose keys and values are stored: the prompt, and the start of the response."""
     version: int | None = None
     """The version of the weights that computed them."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row: prompt ids without padding, the noise key, a name for messages, and the response.
+    """A prompt and its response so far.
 
-    `tokens` is the response with its stop token. Each token has its log-prob and the version of the
-    weights that sampled it (-1 marks a token that was observed, not sampled).
-
-    `finish_reason` is "stop" or "length". "abort" marks an unfinished response, which can be
-    submitted again and continues where it ended. A sample that has not started has no reason.
-    `truncated_log_probs` are log-probs of the distribution that was sampled from, if the sampling
-    requests them.
+    prompt                 token ids, without padding
+    key                    the noise key (`noise_key`)
+    name                   a name for messages
+    tokens                 the response so far, with its stop token
+    log_probs              one per token
+    versions               per token, the version of the weights that sampled it; -1 marks a token
+                           that was observed, not sampled
+    finish_reason          "stop", "length", or "" if generation has not started; "abort" marks
+                           an unfinished response, which continues if you submit it again
+    truncated_log_probs    log-probs under the distribution that was sampled from, if requested
     """
 
     prompt: Sequence[int]
@@ -69,19 +72,21 @@ class Sample:
     finish_reason: str = ""
     truncated_log_probs: Tensor | None = None
     end_at: int | None = None
-    """Number of tokens at which the response ends for now; None uses the sampling's limit."""
+    """Maximum response tokens of this sample; None uses the limit of the sampling parameters."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end this sample, in addition to those of the sampling."""
+    """Texts that end this sample, in addition to those of the sampling parameters."""
     segments: tuple[int, ...] = ()
-    """Positions in the response where a segment begins, which the policy reads without the rest."""
-    routed_experts: Tensor | None = None
-    """[tokens, layers, choices]: the routers' choices for the tokens that are read, prompt first.
+    """Positions in the response at which new segments begin.
 
-    Only if the sampling requests them. A token that is read again because new weights arrived has
-    the later choices, which match its keys and values.
+    The policy reads each segment without the tokens before it.
+    """
+    routed_experts: Tensor | None = None
+    """If requested, the routers' choices for the tokens read so far, [tokens, layers, choices].
+
+    If new weights have read a token again, it has their choices, which match its keys and values.
     """
     kept: KeptStates | None = None
-    """Keys and values for the next turn; an empty object asks the engine to store them."""
+    """Keys and values for the next turn; an empty `KeptStates` asks the engine to store them."""
 
     def with_response(
         self,
@@ -105,22 +110,25 @@ class Sample:
 
     @property
     def is_sampled(self) -> Tensor:
-        """[tokens]: True where the policy sampled the token; this is the loss mask."""
+        """The loss mask, [tokens]: True for tokens that the policy sampled."""
         return self.versions >= 0
 
     @property
     def visible_ids(self) -> list[int]:
-        """All ids that the policy reads for its next token."""
+        """The token ids that the policy reads before it samples the next token."""
         tokens: list[int] = self.tokens.tolist()
         return tokens[self.segments[-1] :] if self.segments else [*self.prompt, *tokens]
 
     @property
     def stop_token(self) -> int | None:
-        """Token that ended the response; None if the response was cut."""
+        """The last token of a response that stopped; None if it was cut or is unfinished."""
         return int(self.tokens[-1]) if self.finish_reason == "stop" else None
 
     def with_observed(self, ids: Sequence[int], begins_segment: bool, end_at: int | None) -> Sample:
-        """Return the sample with these observed tokens appended, to be continued up to `end_at`."""
+        """Return the sample with these observed tokens appended, so that an engine can continue it.
+
+        With `begins_segment`, they begin a new segment. The response can grow to `end_at` tokens.
+        """
         gaps = torch.full((len(ids),), torch.nan)
         observed = Sample(
             [],
@@ -134,21 +142,21 @@ class Sample:
         return replace(whole, finish_reason=UNFINISHED, end_at=end_at, segments=segments)
 
     def last_segment(self, max_tokens: int) -> Sample:
-        """Return the part that an engine continues: the last segment as a separate sample."""
+        """Return the last segment as a separate sample, which an engine can continue."""
         if not self.segments:
             return self
         begin, routed = self.segments[-1], self.routed_experts
         return replace(
             self._between(begin + 1, None),
             prompt=self.tokens[begin : begin + 1].tolist(),
-            key=noise_key(self.key, "segment", len(self.segments)),  # positions count from 0 again
+            key=noise_key(self.key, "segment", len(self.segments)),  # positions restart at 0
             routed_experts=None if routed is None else routed[len(self.prompt) + begin :],
             end_at=self.longest(max_tokens) - begin - 1,
             segments=(),
         )
 
     def with_last_segment(self, segment: Sample) -> Sample:
-        """Return the sample with the engine's result for its `last_segment`."""
+        """Return the sample with its last segment replaced by the engine's result."""
         if not self.segments:
             return segment
         whole = self._between(0, self.segments[-1] + 1)._followed_by(segment)
@@ -156,7 +164,7 @@ class Sample:
         routed = None
         if before is not None and after is not None:
             begin = len(self.prompt) + self.segments[-1]
-            # the last tokens of earlier segments were not read: they have zeros
+            # the last tokens of the previous segment were not read, so their choices are zeros
             unread = before.new_zeros(max(begin - len(before), 0), *before.shape[1:])
             routed = torch.cat([before[:begin], unread, after])
         reason, states = segment.finish_reason, segment.kept
@@ -186,11 +194,11 @@ class Sample:
         )
 
     def longest(self, max_tokens: int) -> int:
-        """Return the number of tokens at which the response ends, at most `max_tokens`."""
+        """Return the maximum response tokens: `end_at`, but at most `max_tokens`."""
         return max_tokens if self.end_at is None else min(self.end_at, max_tokens)
 
     def stacked_log_probs(self, num_kinds: int) -> Tensor:
-        """Return [tokens, kinds]: the policy's log-probs, then the truncated ones."""
+        """Return log-probs [tokens, kinds]: the policy's, and with two kinds the truncated ones."""
         kinds = [self.log_probs, self.truncated_log_probs][:num_kinds]
         return torch.stack([kind for kind in kinds if kind is not None], dim=1)
 
@@ -200,7 +208,8 @@ def noise_key(
 ) -> int:
     """Return the 64-bit key of a sample's noise.
 
-    `attempt` counts refills of the sample; `stream` separates validation from training.
+    `attempt` counts how often the sample is drawn again; `stream` separates validation from
+    training.
     """
     name = repr((int(seed), str(uid), int(sample_index), int(attempt), stream))
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -209,8 +218,8 @@ def noise_key(
 def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
     """Count the tokens of a response up to the last one that another version sampled.
 
-    They are read in one pass with the prompt, as they were when `version` arrived. The tokens after
-    them are read one by one, as they were sampled. So a response that continues has the bits of an
+    They are read in one pass with the prompt, as when `version` arrived. The later tokens are read
+    one by one, as when they were sampled. So a continued response has the same bits as an
     uninterrupted one.
     """
     for count in range(len(versions), 0, -1):
@@ -220,13 +229,12 @@ def num_of_older_weights(versions: Sequence[int], version: int | None) -> int:
 
 
 def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
-    """Count the tokens of a response, of one or more turns, that are read in one pass with the
-    prompt.
+    """Count the response tokens that are read in one pass with the prompt.
 
-    These are the tokens up to the last one that older weights sampled or that belongs to a long
-    observation, and the observed tokens right after it, or before anything was sampled. The others,
-    including observed ones, are read one by one, so keys and values have the same bits whether they
-    were stored between two turns or are recomputed.
+    They are the tokens up to the last one that older weights sampled or that belongs to a long
+    observation, and the observed tokens right after it. Observed tokens at the start of the
+    response also count. Later tokens, including observed ones, are read one by one. So keys and
+    values have the same bits whether they were stored between two turns or are computed again.
     """
     end = observed = 0
     for count, its in enumerate(versions, start=1):
@@ -241,10 +249,10 @@ def num_read_at_once(versions: Sequence[int], version: int | None) -> int:
 def ends_with_stop_string(
     tokens: Sequence[int], stop_strings: Sequence[str], decode: Callable[[Any], str]
 ) -> bool:
-    """Return True if the newest token completes a stop string: the text has it now, but not before.
+    """Return True if the newest token completes a stop string.
 
-    Only the last tokens are decoded: every character of a stop string takes at least a byte, and at
-    most four tokens.
+    Only the last tokens are decoded, with and without the newest: a character has at most four
+    bytes, and so at most four tokens.
     """
     window = list(tokens[-(4 * max(map(len, stop_strings)) + 4) :])
     after, before = decode(window), decode(window[:-1])

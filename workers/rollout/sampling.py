@@ -1,8 +1,9 @@
-"""Sampling settings, and samples that never depend on the rest of the batch.
+"""Parse sampling settings, and sample tokens that never depend on the rest of the batch.
 
-The noise is counter-based: a 64-bit key per sample (`noise_key`) and one uniform number per (key,
-token position) (`uniforms`), so placement, ranks, neighbours and restarts cannot change it. A token
-is the inverse of the cumulative distribution, in float64, at that number (`sample_tokens`).
+The noise is counter-based: each sample has a 64-bit key (`noise_key`), and each pair of key and
+token position has one uniform number (`uniforms`). So placement, ranks, other samples and restarts
+cannot change it. The token is the one at which the cumulative distribution, in float64, exceeds
+that number (`sample_tokens`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) per (key, position), from splitmix64 seeded by the key."""
+    """Return a uniform number in [0, 1) per pair (key, position), by splitmix64 with that seed."""
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
@@ -41,7 +42,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def uniforms_of(keys: Tensor, positions: Tensor) -> Tensor:
-    """Compute `uniforms` on the device of the tensors; `keys` are int64 with the same bits."""
+    """Compute `uniforms` on the device of the tensors; `keys` are the same bits as int64."""
     state = keys + (positions + 1) * _signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shifted(state, 27)) * _signed(_MIX_2)
@@ -54,29 +55,32 @@ def _signed(number: np.uint64) -> int:
 
 
 def _shifted(state: Tensor, places: int) -> Tensor:
-    """Shift to the right, with zeros from the left, as for an unsigned number."""
+    """Shift bits to the right and fill with zeros, as for an unsigned number."""
     return (state >> places) & ((1 << (64 - places)) - 1)
 
 
 LOGITS_AT_ONCE = 10_000_000
-"""Logits that are computed together: 64 rows of a vocabulary of 152,000 need 0.6 GiB at most.
+"""Maximum number of logits that are sampled from together.
 
-vLLM's own sampler needs more, and vLLM has profiled that for its largest batch.
+This is 64 rows of a vocabulary of 152,000, which need at most 0.6 GiB. vLLM reserves more memory
+than that, because it profiles its own sampler with its largest batch.
 """
 
 
 def sample_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens [rows] and log-probs [rows, kinds], from logits and a uniform number per row.
+    """Sample one token per row; return tokens [rows] and log-probs [rows, kinds].
 
-    The logits are [rows, vocabulary]. The first log-prob is the policy's: of the whole distribution
-    at the temperature, before bias, minimum length, top-k, top-p and min-p. The second, if
-    requested, belongs to the distribution after all of them; greedy decoding samples from one
-    token. `positions` [rows] are the positions of the tokens in their responses, for the minimum
-    length.
+    logits       [rows, vocabulary]
+    noise        one uniform number per row
+    positions    [rows], the positions of the tokens in their responses, for the minimum length
 
-    Many rows are computed in parts, so the memory does not grow with them.
+    The first log-prob is the policy's, under the whole distribution at the temperature: before
+    bias, minimum length, top-k, top-p and min-p. The second, if requested, is under the
+    distribution after all of them, which for greedy decoding has only one token.
+
+    Rows are computed in chunks, so the memory does not grow with their number.
     """
     num_rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
     parts = logits.split(num_rows)
@@ -92,7 +96,7 @@ def sample_tokens(
 def _choose(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Choose the tokens of rows that are computed together."""
+    """Sample the tokens of one chunk of rows."""
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     distribution = constrained(log_probs, sampling, positions)
@@ -121,7 +125,7 @@ def _choose(
 
 
 def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor | None) -> Tensor:
-    """Return log-probs with the bias and, before the minimum length, without stop tokens."""
+    """Return log-probs after the bias, without stop tokens before the minimum length."""
     drawn = log_probs
     if sampling.logit_bias:
         tokens, values = zip(*sampling.logit_bias, strict=True)
@@ -141,7 +145,7 @@ def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor |
 
 
 def _is_plain(sampling: SamplingParams) -> bool:
-    """Return True if the whole distribution is sampled from."""
+    """Return True if no top-k, top-p or min-p is set."""
     return sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0
 
 
@@ -159,7 +163,7 @@ _BLOCK = 256
 def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
     """Compute `_inverse` in two stages: blocks of tokens, then tokens of one block.
 
-    A large vocabulary is then read only once.
+    So a large vocabulary is read only once.
     """
     rows, vocabulary = probs.shape
     if vocabulary <= 2 * _BLOCK:
@@ -172,25 +176,25 @@ def _inverse_of_blocks(probs: Tensor, noise: Tensor) -> Tensor:
 
     chosen = blocks[torch.arange(rows, device=probs.device), block.squeeze(1)]
     inside = chosen.double().cumsum(dim=-1)
-    # Rounding must not go beyond the last token with a positive probability.
+    # rounding must not select a token beyond the last one with a positive probability
     last = (inside < inside[:, -1:]).sum(dim=-1, keepdim=True)
     offset = torch.searchsorted(inside, target - start, right=True).minimum(last)
     return (block * _BLOCK + offset).squeeze(1)
 
 
 _LIKELIEST = 1024
-"""Number of likeliest tokens that a CPU sorts, if they reach top-p, instead of the vocabulary."""
+"""On a CPU, only this many likeliest tokens are sorted if they reach top-p."""
 
 
 def _top_p(probs: Tensor, log_probs: Tensor, top_p: float) -> Tensor:
-    """Return the fewest likeliest probabilities that reach top-p, and zero elsewhere.
+    """Return the probabilities of the fewest likeliest tokens that reach top-p, zero elsewhere.
 
-    Tokens are sorted by the bits of their negated log-probs, as integers: that takes less memory
-    and time than sorting probabilities. Of equally likely tokens the first ones stay.
+    Tokens are sorted by the bits of their negated log-probs as integers, which takes less memory
+    and time than sorting probabilities. Of equally likely tokens, the first ones stay.
     """
     target = top_p * probs.sum(dim=-1, keepdim=True)
     ranks, places = log_probs.abs().view(torch.int32), None
-    if probs.device.type == "cpu":  # reading this number would make a GPU wait
+    if probs.device.type == "cpu":  # on a GPU, the check below would wait for the device
         likeliest, likely_places = probs.topk(min(_LIKELIEST, probs.shape[1]), dim=-1)
         without_ties = likeliest.where(likeliest > likeliest[:, -1:], 0.0)
         if (without_ties.sum(dim=-1, keepdim=True) >= target).all():
@@ -207,8 +211,8 @@ def _top_p(probs: Tensor, log_probs: Tensor, top_p: float) -> Tensor:
 def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
     """Return probabilities [rows, vocabulary] in float64, zero outside top-k, top-p and min-p.
 
-    They are not normalized again. Ties with the k-th likeliest token stay; top-p keeps the fewest
-    likeliest tokens that reach it.
+    They are not normalized again. Tokens as likely as the k-th likeliest token stay; top-p keeps
+    the fewest likeliest tokens that reach it.
     """
     probs = log_probs.double().exp()
     if 1 <= sampling.top_k < probs.shape[1]:
@@ -223,10 +227,10 @@ def filtered_probs(log_probs: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 DRAWN_BY = ("temperature", "top_k", "top_p")
-"""Settings that affect sampling; without effect in greedy decoding."""
+"""Settings that have no effect in greedy decoding."""
 
 STOPS = ("stop_strings", "stop_token_ids")
-"""Settings that end a response; the only training settings that validation uses."""
+"""Settings that end a response; of the training settings, validation uses only these."""
 EXTRA_SAMPLING = ("min_p", "min_tokens", *STOPS, "logit_bias", "truncated_log_probs")
 """Fields that `rollout.sampling_kwargs` may set."""
 
@@ -244,15 +248,16 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_tokens": (_is_whole, "a whole number"),
     "truncated_log_probs": (lambda value: isinstance(value, bool), "true or false"),
 }
-"""Test and description of the values of these fields."""
+"""By field: a test of its value, and a description of valid values for errors."""
 
 
 def sampling_params(
     settings: dict[str, Any], max_tokens: int, stop_token_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """Parse settings of the configuration and `meta_info`: lists, a table for the bias.
+    """Parse sampling settings from the configuration and `meta_info`.
 
-    Their stop ids are added to `stop_token_ids`, the model's.
+    Stop ids in the settings are added to `stop_token_ids`, the model's. The settings have lists and
+    a table of the bias; the result has tuples.
     """
     settings = {"max_tokens": max_tokens, **settings}
     for name, (is_valid, rule) in KINDS.items():
@@ -287,7 +292,7 @@ def _refusal(name: str, value: Any, valid: str) -> ConfigError:
 
 
 def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
-    """Reject settings of training and of validation that make sampling impossible."""
+    """Reject training and validation settings that make sampling impossible."""
     for name in config.sampling_kwargs:
         if name not in EXTRA_SAMPLING:
             valid = ", ".join(EXTRA_SAMPLING)

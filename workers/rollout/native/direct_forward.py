@@ -1,10 +1,10 @@
-"""The forward pass of Llama-shaped models from the module's weights, in few operations.
+"""A forward pass of Llama-shaped models in few operations, which reads the module's weights.
 
-A small step through transformers' modules spends more time in calls than in arithmetic.
-`DirectForward` computes the same sums on the same tensors (nothing is copied). `is_llama_shaped`
-says which modules it supports; `agrees` compares the two passes on a few tokens, once per engine.
-All other modules, including LoRA layers and modules with hooks, decode by `ModuleForward`. Linear
-layers are torch's, oneDNN's on a CPU in float32, or int8.
+A small decode step through transformers' modules spends more time in Python calls than in
+arithmetic. `DirectForward` computes the same sums from the same tensors, without copies.
+`is_llama_shaped` says which modules it supports, and `agrees` compares it with the module on a few
+tokens, once per engine. All other modules, including LoRA layers and modules with hooks, decode by
+`ModuleForward`. Linear layers are computed by torch, by oneDNN (float32 on a CPU), or in int8.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from workers.models.quantize import Int8Weight, is_quantized
 from workers.rollout.native.kv_cache import SlotCache, Slots, slot_width
 
 PREFIXES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Prefixes of supported classes: grouped attention, rotary halves, RMS norms, a gated MLP."""
+"""Prefixes of supported classes.
+
+They have grouped-query attention, rotary embeddings of half rotations, RMS norms and a gated MLP.
+"""
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend only on the position."""
 
 _Rotation = tuple[Tensor, Tensor]
-"""The cosines of every token, once per head, and its sines.
+"""The cosines and the sines of the rotary angles of every token.
 
-Products of equal shapes are several times as fast, so the cosines are repeated for the heads.
+The cosines are repeated for all heads, because products of equal shapes are several times as fast.
 """
 
 
@@ -55,7 +58,7 @@ def is_llama_shaped(module: Any) -> bool:
 
 
 def agrees(module: Any) -> bool:
-    """True if this pass and the module's agree on a few tokens, up to rounding."""
+    """True if `DirectForward` and the module agree on the logits of a few tokens, up to rounding."""
     config = module.config
     ids = torch.arange(12, device=module.lm_head.weight.device).view(4, 3) % config.vocab_size
     prompts = [tuple(row) for row in ids[:, :2].tolist()]
@@ -105,7 +108,7 @@ class _Layer:
         self.down = build(mlp.down_proj)
 
     def project(self, hidden: Tensor, size: int) -> list[Tensor]:
-        """Return queries, keys and values, [rows, heads, head size], before their rotation."""
+        """Return queries, keys and values before rotation, each [rows, heads, head size]."""
         normed = self.before_attention(hidden)
         parts = [linear(normed).unflatten(1, (-1, size)) for linear in self.qkv]
         for index, norm in enumerate(self.qk_norms):
@@ -113,14 +116,14 @@ class _Layer:
         return parts
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Compute what follows the attention: its projection, and the MLP."""
+        """Compute the rest of the layer after attention: the output projection and the MLP."""
         hidden = self.out.added_to(hidden, attended)
         normed = self.before_mlp(hidden)
         return self.down.added_to(hidden, self.up.times(self.gate.silu(normed), normed))
 
 
 class _Step:
-    """Views that all decode steps over `rows` rows of the same slots share."""
+    """Buffers and views that all decode steps over the same slots and number of rows share."""
 
     def __init__(self, forward: DirectForward, rows: int) -> None:
         size, groups, width = forward.size, forward.groups, forward.slots.width
@@ -142,7 +145,7 @@ class _Step:
 
 
 class DirectForward:
-    """Reads tokens into a slot cache and returns the next token's logits, as the module would."""
+    """Reads tokens into a slot cache and returns the logits of the next token, like the module."""
 
     def __init__(self, module: Any, cache: SlotCache) -> None:
         self.config, self.cache, self.slots = module.config, cache, cache.slots
@@ -170,20 +173,21 @@ class DirectForward:
     def prefill(
         self, prompts: Sequence[tuple[int, ...]], width: int, sources: Tensor, first: int
     ) -> Tensor:
-        """Fill slots from `first` on with prompts `sources`; return the logits after each prompt.
+        """Read prompts into consecutive slots; return the logits after each prompt.
 
-        The logits are [prompts, vocabulary].
+        Slot `first + i` gets prompt `sources[i]`, padded to `width`. The logits are
+        [prompts, vocabulary].
         """
         rows, device = len(prompts), self.embedding.device
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         lasts = [row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)]
-        lasts += lasts[:1] * (MIN_ROWS_OF_MKL - rows)  # so that linear layers have enough rows
+        lasts += lasts[:1] * (MIN_ROWS_OF_MKL - rows)  # linear layers need this many rows
         ids = torch.tensor(padded, device=device)
         last_tokens = torch.tensor(lasts, device=device)
 
         rotation = self._rotation(self.angles[:width].repeat(rows, 1, 1))
         hidden = self.embedding[ids.flatten()]
-        num_columns = min(width, self.slots.width - 1)  # the rest is padding
+        num_columns = min(width, self.slots.width - 1)  # further columns are padding
         for layer, stored in zip(self.layers, self.cache.slot_layers, strict=True):
             queries, keys, values = layer.project(hidden, self.size)
             queries, keys, values = (
@@ -196,13 +200,13 @@ class DirectForward:
                 queries, keys, values, is_causal=True, scale=self.scale, enable_gqa=True
             )
             attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
-            if layer is self.layers[-1]:  # from here on only the last tokens matter
+            if layer is self.layers[-1]:  # only the last tokens of the prompts are read from it
                 hidden, attended = hidden[last_tokens], attended[last_tokens]
             hidden = layer.finish(hidden, attended)
         return self.head(self.norm(hidden))[:rows]
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Let slots 0, 1, ... each read the token at its position; return the logits after it.
+        """Read one token into each of the slots 0, 1, ...; return the logits after it.
 
         The logits are [rows, vocabulary].
         """
@@ -231,12 +235,12 @@ class DirectForward:
         return self.head(self.norm(hidden))
 
     def _rotation(self, angles: Tensor) -> _Rotation:
-        """Return the rotation for the angles of every token, [tokens, 2, head size]."""
+        """Return the rotation of tokens with these angles, [tokens, 2, head size]."""
         return angles[:, :1].expand(-1, self.num_heads, -1).contiguous(), angles[:, 1:]
 
 
 def _rotated(states: Tensor, rotation: _Rotation, out: Tensor | None = None) -> Tensor:
-    """Return queries or keys [tokens, heads, head size], rotated by their angles."""
+    """Return queries or keys [tokens, heads, head size] after rotation."""
     cosines, sines = rotation
     half = states.shape[2] // 2
     rotated = torch.mul(states, cosines[:, : states.shape[1]], out=out)
@@ -246,21 +250,22 @@ def _rotated(states: Tensor, rotation: _Rotation, out: Tensor | None = None) -> 
 
 
 MIN_ROWS = 4
-"""Fewest rows of a pass: with fewer rows, a linear layer's results depend on their number."""
+"""Minimum rows of a pass; with fewer, the bits of a linear layer's result depend on the number."""
 MIN_ROWS_OF_MKL = 16
-"""`MIN_ROWS` of torch's float32 products on Intel CPUs: MKL has special kernels for few rows."""
+"""`MIN_ROWS` if torch computes in float32 on a CPU: MKL has special kernels for few rows."""
 NARROW = 256
-"""Models with a smaller hidden size use MKL: its products take less than the 13 µs of a call of
-oneDNN (MKL: 3 µs).
+"""Models with a smaller hidden size use MKL instead of oneDNN.
+
+A call of MKL takes 3 µs, and a call of oneDNN 13 µs, which is more than such a product takes.
 """
 SIMD_WIDTH = 32
-"""Numbers that an exponential processes at a time; the remainder is computed differently."""
+"""Numbers for which exponentials are computed at a time; the remainder is computed differently."""
 
 
 class TorchLinear:
     """A linear layer on states [rows, in], and the operations that a decoder layer applies to it.
 
-    Its bits for a row do not depend on the other rows, from `MIN_ROWS_OF_MKL` rows on.
+    With `MIN_ROWS_OF_MKL` or more rows, the bits of a row's result do not depend on other rows.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -271,7 +276,7 @@ class TorchLinear:
         return linear(states, self.weight, self.bias)
 
     def silu(self, states: Tensor) -> Tensor:
-        """Return silu of the layer's result."""
+        """Return the SiLU of the layer's result."""
         # In whole vectors, so that all numbers of a row are computed in the same way.
         width = len(self.weight)
         padded = states.new_zeros(len(states), -(-width // SIMD_WIDTH) * SIMD_WIDTH)
@@ -291,7 +296,7 @@ class TorchLinear:
 class OnednnLinear(TorchLinear):
     """A linear layer computed by oneDNN, each method in one pass over memory.
 
-    Its bits for a row do not depend on the other rows, from `MIN_ROWS` rows on.
+    With `MIN_ROWS` or more rows, the bits of a row's result do not depend on other rows.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -304,7 +309,7 @@ class OnednnLinear(TorchLinear):
         return self.onednn.linear(states, self.weight, self.bias)
 
     def silu(self, states: Tensor) -> Tensor:
-        """Return silu of the layer's result."""
+        """Return the SiLU of the layer's result."""
         return self.onednn.linear_silu(states, self.weight, self.bias)
 
     def times(self, other: Tensor, states: Tensor) -> Tensor:
@@ -319,7 +324,7 @@ class OnednnLinear(TorchLinear):
 class Int8Linear(TorchLinear):
     """A linear layer with an int8 weight.
 
-    `added_to` adds after the product: torch's `addmm_` would multiply by the dequantized weight.
+    `added_to` does not use torch's `addmm_`, which would multiply by the dequantized weight.
     """
 
     def added_to(self, other: Tensor, states: Tensor) -> Tensor:
@@ -328,23 +333,23 @@ class Int8Linear(TorchLinear):
 
 
 def build_linear(layer: Any, by_onednn: bool) -> TorchLinear:
-    """Return the matching class for this layer; `by_onednn` is the result of `uses_onednn`."""
+    """Wrap this layer; `by_onednn` is the result of `uses_onednn`."""
     if isinstance(layer.weight, Int8Weight):
         return Int8Linear(layer)
     return OnednnLinear(layer) if by_onednn else TorchLinear(layer)
 
 
 def uses_onednn(module: Any) -> bool:
-    """Return True if the direct pass of this model uses oneDNN, because it is faster."""
+    """Return True if oneDNN is faster for this model, so that the direct pass uses it."""
     weight = module.lm_head.weight
     if weight.device.type != "cpu" or module.config.hidden_size < NARROW:
-        return False  # workers.cpu is not even imported on a GPU
+        return False  # before workers.cpu is imported, which only a CPU needs
     from workers.cpu import onednn
 
     return onednn.supports(weight)
 
 
 def fewest_rows(weight: Tensor, by_onednn: bool) -> int:
-    """Return the fewest rows of a pass through layers with such weights."""
+    """Return the minimum rows of a pass through layers with such weights."""
     by_mkl = weight.device.type == "cpu" and weight.dtype == torch.float32 and not by_onednn
     return MIN_ROWS_OF_MKL if by_mkl else MIN_ROWS

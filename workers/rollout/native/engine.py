@@ -1,15 +1,16 @@
 """The embedded rollout engine: a decode loop over any full-attention Hugging Face causal LM.
 
 When the engine is built, `module_forward.check_decoding` tests with a tiny model whether the
-model's class is supported.
+engine decodes the model's class correctly.
 
     waiting prompts --prefill, in groups--> slots of the KV cache
     slots           --decode, one token per pass--> finished samples leave, waiting prompts enter
 
-In float32 a sample's tokens and log-probs have the same bits in any batch. At least
-`direct_forward.fewest_rows` rows are always computed (fewer rows change the bits of a linear
-layer), on one CPU thread (several threads divide the rows by their number). Attention covers whole
-blocks of columns (`native.kv_cache`), and the noise is keyed by the sample (`rollout.sampling`).
+In float32, a sample's tokens and log-probs have the same bits in any batch, for four reasons. A
+pass has at least `direct_forward.fewest_rows` rows, because the bits of a linear layer differ with
+fewer rows. It runs on one CPU thread, because several threads would split the rows in a way that
+depends on their number. Attention covers whole blocks of columns (`native.kv_cache`). The noise is
+keyed by the sample (`rollout.sampling`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class NativeEngine(ModuleEngine):
         check_decoding(self.config, width)
         self.owns_weights = owns_weights
         self.direct_agrees: bool | None = None
-        """True if the direct pass agrees with the module; None if not yet compared."""
+        """True if `DirectForward` agrees with the module; None if they are not yet compared."""
 
         first_weight = next(module.parameters())
         if first_weight.device.type == "cpu":
@@ -107,7 +108,7 @@ class NativeEngine(ModuleEngine):
         finished = scheduler.take_finished()
         if scheduler.is_empty:
             self._scheduler = None
-            # Memory with non-finite numbers is not reused: see `CacheMemory`.
+            # memory with non-finite numbers is not reused, see `CacheMemory`
             if scheduler.all_finite:
                 scheduler.cache.release()
                 scheduler.memory.end()
@@ -123,7 +124,7 @@ class NativeEngine(ModuleEngine):
         return samples
 
     def _can_be_direct(self) -> bool:
-        """Return True if the direct pass may replace the module's; they are compared once."""
+        """Return True if `DirectForward` supports the module and agrees with it (compared once)."""
         if not is_llama_shaped(self.module):
             return False
         if self.direct_agrees is None:
@@ -141,10 +142,10 @@ class NativeEngine(ModuleEngine):
 
 @contextmanager
 def _inference(module: Any) -> Iterator[None]:
-    """Context with evaluation mode, no gradients, one CPU thread, and fast decoding."""
+    """Context with evaluation mode, no gradients, one CPU thread, and `grouped_decoding`."""
     num_threads = torch.get_num_threads()
     was_training = module.training
-    if any(part.training for part in module.modules()):  # reading is cheaper than setting
+    if any(part.training for part in module.modules()):  # `eval` costs more than this check
         module.eval()
     torch.set_num_threads(1)
     try:

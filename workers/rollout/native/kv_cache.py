@@ -1,15 +1,15 @@
 """The KV cache of the native engine: one slot per sample, filled from the left.
 
-Column 0 of a slot is never attended to; columns 1..n contain the n tokens so far. Samples of
-different lengths decode together, each writing its own next column. Slots are as wide as the
-longest running sample needs, and are copied when that changes: a step then reads memory in one
-stream, twice as fast as skipping unused ends.
+A slot's columns 1..n contain the keys and values of the sample's n tokens so far. Column 0 is never
+attended to. Samples of different lengths decode together, and each writes its own next column. All
+slots have the width that the longest running sample needs, and are copied when it changes. So a
+decode step reads memory in one stream, twice as fast as if it skipped unused columns.
 
-Four facts make the bits of a row independent of its neighbours. A pass attends to a number of
-columns that is a multiple of `BLOCK` (sums over columns then group equally; masked columns add
-zeros). It attends to at least `min_window` columns (fewer would use another kernel). Prompts are
-padded to multiples of `BLOCK`, too. And the never-attended column 0 keeps transformers from
-dropping a mask that is all ones in one batch but not in another.
+Four facts make the bits of a row independent of the other rows. A pass attends to a number of
+columns that is a multiple of `BLOCK`, so sums over columns are grouped in the same way (masked
+columns add zeros). It attends to at least `min_window` columns, because fewer would use another
+kernel. Prompts are padded to multiples of `BLOCK`, too. Because column 0 is always masked, no mask
+is all ones, which transformers would drop in some batches and not in others.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from workers.models.memory_shapes import cached_widths
 from workers.rollout.sample import States
 
 BLOCK = 16
-"""Widths are multiples of this many columns: the lanes of the widest vector instructions."""
+"""Widths are multiples of this number of columns, the lanes of the widest vector instructions."""
 MOST_KEPT = 2**28
-"""Largest cache, in bytes, that the next generation reuses; larger ones are cheap to create."""
+"""Largest cache, in bytes, whose memory the next generation reuses.
+
+For a larger cache, the cost of new memory is small in comparison.
+"""
 MIN_MULTIPLICATIONS = 400
-"""With fewer, torch uses another kernel for a batch of matrix products, with other bits."""
+"""For smaller matrix products in a batch, torch uses another kernel, with other bits."""
 
 
 Places = Tensor | slice
@@ -43,7 +46,7 @@ Places = Tensor | slice
 
 
 def places_of(numbers: Sequence[int], device: torch.device) -> Places:
-    """Return ascending numbers as an index; consecutive ones as a slice, which reads faster."""
+    """Return ascending numbers as an index: a slice if they are consecutive, which is faster."""
     if numbers and numbers[-1] - numbers[0] + 1 == len(numbers):
         return slice(numbers[0], numbers[-1] + 1)
     return torch.tensor(numbers, dtype=torch.long, device=device)
@@ -57,8 +60,8 @@ def whole_blocks(count: int) -> int:
 def min_window(config: Any) -> int:
     """Return the smallest number of columns that a decode step attends to.
 
-    On Intel's processors MKL uses other kernels if there are fewer keys than the numbers of a head,
-    or no more than the heads that share them.
+    On Intel CPUs, MKL uses other kernels if there are fewer keys than the head size, or no more
+    keys than query heads that share them.
     """
     heads, groups, size = heads_of(config)
     sharing = heads // groups
@@ -66,19 +69,22 @@ def min_window(config: Any) -> int:
 
 
 def slot_width(config: Any, prompt_width: int, response_width: int) -> int:
-    """Return the columns of a slot that fits any prompt, padded, and any response."""
+    """Return the columns of a slot that fits a padded prompt and a response of these widths."""
     return max(min_window(config), whole_blocks(1 + whole_blocks(prompt_width) + response_width))
 
 
 def prefill_width(longest: int, prompt_width: int) -> int:
-    """Return the columns that a group of prompts is padded to: whole blocks, or a fixed width."""
+    """Return the width to which a group of prompts is padded.
+
+    It is a multiple of `BLOCK`, or `prompt_width` if that is at most one block.
+    """
     return prompt_width if prompt_width <= BLOCK else whole_blocks(longest)
 
 
 def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float, least: int) -> int:
-    """Return the number of slots that fit into the limit; fewer than `least` is an error."""
+    """Return the number of slots that fit into `limit_gb`; raise if it is less than `least`."""
     keys, values = cached_widths(config)
-    per_token = (config.num_hidden_layers + 1) * (keys + values)  # a layer's copy: `resize`
+    per_token = (config.num_hidden_layers + 1) * (keys + values)  # `resize` copies one layer
     slot_bytes = per_token * width * dtype.itemsize
     fit = int(limit_gb * 2**30 / slot_bytes)
     if fit < least:
@@ -93,38 +99,38 @@ def slots_that_fit(config: Any, width: int, dtype: torch.dtype, limit_gb: float,
 
 
 def zeros(count: int, like: Tensor) -> Tensor:
-    """Return zeroed memory; on a CPU new pages, huge ones if the system supports them."""
+    """Return a zero tensor; on a CPU in new memory pages, huge ones if the system has them."""
     if like.device.type != "cpu":
         return like.new_zeros(count)
 
-    # Pages are allocated when they are first written to.
+    # the system allocates pages when they are first written to
     memory = mmap.mmap(-1, count * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # the system has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    with torch.inference_mode(False):  # a later pass in another mode may write to it
+    with torch.inference_mode(False):  # so that passes in any mode may write to it
         return torch.frombuffer(memory, dtype=like.dtype)
 
 
 class CacheMemory:
-    """Provides memory for slots, and reuses it for other slots or the next generation.
+    """Memory of slots, reused for other slots and by the next generation.
 
-    Fresh pages are slow. Masked columns must contain finite numbers, so an engine drops the memory
-    of a generation with non-finite numbers.
+    It is reused because writing to new memory pages is slow. Masked columns must contain finite
+    numbers, so the engine drops the memory of a generation with non-finite numbers.
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, count: int, like: Tensor) -> Tensor:
-        """Return room for `count` numbers of the type of `like`, with zeros or old states."""
+        """Return memory for `count` numbers in the dtype of `like`, with zeros or old contents."""
         for index, old in enumerate(self._free):
             if len(old) >= count and old.dtype == like.dtype:
                 return self._free.pop(index)[:count]
         return zeros(count, like)
 
     def give(self, states: Tensor) -> None:
-        """Return memory that is no longer used."""
+        """Accept memory that is no longer used."""
         count = states.untyped_storage().nbytes() // states.itemsize
         self._free.append(states.as_strided((count,), (1,), 0))
 
@@ -135,13 +141,13 @@ class CacheMemory:
 
 
 class KeptMemory:
-    """Counts the bytes of keys and values that samples store between two turns."""
+    """Counts the bytes of keys and values that are stored between two turns, up to a limit."""
 
     def __init__(self, most: int) -> None:
         self.most, self.bytes = most, 0
 
     def num_fitting(self, num_bytes: int) -> int:
-        """Return the number of samples of `num_bytes` bytes that fit."""
+        """Return how many samples with `num_bytes` bytes each still fit."""
         return max(self.most - self.bytes, 0) // max(num_bytes, 1)
 
     def add(self, states: States) -> None:
@@ -154,7 +160,7 @@ class KeptMemory:
 
 
 class Slots:
-    """Columns that the next forward pass writes and attends to, shared by all layers."""
+    """The columns that the next forward pass writes and attends to, the same in all layers."""
 
     def __init__(
         self,
@@ -167,7 +173,7 @@ class Slots:
         self.num_slots, self.memory = num_slots, memory or CacheMemory()
         self.width = self.least_width = least
         self.columns = self.order = torch.empty(0, dtype=torch.long, device=device)
-        """The columns; in `order`, column 0 comes after all others."""
+        """Column numbers; in `order`, column 0 has the largest number, so that it is masked."""
         self.set_widest(widest)
 
         self.is_prefill = True
@@ -177,21 +183,24 @@ class Slots:
         self.gather = torch.empty(0, dtype=torch.long, device=device)
 
     def set_widest(self, widest: int) -> None:
-        """Set the largest number of columns of a slot."""
+        """Set the maximum number of columns of a slot."""
         self.columns = torch.arange(widest, device=self.columns.device)
         self.order = torch.where(self.columns > 0, self.columns, widest)
 
     def allocate(self, like: Tensor) -> Tensor:
-        """Return slots for states like these, in memory that suffices for the widest slots."""
+        """Return memory for the slots of one layer, large enough to widen them to the maximum.
+
+        `like` has the layer's keys or values.
+        """
         count = self.num_slots * like.shape[1] * len(self.columns) * like.shape[3]
         shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
         return self.memory.take(count, like)[: torch.Size(shape).numel()].view(shape)
 
     def copied(self, old: Tensor, num_used: int) -> Tensor:
-        """Return a copy of the first `num_used` slots with the current width.
+        """Return slots of the current width, with copies of the first `num_used` old slots.
 
-        The rest of the memory contains zeros or old states: finite numbers, which is all that
-        masked columns need.
+        The rest of the memory contains zeros or old states. Both are finite, as masked columns must
+        be.
         """
         new = self.allocate(old)
         width = min(self.width, old.shape[2])
@@ -199,9 +208,9 @@ class Slots:
         return new
 
     def target_prefill(self, lengths: Tensor, width: int, sources: Tensor, first: int) -> Tensor:
-        """Prepare a pass that fills slots from `first` on with prompts `sources`; return its mask.
+        """Prepare a pass that reads prompts into slots; return its mask.
 
-        The prompts are padded on the left.
+        Slot `first + i` gets prompt `sources[i]`. The prompts are padded on the left.
         """
         self.is_prefill, self.window = True, 1 + width
         self.sources, self.first = sources, first
@@ -210,7 +219,7 @@ class Slots:
         return pad(mask.long(), (1, 0))
 
     def target_decode(self, positions: Tensor) -> Tensor:
-        """Prepare a pass in which each active slot writes one token; return the mask."""
+        """Prepare a pass that reads one token into each active slot; return its mask."""
         self.is_prefill, self.window = False, self.width
         self.sources = self.columns.new_ones(len(positions)).cumsum(0) - 1
         self.targets = positions + 1
@@ -218,7 +227,7 @@ class Slots:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer: [slots, heads, width, head size]."""
+    """Keys and values of one layer, each [slots, heads, width, head size]."""
 
     is_sliding = False
     keys: Tensor
@@ -229,7 +238,7 @@ class SlotLayer(CacheLayerMixin):
         self.slots = slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate all slots, once the model shows its head count, head size and dtype."""
+        """Allocate all slots with the head count, head size and dtype of these states."""
         self.keys = self.slots.allocate(key_states)
         self.values = self.slots.allocate(value_states)
         self.is_initialized = True
@@ -237,7 +246,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; return all that the queries of this pass attend to."""
+        """Store new keys and values; return all keys and values that this pass attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._store(self.keys, key_states), self._store(self.values, value_states)
@@ -247,21 +256,24 @@ class SlotLayer(CacheLayerMixin):
         if slots.is_prefill:
             by_column = new.transpose(1, 2)
             left = by_column[slots.sources[:, None], slots.gather[slots.sources]].transpose(1, 2)
-            real = left[:, :, : slots.width - 1]  # the rest is padding
+            real = left[:, :, : slots.width - 1]  # further columns are padding
             stored[slots.first : slots.first + len(left), :, 1 : 1 + real.shape[2]] = real
             return pad(new, (0, 0, 1, 0))
         stored[slots.sources, :, slots.targets] = new.squeeze(2)
         return stored[: len(slots.sources)]
 
     def copies_of(self, slots: Places, count: int) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values of the first `count` tokens of slots, or None without any."""
+        """Return copies of the first `count` tokens' keys and values in these slots.
+
+        Return None if this layer stores none.
+        """
         if not self.is_initialized:
             return None
         keys, values = (part[slots, :, 1 : 1 + count] for part in (self.keys, self.values))
         return (keys.clone(), values.clone()) if isinstance(slots, slice) else (keys, values)
 
     def fill(self, first: int, keys: Tensor, values: Tensor, rows: Places, count: int) -> None:
-        """Fill slots from `first` on with these rows of states, `count` tokens each."""
+        """Write rows of keys and values, `count` tokens each, into slots from `first` on."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         keys, values = keys[rows, :, :count], values[rows, :, :count]
@@ -269,18 +281,18 @@ class SlotLayer(CacheLayerMixin):
         self.keys[target], self.values[target] = keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (attended columns, first column)."""
+        """Return the number of attended columns, and the first of them."""
         return self.slots.window, 0
 
     def get_seq_length(self) -> int:
-        """Return the first query's column: 1 in prefill, the last column in decode.
+        """Return the column of the first query: 1 in prefill, the last column in decode.
 
-        In decode the mask alone decides what is attended to.
+        In decode this is only an upper bound, because the mask decides which columns count.
         """
         return 1 if self.slots.is_prefill else self.slots.window - 1
 
     def resize(self, num_used: int) -> None:
-        """Copy into slots of the current width, as many columns as fit."""
+        """Copy the first `num_used` slots into slots of the current width."""
         if self.is_initialized:
             before = self.keys, self.values
             self.keys, self.values = (self.slots.copied(states, num_used) for states in before)
@@ -293,7 +305,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The `past_key_values` of a Hugging Face model."""
+    """The KV cache of a model, used as the `past_key_values` of a Hugging Face module."""
 
     def __init__(self, num_layers: int, slots: Slots) -> None:
         self.slots = slots
@@ -301,7 +313,7 @@ class SlotCache(Cache):
         super().__init__(layers=list(self.slot_layers))
 
     def fit(self, num_columns: int, num_used: int) -> None:
-        """Make the slots wide enough for `num_columns`, or narrower if half the width suffices.
+        """Widen the slots to `num_columns` if needed; narrow them if half their width suffices.
 
         Only the first `num_used` slots keep their contents.
         """
@@ -314,36 +326,36 @@ class SlotCache(Cache):
                 layer.resize(num_used)
 
     def grow(self, num_slots: int, widest: int, num_used: int) -> None:
-        """Make room for more and wider slots; only the first `num_used` keep their contents."""
+        """Allocate more and wider slots; only the first `num_used` keep their contents."""
         self.slots.num_slots = num_slots
         self.slots.set_widest(max(widest, len(self.slots.columns)))
         for layer in self.slot_layers:
             layer.resize(num_used)
 
     def release(self) -> None:
-        """Return the slots' memory for reuse; no slot may be in use."""
+        """Give the slots' memory back to `CacheMemory`; no slot may be in use."""
         for layer in self.slot_layers:
             if layer.is_initialized:
                 self.slots.memory.give(layer.keys)
                 self.slots.memory.give(layer.values)
 
     def num_bytes(self, count: int) -> int:
-        """Return the bytes of keys and values of `count` tokens of a slot."""
+        """Return the bytes of the keys and values of `count` tokens."""
         stored = (part for x in self.slot_layers if x.is_initialized for part in (x.keys, x.values))
         return sum(count * part[0, :, 0].nbytes for part in stored)
 
     def copies_of(self, slots: Places, count: int) -> States:
-        """Return keys and values of the first `count` tokens of slots."""
+        """Return copies of the first `count` tokens' keys and values in these slots."""
         return States([layer.copies_of(slots, count) for layer in self.slot_layers])
 
     def restore_states(self, first: int, states: States, rows: Places, count: int) -> None:
-        """Fill slots from `first` on with these rows of copied states, `count` tokens each."""
+        """Write rows of copied states, `count` tokens each, into slots from `first` on."""
         for layer, part in zip(self.slot_layers, states.layers, strict=True):
             if part is not None:
                 layer.fill(first, *part, rows, count)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots over others in every layer."""
+        """Copy the contents of slots `sources` to slots `targets` in every layer."""
         for layer in self.slot_layers:
             if not layer.is_initialized:  # the layer reads an earlier layer's keys and values
                 continue

@@ -1,16 +1,16 @@
 """The forward pass of any full-attention Hugging Face causal LM, through the module itself.
 
-transformers repeats the whole cache for every query head at every token, which costs more than the
-arithmetic. A decode step has one query per head, so the heads of a group are the rows of one query
-instead, and nothing is copied (`grouped_attention`).
+With grouped-query attention, transformers repeats the whole cache for every query head at every
+token, which costs more than the arithmetic. `grouped_attention` copies nothing: a decode step has
+one query per head, so the queries of all heads in a group are multiplied as the rows of one matrix.
 
-`check_decoding` proves that this decodes a class of models as transformers computes it. A slot
-cache stores the keys and values of every token, and nothing else: no recurrent state, no window, no
-index. Classes differ in masks and caches, so each is tested. A tiny stand-in of the class decodes a
-few rows greedily, longer than every limit that this run's rows can exceed, and the logits of each
-step are compared with transformers' pass over the single row. One row is also decoded separately,
-from below the limits to beyond them: rotary factors that change with the longest row of a pass
-(longrope) would leave keys with other factors in the cache.
+`check_decoding` tests that this decodes the model's class like transformers. A slot cache stores
+only the keys and values of every token: no recurrent state, no window, no index. Classes differ in
+masks and caches, so each is tested. A tiny model of the class decodes a few rows greedily, and the
+logits of each step are compared with transformers' pass over each row. The rows are longer than
+every limit (such as a window) that this run's rows can exceed. One row is decoded separately, from
+below the limits to beyond them. This finds rotary factors that change with the longest row of a
+pass (longrope), which would leave keys with other factors in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from workers.rollout.native.kv_cache import (
 
 
 class ModuleForward:
-    """Reads tokens into a slot cache and returns the next token's logits."""
+    """Reads tokens into a slot cache and returns the logits of the next token."""
 
     def __init__(self, module: Any, cache: SlotCache) -> None:
         self.module, self.cache, self.slots = module, cache, cache.slots
@@ -51,9 +51,10 @@ class ModuleForward:
     def prefill(
         self, prompts: Sequence[tuple[int, ...]], width: int, sources: Tensor, first: int
     ) -> Tensor:
-        """Fill slots from `first` on with prompts `sources`; return the logits after each prompt.
+        """Read prompts into consecutive slots; return the logits after each prompt.
 
-        The logits are [prompts, vocabulary].
+        Slot `first + i` gets prompt `sources[i]`, padded to `width`. The logits are
+        [prompts, vocabulary].
         """
         device = self.slots.columns.device
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
@@ -61,11 +62,11 @@ class ModuleForward:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         positions = (self.slots.columns[:width] - (width - lengths)[:, None]).clamp(min=0)
         mask = self.slots.target_prefill(lengths, width, sources, first)
-        few = -(-MIN_ROWS_OF_MKL // len(prompts))  # so that the head has enough rows, too
+        few = -(-MIN_ROWS_OF_MKL // len(prompts))  # the head needs `MIN_ROWS_OF_MKL` rows, too
         return self._logits(ids, positions, mask, few)
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Let slots 0, 1, ... each read the token at its position; return the logits after it.
+        """Read one token into each of the slots 0, 1, ...; return the logits after it.
 
         The logits are [rows, vocabulary].
         """
@@ -101,9 +102,9 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from [rows, heads, queries, size] to [rows, groups, columns, size].
+    """Attend from queries [rows, heads, queries, size] to keys [rows, groups, columns, size].
 
-    With more than one query, use transformers' "sdpa".
+    With more than one query per row, use transformers' "sdpa".
     """
     rows, heads, num_queries, size = query.shape
     groups, columns = key.shape[1], key.shape[2]
@@ -116,7 +117,7 @@ def grouped_attention(
     grouped = query.reshape(rows * groups, heads // groups, size)
     keys = key.flatten(0, 1).transpose(1, 2)
     scale = size**-0.5 if scaling is None else scaling
-    unused = grouped.new_empty(())  # not read, because beta=0
+    unused = grouped.new_empty(())  # beta=0: it is not read
     scores = torch.baddbmm(unused, grouped, keys, beta=0, alpha=scale)
     scores.view(rows, heads, columns).add_(attention_mask[:, 0])
 
@@ -126,7 +127,7 @@ def grouped_attention(
 
 
 def grouped_mask(*args: Any, q_length: int, **kwargs: Any) -> Tensor | None:
-    """Return the boolean mask of "sdpa", or for one query a mask to add, shared by all layers."""
+    """Return the mask, which all layers share: additive for one query, otherwise that of "sdpa"."""
     mask: Tensor | None = sdpa_mask(*args, **(kwargs | {"q_length": q_length}))
     if q_length > 1 or mask is None:
         return mask
@@ -135,7 +136,7 @@ def grouped_mask(*args: Any, q_length: int, **kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def grouped_decoding(module: Any) -> Iterator[None]:
-    """Context in which a module that uses transformers' "sdpa" decodes by `grouped_attention`."""
+    """Context in which a module with "sdpa" attention decodes by `grouped_attention`."""
     config = module.config.get_text_config()
     has_interface = getattr(module, "_supports_attention_backend", False)
     if config._attn_implementation != "sdpa" or not has_interface:
@@ -147,11 +148,11 @@ def grouped_decoding(module: Any) -> Iterator[None]:
 
 
 PROMPTS = ((30, 3, 17, 24), (3,))
-"""Lengths of the test prompts, by group."""
+"""Lengths of the test prompts, in two groups that are decoded separately."""
 PROMPT_WIDTH, NUM_STEPS = 32, 24
-"""Width and steps such that the cache grows once."""
+"""Prompt width and decode steps of the test, so that the cache grows once."""
 LARGEST_ERROR = 3e-4
-"""Largest relative error of correct logits; wrong ones are off by 2e-3 or more."""
+"""Largest relative error of logits that counts as correct; wrong ones are off by 2e-3 or more."""
 
 
 def check_decoding(config: Any, longest: int) -> None:
@@ -171,7 +172,7 @@ def native_problem(config: Any, longest: int) -> str:
 
 
 def slot_cache_decoding(model: Any) -> str:
-    """Return what is wrong with slot cache decoding on this model."""
+    """Return what is wrong with decoding this model from a slot cache; "" if nothing is."""
     decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
     worst = 0.0
     for row, logits in decoded:
@@ -189,7 +190,7 @@ def slot_cache_decoding(model: Any) -> str:
 
 
 def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tensor]]:
-    """Return each prompt's tokens with the greedy ones after it, and the logits of every step."""
+    """Return each prompt with its greedy response, and the logits of every step."""
     prompts = [
         tuple(6 + (7 + row) * place % (VOCABULARY - 6) for place in range(length))
         for row, length in enumerate(lengths)
@@ -216,7 +217,7 @@ def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tens
 
 
 def check_model(config: Any, width: int) -> None:
-    """Reject models without full attention, and rows longer than a model's positions."""
+    """Reject a model without full attention, and rows longer than the model's positions."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and width > limit:
         raise ConfigError(

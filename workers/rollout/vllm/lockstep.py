@@ -1,15 +1,15 @@
-"""One vLLM over several ranks of the rollout, each with its part of the model on its device.
+"""Run one vLLM on several ranks of the rollout, each with its shard of the model on its device.
 
-vLLM starts no processes (its `external_launcher`): every rank has its own scheduler, and all must
-do the same. The first rank leads. It announces every call that affects its scheduler to the others,
-which follow until the role's call ends:
+vLLM starts no processes (its `external_launcher`). Every rank has its own scheduler, and all
+schedulers must do the same. The first rank leads: it announces every call that affects its
+scheduler to the other ranks. They follow until the role's call ends:
 
-    with engine.leading():                  # the first rank, in a role's call
-        engine.submit(samples, sampling)    # announces what to add ...
+    with engine.leading():                  # on the first rank, in a role's call
+        engine.submit(samples, sampling)    # announces the requests to add ...
         engine.take()                       # ... and each step
-    engine.follow()                         # the others, in the same call
+    engine.follow()                         # on the other ranks, in the same call
 
-Weights need no announcement: every rank receives its own, at the same time.
+Weights need no announcement, because every rank receives its own weights at the same time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from verl_like.process.worker import Worker
 
 LONGEST = timedelta(days=1)
-"""The others wait while the first rank's environments work, which have time limits."""
+"""Time that ranks wait for the first rank, whose environments have their own time limits."""
 
 
 class Lockstep:
-    """The ranks of one engine, as each rank sees them."""
+    """The communication between the ranks of one engine."""
 
     def __init__(self, worker: Worker, size: int) -> None:
         """Group `size` consecutive ranks into an engine; collective over all ranks."""
@@ -47,7 +47,7 @@ class Lockstep:
 
     @property
     def executor(self) -> type:
-        """vLLM's executor for ranks that others have launched."""
+        """vLLM's executor for ranks that another program has launched."""
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
         # a CPU worker names its shared memory after the last colon; nothing else reads the init
@@ -70,14 +70,14 @@ class Lockstep:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Context of a call of the first rank; the others are received when it has ended."""
+        """Context of a call on the first rank; at its end, the other ranks stop following."""
         try:
             yield
         finally:
             self._broadcast(None)
 
     def follow(self, vllm: Any) -> None:
-        """Call what the first rank calls until its role's call ends; then raise the first error."""
+        """Repeat the first rank's calls until its role's call ends; then raise the first error."""
         failure: Exception | None = None
         while (received := self._broadcast(None)) is not None:
             method, args = received
@@ -89,20 +89,20 @@ class Lockstep:
             raise failure
 
     def gathered(self, local: Any) -> list[Any]:
-        """Return the objects of all ranks."""
+        """Return the objects of all ranks; collective."""
         objects: list[Any] = [None] * self.size
         dist.all_gather_object(objects, local, group=self._group)
         return objects
 
     def _broadcast(self, local: Any) -> Any:
-        """Return the object of the first rank."""
+        """Return the first rank's object; collective."""
         objects = [local]
         dist.broadcast_object_list(objects, src=self._first, group=self._group)
         return objects[0]
 
 
 def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method that affects vLLM's scheduler: calls on the first rank run on all ranks."""
+    """Decorate a method that affects vLLM's scheduler; all ranks repeat the first rank's calls."""
 
     @functools.wraps(method)
     def call(vllm: Any, *args: Any) -> Any:
@@ -114,9 +114,9 @@ def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a role's method that generates: an engine's first rank runs it, the others follow.
+    """Decorate a role's method that generates, so that only an engine's first rank runs it.
 
-    The others return None. The only rank of an engine leads.
+    The engine's other ranks follow, and return None. The only rank of an engine is its first.
     """
 
     @functools.wraps(method)

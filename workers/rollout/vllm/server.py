@@ -1,10 +1,10 @@
-"""A vLLM server as a rollout engine: does what `rollout.vllm.engine` does, over HTTP.
+"""A vLLM server as the backend of `rollout.vllm.engine`, over HTTP.
 
-The user starts the server (`serve_command`) with the `WorkerExtension` of this package in its
-workers. Prompts and sampled tokens travel as ids (`/inference/v1/generate`). The package's sampler
-draws each token from its sample's noise, and records log-probs and versions. Weights are sent to
-the server's ranks as from an actor to a rollout (`workers.weights.channel`), while its scheduler is
-paused.
+You start the server by the command that `serve_command` returns. Its workers contain this package's
+`WorkerExtension`, whose sampler draws each token from the sample's noise, and records log-probs and
+versions. Prompts and sampled tokens are exchanged as token ids (`/inference/v1/generate`). While
+the server's scheduler is paused, weights are sent to its ranks like those of an actor to a rollout
+(`workers.weights.channel`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from workers.weights.connection import Connections, call_in_thread
 ANSWER_S = 600.0
 """Time limit for one reply of the server, including the load of its weights."""
 LOOK_S = 10.0
-"""Without a token for this many seconds, the health of the server is checked."""
+"""After this many seconds without a token, the server's health is checked."""
 ABORTED_S = 0.1
-"""Interval for repeating an abort: a request may have reached the server after it."""
+"""Seconds until an abort is repeated, because the request may have reached the server later."""
 BUCKET_BYTES = 16 * 2**20
 
 
@@ -95,7 +95,7 @@ class VllmServer:
         """Do nothing: the server continues to run."""
 
     def resume(self) -> None:
-        """End the pause that a load has started."""
+        """End the pause that `load` started."""
         self._ask("/resume", {})
 
     def begin(
@@ -119,7 +119,7 @@ class VllmServer:
         self._streams.pop(number, None)
 
     def _stream(self, number: int, body: dict[str, Any]) -> None:
-        """Queue the server's tokens for a request, or the error that ends it."""
+        """Queue the tokens that the server streams for a request, or the error that ends it."""
         reason = None
         try:
             with self._open("/inference/v1/generate", body) as lines:
@@ -138,7 +138,7 @@ class VllmServer:
             )
 
     def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
-        """Yield tokens or errors since the last step; wait for some within the budget."""
+        """Yield the tokens and errors that have arrived; if there are none, wait for the next."""
         try:
             arrived = [self._arrived.get(timeout=min(LOOK_S, budget.seconds_left))]
         except queue.Empty:
@@ -150,7 +150,7 @@ class VllmServer:
         yield from arrived
 
     def stop(self, numbers: Sequence[int]) -> None:
-        """Drop these requests and wait for their end: others may get their rows afterwards."""
+        """Drop these requests and wait until they end, because others may then get their rows."""
         known = {number: self._streams.get(number) for number in numbers}
         running = {n: stream for n, stream in known.items() if stream and not stream.cancel()}
         while left := {n: stream for n, stream in running.items() if not stream.done()}:
@@ -159,11 +159,11 @@ class VllmServer:
             wait(left.values(), ABORTED_S)
 
     def end(self) -> None:
-        """Tell the workers that no request is left."""
+        """Tell the workers that there are no more requests."""
         self.call("end_requests")
 
     def drop_prefixes(self, of_running: bool) -> bool:
-        """Drop cached keys and values; return True if vLLM did."""
+        """Drop cached keys and values; return True if vLLM succeeded."""
         path = f"/reset_prefix_cache?reset_running_requests={str(of_running).lower()}"
         return bool(self._ask(path, {})["success"])
 
@@ -204,7 +204,7 @@ class VllmServer:
         return [json.loads(text) for text in self._ask("/collective_rpc", body)["results"]]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the reply to a GET, or with a body to a POST."""
+        """Return the server's reply to a GET request, or with a body to a POST request."""
         try:
             with self._open(path, body) as response:
                 text = response.read()

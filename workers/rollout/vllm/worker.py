@@ -1,10 +1,10 @@
-"""Code inside vLLM's worker processes: loading weights layer by layer, and our sampler.
+"""Code inside vLLM's worker processes: our sampler, and loading weights layer by layer.
 
 vLLM gets `WorkerExtension` as its `worker_extension_cls`, and the engine calls its methods through
-`collective_rpc`. `NoiseSampler` replaces the sampler of the model runner, so tokens are sampled as
-in the native engine: with noise keyed by the sample, vectorized over the batch, with log-probs at
-the temperature and before any truncation. (vLLM's sampler has a generator per request, which is ten
-times slower, and log-probs after truncation.)
+`collective_rpc`. `NoiseSampler` replaces the sampler of the model runner. It samples as the native
+engine does: with noise keyed by the sample, for all requests at once, and with log-probs before any
+truncation. (vLLM's sampler has one generator per request, which is ten times slower, and log-probs
+after truncation.)
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from workers.weights.channel import receiving
 from workers.weights.connection import Address, Connections
 
 STEPS_BEHIND = 32
-"""The tables are written this many steps later, so that no step waits for its own numbers."""
+"""The tables are written this many steps later, so that no step waits for its own results."""
 
 
 class NoiseSampler(nn.Module):
     """Replaces vLLM's sampler.
 
-    `extra_args` of a request are its row in the table of log-probs, its noise key and its number of
-    earlier tokens.
+    The `extra_args` of a request are its row in the tables (`row`), its noise key (`key`), and the
+    number of response tokens that it was submitted with (`made`).
     """
 
     def __init__(self, runner: Any, original: nn.Module) -> None:
@@ -47,19 +47,19 @@ class NoiseSampler(nn.Module):
         self.original = original
         self.sampling: SamplingParams | None = None
         self.version = 0
-        """Version of the sampling weights."""
+        """Version of the current weights."""
         self.log_probs, self.versions = torch.zeros(0, 0, 0), torch.zeros(0, 0)
         self._arriving: list[_StepLogProbs] = []
-        """Sampled on the device but not yet in the tables, step by step."""
+        """Steps whose log-probs are not yet in the tables, oldest first."""
         self._batch_noise = _BatchNoise.of([], {}, torch.device("cpu"))
         self.choices: ExpertChoices | None = None
         self.choice_dtype = torch.uint8
 
     def begin(self, sampling: SamplingParams, num_rows: int) -> None:
-        """Make room for `num_rows` requests at once; existing contents stay.
+        """Prepare tables for `num_rows` requests; existing contents stay.
 
-        An extra last column receives tokens that are sampled before vLLM knows that a request is
-        over.
+        An additional last column receives tokens that are sampled before vLLM knows that a request
+        has ended.
         """
         self.settle()
         shape, before = (num_rows, sampling.max_tokens + 1), (self.log_probs, self.versions)
@@ -71,10 +71,10 @@ class NoiseSampler(nn.Module):
         self.sampling = sampling
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample the next token of every row of the runner's batch; outside our generations, use
-        vLLM's.
+        """Sample the next token of every row of the runner's batch.
 
-        Nothing here waits for the device, which may be a step behind.
+        Outside our generations, use vLLM's sampler. Nothing here waits for the device, which may be
+        one step behind.
         """
         if self.sampling is None:
             return self.original(logits, sampling_metadata, *args, **kwargs)
@@ -104,7 +104,7 @@ class NoiseSampler(nn.Module):
         )
 
     def settle(self, num_steps: int | None = None) -> None:
-        """Write the first pending steps, or all, into the tables."""
+        """Write pending steps into the tables: the first `num_steps`, or all."""
         settled = self._arriving[:num_steps]
         self._arriving = self._arriving[len(settled) :]
         if settled and settled[-1].has_come is not None:
@@ -116,14 +116,17 @@ class NoiseSampler(nn.Module):
 
 @dataclass(frozen=True)
 class _BatchNoise:
-    """Facts about the requests of a pass, which usually are those of the previous pass."""
+    """The table rows and noise keys of a pass's requests.
+
+    They are reused as long as the next pass has the same requests.
+    """
 
     names: list[str]
     rows: NDArray[np.int64]
-    """Rows in the tables."""
+    """Their rows in the tables."""
     made_before: NDArray[np.int64]
     keys: Tensor
-    """Noise keys on the device, as int64 with the same bits."""
+    """Their noise keys on the device, with their bits as int64."""
 
     @classmethod
     def of(cls, names: list[str], requests: Any, device: torch.device) -> _BatchNoise:
@@ -138,18 +141,18 @@ class _BatchNoise:
 
 @dataclass(frozen=True)
 class _StepLogProbs:
-    """One step's log-probs, their position in the tables, and the version that sampled them."""
+    """One step's log-probs, their places in the tables, and the version of the weights."""
 
     rows: NDArray[np.int64]
     steps: NDArray[np.int64]
     version: int
     log_probs: Tensor
     has_come: torch.cuda.Event | None
-    """Event after which they are in host memory."""
+    """The event after which the log-probs are in host memory; None on a CPU."""
 
 
 def arriving(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copy to host memory; the copy is complete once the event has occurred."""
+    """Start a copy to host memory; it is complete once the returned event has occurred."""
     copy = tensor.to("cpu", non_blocking=True)
     if not tensor.is_cuda:
         return copy, None
@@ -159,7 +162,7 @@ def arriving(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: needs `model_runner`, `vllm_config` and `rank`."""
+    """Mixin of vLLM's worker: needs `model_runner`, `vllm_config` and `rank`."""
 
     model_runner: Any
     vllm_config: Any
@@ -169,16 +172,19 @@ class WorkerExtension:
     _loose: dict[str, Tensor]
     _arrivals: Arrivals
     _placed: frozenset[str] = frozenset()
-    """Tensors that vLLM's model is known to have a place for."""
+    """Names of tensors for which vLLM's model is known to have a place."""
     _processed: set[nn.Module]
-    """Layers whose weights have been processed for their kernels since this load began."""
+    """Layers whose weights this load has already processed for their kernels."""
 
     def over_http(self, method: str, arguments: str) -> str:
-        """Call one of these methods for a client of vLLM's server, with JSON in and out."""
+        """Call one of these methods for a client of the vLLM server.
+
+        Arguments and result are JSON.
+        """
         return json.dumps(getattr(self, method)(*json.loads(arguments)), default=_plain)
 
     def model_identity(self) -> dict[str, Any]:
-        """Return the values that such a client compares with its own configuration."""
+        """Return values that a client of the vLLM server compares with its own configuration."""
         model = self.vllm_config.model_config
         return model_identity(model.hf_text_config) | {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -189,7 +195,7 @@ class WorkerExtension:
         }
 
     def install_sampler(self) -> list[str]:
-        """Replace the sampler; return the quantization methods of the layers, as class names."""
+        """Replace vLLM's sampler; return the class names of the layers' quantization methods."""
         if not isinstance(self.model_runner.sampler, NoiseSampler):
             self.model_runner.sampler = NoiseSampler(self.model_runner, self.model_runner.sampler)
             watch_processing(self.model_runner.model, self._process)
@@ -201,7 +207,7 @@ class WorkerExtension:
         return sorted(methods)
 
     def note_choices(self, dtype: str) -> None:
-        """Record which experts are chosen from now on, as numbers of this type."""
+        """Record expert choices from now on, in this dtype."""
         sampler = self.model_runner.sampler
         sampler.choices, sampler.choice_dtype = (
             ExpertChoices(self.model_runner),
@@ -209,7 +215,7 @@ class WorkerExtension:
         )
 
     def choices_for(self, rows: list[int]) -> list[Tensor | None]:
-        """Return the choices for these requests, which have ended."""
+        """Return the expert choices of these requests, which have ended."""
         return [self.model_runner.sampler.choices.take(row) for row in rows]
 
     def use_version(self, version: int) -> None:
@@ -217,26 +223,26 @@ class WorkerExtension:
         self.model_runner.sampler.version = version
 
     def begin_requests(self, sampling: dict[str, Any], num_rows: int) -> None:
-        """Prepare for requests: the tables have `num_rows` rows from now on."""
+        """Prepare the sampler for requests, with `num_rows` rows in the tables."""
         self.model_runner.sampler.begin(SamplingParams(**sampling), num_rows)
 
     def sampled_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Return log-probs [rows, max tokens, kinds] and versions [rows, max tokens]."""
+        """Return log-probs [rows, max tokens, kinds] and weight versions [rows, max tokens]."""
         sampler = self.model_runner.sampler
         sampler.settle()
         return sampler.log_probs[rows], sampler.versions[rows]
 
     def end_requests(self) -> None:
-        """Drop the sampling settings, after the last request."""
+        """Go back to vLLM's sampler after the last request."""
         self.model_runner.sampler.sampling = None
 
     def save_loose_tensors(self) -> None:
-        """Copy tensors that no load restores, before a sleep of level 2 drops them."""
+        """Save tensors that no load restores, before a sleep of level 2 drops them."""
         loose = loose_tensors(self.model_runner.model)
         self._loose = {place: tensor.to("cpu", copy=True) for place, tensor in loose}
 
     def restore_loose_tensors(self) -> None:
-        """Restore these tensors after the sleep, in their previous memory."""
+        """Copy the saved tensors back after the sleep."""
         with torch.inference_mode():  # some buffers were created in inference mode
             for place, tensor in loose_tensors(self.model_runner.model):
                 saved = self._loose.get(place)
@@ -245,7 +251,7 @@ class WorkerExtension:
         self._loose = {}
 
     def begin_load(self) -> None:
-        """Undo the kernels' layout layer by layer, as weights arrive."""
+        """Start vLLM's reload, which undoes a layer's kernel layout once its weights arrive."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -255,10 +261,10 @@ class WorkerExtension:
             initialize_layerwise_reload(self.model_runner.model)
 
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some of the weights, as in a checkpoint; the loader keeps the tensors.
+        """Load some of the weights, with names as in a checkpoint; do not change them afterwards.
 
-        vLLM searches its parameters in each call, so tensors that an earlier load has placed
-        one by one are loaded together.
+        The first load loads tensors one by one, to find those without a place. Later loads load
+        them together, because vLLM searches all its parameters in each call.
         """
         are_placed = len(tensors) > 1 and self._placed.issuperset(name for name, _ in tensors)
         if are_placed and self._why_not_placed(tensors) is None:
@@ -271,14 +277,14 @@ class WorkerExtension:
                 self._arrivals.unplaced[name] = why_not
 
     def load_adapter(self, folder: str) -> None:
-        """Load the LoRA adapter in this folder, in place of the previous one."""
+        """Load the LoRA adapter in this folder, which replaces the previous one."""
         from vllm.lora.request import LoRARequest
 
         worker: Any = self  # vLLM mixes this class into its worker
         worker.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
 
     def receive_load(self, address: str, num_ranks: int) -> None:
-        """Load all weights from a client of vLLM's server; every rank gets a copy."""
+        """Load the weights that a client of the vLLM server sends to all its `num_ranks` ranks."""
         self._links = self._links or Connections()
         who = self.rank + 1, num_ranks, self.device, "vllm"
         with receiving(self._links, Address.read(address), *who) as channel:
@@ -287,7 +293,7 @@ class WorkerExtension:
         self._arrivals.changed += channel.corrupt
 
     def _why_not_placed(self, tensors: Sequence[tuple[str, Tensor]]) -> str | None:
-        """Load tensors; return vLLM's message if it has no place for them, otherwise None."""
+        """Load tensors; return None, or vLLM's message if its model has no place for them."""
         with self._loading():
             try:
                 filled = self.model_runner.model.load_weights(tensors)
@@ -296,7 +302,7 @@ class WorkerExtension:
         return None if filled is None or filled else ""
 
     def finish_load(self) -> Arrivals:
-        """Return to the kernels' layout; report tensors without a place and changed ones."""
+        """Restore the kernels' layout; return the tensors without a place and the damaged ones."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self.model_runner.model
@@ -313,15 +319,15 @@ class WorkerExtension:
             yield
 
     def _process(self, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Process a layer's weights for its kernel."""
+        """Process a layer's weights for its kernel, and record the layer."""
         process(layer)
         self._processed.add(layer)
 
     def _process_tied(self, model: nn.Module) -> None:
-        """Process tied weights that this load has filled only under their other name.
+        """Pack the weight of a head that is tied to the embedding again, on CPUs.
 
-        On CPUs a head that is tied to the embedding would otherwise compute with the previous
-        packed weight, because vLLM treats it as a layer without new weights.
+        The tensor arrives only under the embedding's name. vLLM takes the head for a layer without
+        new weights, which would continue to use its previous packed weight.
         """
         for layer in model.modules():
             packed: Any = layer
@@ -332,9 +338,10 @@ class WorkerExtension:
 
 
 def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield buffers, and tensors that are plain attributes of layers: loads may not restore them.
+    """Yield buffers, and tensors that are plain attributes of layers.
 
-    vLLM preserves only buffers during a sleep (vllm-project/vllm#29341).
+    Loads may not restore them, and during a sleep vLLM preserves only buffers
+    (vllm-project/vllm#29341).
     """
     for path, layer in model.named_modules():
         tensors = {**dict(layer.named_buffers(recurse=False)), **vars(layer)}
@@ -344,14 +351,14 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert tensors and reports for JSON."""
+    """Convert a tensor or a report for JSON."""
     return value.tolist() if isinstance(value, Tensor) else asdict(value)
 
 
 def watch_processing(
     model: nn.Module, process: Callable[[Callable[[nn.Module], None], nn.Module], None]
 ) -> None:
-    """Make a loaded model's layers process their weights by `process(original method, layer)`."""
+    """Make a model's layers process loaded weights by `process(original method, layer)`."""
     methods: dict[int, Any] = {}
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -363,10 +370,11 @@ def watch_processing(
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:
-    """Make CPU kernels of experts be rebuilt from the weights that are about to arrive.
+    """Drop the experts' CPU kernels, so that they are built again from the new weights.
 
-    vLLM packs the experts' weights when it builds their kernel, and keeps the kernel over a reload,
-    which would leave weights unpacked. On CUDA nothing is packed, and graphs refer to the kernel.
+    On CPUs, vLLM packs the experts' weights when it builds their kernel. It would keep the kernel
+    through a reload, and the new weights would stay unpacked. On CUDA, nothing is packed, and CUDA
+    graphs refer to the kernel, so it stays.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -378,13 +386,13 @@ def _forget_expert_kernels(model: nn.Module) -> None:
 class ExpertChoices:
     """Records the experts that routers choose for every token of the running requests.
 
-    They are recorded by layer per pass, then by the requests' rows in the log-prob tables. vLLM's
-    feature (`enable_return_routed_experts`) belongs to its second model runner, which does not
-    support our sampler. Both runners support the routers' callback.
+    During a pass they are recorded by layer, and at its end by the request's row in the tables.
+    vLLM's own feature (`enable_return_routed_experts`) needs its second model runner, which does
+    not support our sampler. The routers' callback, used here, works with both runners.
     """
 
     def __init__(self, runner: Any) -> None:
-        """Hook the routers of the runner's model; raise a ConfigError if that is impossible."""
+        """Set the callback of all routers; raise a `ConfigError` if a layer does not support it."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
@@ -405,7 +413,7 @@ class ExpertChoices:
         self._pass[layer] = chosen
 
     def end_pass(self, rows: Sequence[int], dtype: torch.dtype) -> None:
-        """Assign the tokens that the pass has read to these requests, in the runner's order."""
+        """Store the choices of a pass by request; `rows` has the requests in the runner's order."""
         batch, width = self.runner.input_batch, self.runner.max_model_len
         chosen = torch.stack([self._pass[layer] for layer in sorted(self._pass)], dim=1)
         chosen = chosen.to(dtype).cpu()
@@ -418,5 +426,8 @@ class ExpertChoices:
             self._kept[row][first : first + end - begin] = chosen[begin:end]
 
     def take(self, row: int) -> Tensor | None:
-        """Return [tokens, layers, choices] of a request that has ended; the rest is zeros."""
+        """Remove and return the choices [max tokens, layers, choices] of an ended request.
+
+        They are zero for tokens that were not read.
+        """
         return self._kept.pop(row, None)
