@@ -1,8 +1,9 @@
-"""Parse calls of tools in a policy's text, in the formats of chat models.
+"""Parse tool calls in a policy's text, in the formats of chat models.
 
     calls, text = parse(text, forms_of(chat_template))
 
-`docs/agents.md` names the models of each format. Parsing never raises: a call contains its problem.
+`docs/agents.md` lists the models that use each format. Parsing never raises: a call that cannot be
+parsed has a `problem`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A parsed call: its name and arguments, or its problem."""
+    """A parsed call: its name and arguments, or the problem with it."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
     has_texts: bool = False
-    """True if the format has only text arguments: the tool's schema then types them."""
+    """True if all arguments are texts in this format; the tool's schema says how to convert them.
+    """
 
 
 Parser = Callable[[str], tuple[list[ToolCall], str]]
-"""Returns the calls in a text, in order, and the other text."""
+"""A function that returns the calls in a text, in order, and the rest of the text."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Form:
 
     opening: str
     closing: str = ""
-    """"" means that the call ends where the next call begins."""
+    """If "", the call ends where the next call begins."""
     mark: str = ""
-    """The string that shows that a chat template uses this format; by default the opening."""
+    """If a chat template contains this string, it uses this format; by default the opening."""
 
     def blocks(self, text: str) -> list[re.Match[str]]:
         """Return the calls in a text."""
@@ -79,7 +81,7 @@ IS_LIKE_A_CALL = re.compile(
     re.IGNORECASE,
 )
 BARE = re.compile(r"(?:^|<\|python_(?:tag|start)\|>|functools|```(?:json)?)\s*(?=[\[{])")
-"""The position where calls without an opening begin."""
+"""Matches where a call without an opening may begin."""
 AROUND_CALLS = re.compile(
     r"</?(?:minimax:tool_call|｜DSML｜function_calls|\|tool_calls_section_(?:begin|end)\|"
     r"|｜tool▁calls▁(?:begin|end)｜)>"
@@ -92,27 +94,28 @@ NAME_AND_JSON = re.compile(
     r"(?:<[^<>]*>|\[[^\[\]]*\]\w*|```json|\s)*(\{.*)",
     re.DOTALL,
 )
-"""A name, arbitrary separators, and arguments."""
+"""Matches a name, separators, and JSON arguments."""
 FUNCTION = re.compile(r'<function=([^<>]*)>|\A\s*name="([^"<>]*)"\s*>')
 PARAMETER = re.compile(
     r'<(?:｜DSML｜)?parameter(?:=|\s+name=")([^<>"]*)[^<>]*>|<arg_key>([^<]*)</arg_key>\s*<arg_value>'
 )
 VALUE = re.compile(r"(.*)</(?:(?:｜DSML｜)?parameter|arg_value)>", re.DOTALL)
-"""An argument ends with the last closing tag before the next argument."""
+"""Matches the value of an argument, up to the last closing tag before the next argument."""
 GEMMA = re.compile(rf'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|([{{,]\s*)({NAME})\s*:', re.DOTALL)
-"""Strings, and keys without quotes."""
+"""Matches strings in Gemma's quotes, and keys without quotes."""
 
 
 def forms_of(template: str) -> list[str]:
-    """Return the formats that a chat template uses; empty means all of them."""
+    """Return the formats that a chat template uses; none if it shows no known format."""
     return [name for name, form in FORMS.items() if (form.mark or form.opening) in template]
 
 
 def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
-    """Return the calls of a text, in the first of these formats that it uses, and the other text.
+    """Return the calls in a text, and the rest of the text.
 
-    A text that consists only of calls needs no opening. If any format is allowed, it may also end
-    with such calls, or contain them in a code block.
+    The first of `forms` that occurs in the text is used; empty `forms` mean all formats. A text
+    that consists only of JSON or Python calls needs no opening. If all formats are allowed, the
+    text may also end with such calls, or contain them in a code block.
     """
     seen = _without_thoughts(text)
     for name, form in FORMS.items():
@@ -126,18 +129,18 @@ def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
 
 
 def call_like(text: str) -> str:
-    """Return the part of a text that looks like a call in some format; "" if there is none."""
+    """Return a part of the text that looks like a call in any format; "" if there is none."""
     match = IS_LIKE_A_CALL.search(_without_thoughts(text))
     return match[0] if match else ""
 
 
 def of_user(function: Callable[[str], Sequence[Mapping[str, Any]]]) -> Parser:
-    """Return the parser of a user's function, which returns a list of {"name", "arguments"}."""
+    """Make a parser of a function that returns a list of {"name": ..., "arguments": ...}."""
     return lambda text: ([_of_object(call) for call in function(text)], "")
 
 
 def _without_thoughts(text: str) -> str:
-    """Blank out the reasoning of a text, which the prompt may have opened."""
+    """Replace the reasoning in a text with spaces; the prompt may already have opened it."""
     for opening, closing in THOUGHTS.items():
         pattern = rf"{re.escape(opening)}.*?(?:{re.escape(closing)}|\Z)"
         text = re.sub(pattern, lambda thought: " " * len(thought[0]), text, flags=re.DOTALL)
@@ -147,7 +150,11 @@ def _without_thoughts(text: str) -> str:
 
 
 def _bare(text: str, is_whole: bool) -> tuple[list[ToolCall], str]:
-    """Return the calls that form the text, or (unless `is_whole`) end it or are in a code block."""
+    """Return calls without an opening, and the rest of the text.
+
+    With `is_whole`, they must be the whole text. Otherwise they may also end it or be in a code
+    block.
+    """
     match = BARE.search(text)
     if match is None:
         return [], text
@@ -168,13 +175,13 @@ def _bare(text: str, is_whole: bool) -> tuple[list[ToolCall], str]:
 
 
 def _read(text: str, form: str) -> list[ToolCall]:
-    """Return the calls in a block."""
+    """Return the calls in the text between an opening and its closing."""
     if "gemma" in form:
         text = GEMMA.sub(_as_json, text)
-    if form == "harmony":  # channel and type of the message are between name and arguments
+    if form == "harmony":  # between name and arguments are the message's channel and type
         header, _, arguments = text.partition("<|message|>")
         text = re.split(r"[^\w.-]", header, maxsplit=1)[0] + arguments.strip()
-    is_json = text.startswith(("{", "["))  # its texts may contain tags
+    is_json = text.startswith(("{", "["))  # strings in JSON may contain tags
     if not is_json and (functions := _segments(FUNCTION, text)):
         return [_with_texts(name[1] or name[2] or "", inner) for name, inner in functions]
     name = text.partition("<arg_key>")[0].strip()
@@ -191,9 +198,9 @@ def _read(text: str, form: str) -> list[ToolCall]:
 
 
 def _objects(text: str) -> tuple[list[Any], str]:
-    """Return the JSON values at the start of a text, with lists flattened, and the rest.
+    """Return the JSON values at the start of a text, with lists flattened, and the rest of it.
 
-    ";" may separate them.
+    Spaces or ";" may separate the values.
     """
     objects: list[Any] = []
     is_first = True
@@ -224,7 +231,7 @@ def _of_node(node: ast.AST | None) -> ToolCall:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces JSON's words by Python's constants."""
+    """Replaces the names true, false and null with Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - name in the base class
         words = {"true": True, "false": False, "null": None}
@@ -241,7 +248,7 @@ def _with_texts(name: str, text: str) -> ToolCall:
 
 
 def _segments(pattern: re.Pattern[str], text: str) -> list[tuple[re.Match[str], str]]:
-    """Return every match, and the text between it and the next match."""
+    """Return every match, with the text between it and the next match."""
     matches = [*pattern.finditer(text)]
     ends = [*(match.start() for match in matches), len(text)][1:]
     return [(match, text[match.end() : end]) for match, end in zip(matches, ends, strict=True)]
@@ -261,7 +268,7 @@ def _of_object(value: Any) -> ToolCall:
 
 
 def _with_arguments(name: str, arguments: Any) -> ToolCall:
-    """Return a call; arguments are an object, or its JSON, as in OpenAI's clients."""
+    """Return a call; `arguments` is an object, or as in OpenAI's API the JSON of one."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -1,13 +1,14 @@
-"""Tokens between two sampled turns; sampled ids are never re-created from text.
+"""Render the tokens between two sampled turns; sampled ids are never re-created from text.
 
     chat = TurnRenderer(tokenizer, tools, stop_ids)
-    ids = chat.prompt(messages)                     # up to where the policy begins
+    ids = chat.prompt(messages)                     # up to the start of the policy's turn
     ids += sampled_ids
-    ids += chat.between(sampled_ids[-1], observations)    # turn end, observations, begin
+    ids += chat.between(sampled_ids[-1], observations)    # turn end, observations, turn start
 
-The template renders a short chat with the observations; the text after the turn is what belongs
-between. So a template may drop parts of older turns (such as reasoning): a row contains what was
-sampled and read, or `chat.rewritten` returns the chat as the template renders it now.
+To find the text between two turns, the template renders a short chat with a placeholder turn and
+the observations; the text after the placeholder is used. So the row has the tokens that were
+sampled and read, even if the template drops parts of older turns (such as reasoning). Alternatively
+`chat.rewritten` returns the whole chat as the template renders it now.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS, forms_of, parse
 
 SAID = "\u241f"
-"""Placeholder for a sampled turn in chats that show the text around a turn."""
+"""Placeholder for a sampled turn in chats that are rendered to find the text around it."""
 Message = Mapping[str, Any]
 
 
@@ -31,7 +32,7 @@ class TurnRenderer:
     def __init__(
         self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], stop_ids: Sequence[int]
     ) -> None:
-        """Reject a tokenizer without a template, or whose template lacks turns or tools."""
+        """Reject a tokenizer whose template is missing or does not render turns or tools."""
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_ids}
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -44,7 +45,7 @@ class TurnRenderer:
             )
         self._by_tools: dict[str, TurnRenderer] = {}
         self._is_behind_calls: dict[tuple[str, ...], bool] = {}
-        """Roles of observations -> True if they are rendered only after calls of tools."""
+        """By roles of observations: True if the template renders them only after tool calls."""
         self._tail = self._after_a_turn()
         self.between(None, [{"role": "user", "content": "a"}])
         if not self._tools:
@@ -69,7 +70,7 @@ class TurnRenderer:
         return str(self._tokenizer.chat_template)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
-        """Return the renderer of chats that have these tools."""
+        """Return a renderer for chats with these tools."""
         written = json.dumps(tools, sort_keys=True)
         if written not in self._by_tools:
             renderer = TurnRenderer(self._tokenizer, tools, tuple(self._stops))
@@ -77,7 +78,7 @@ class TurnRenderer:
         return self._by_tools[written]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return sampled ids as text; calls of tools may be between special tokens."""
+        """Decode sampled ids; if there are tools, keep special tokens, which may enclose calls."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._tools)
         return text
 
@@ -90,14 +91,17 @@ class TurnRenderer:
         return self._written(messages, begins=True)
 
     def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts that the template rendered; many at once cost less."""
+        """Tokenize texts that the template rendered; many at once are faster."""
         if not texts:
             return []
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
 
     def after(self, before: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Return the ids of a chat after `before` if it begins with them, otherwise all ids."""
+        """Return the ids of a chat, without the ids `before` if the chat begins with them.
+
+        The second value is True if it does not, so that all ids are returned.
+        """
         whole, read = self._written(self.safe(messages), begins=True), ""
         if before:
             read = self._tokenizer.decode(before)
@@ -105,7 +109,10 @@ class TurnRenderer:
         return self.ids_of([whole.removeprefix(read)])[0], not begins
 
     def between(self, last: int | None, observations: Sequence[Message]) -> list[int]:
-        """Return the ids after a turn that ended with token `last` (None: without a stop token)."""
+        """Return the ids between a turn and the next one.
+
+        `last` is the stop token that ended the turn, or None without one.
+        """
         return self.ids_of([self.text_between(last, observations)])[0]
 
     def text_between(self, last: int | None, observations: Sequence[Message]) -> str:
@@ -115,7 +122,7 @@ class TurnRenderer:
     def turn(
         self, sampled_ids: Sequence[int], last: int | None, observations: Sequence[Message]
     ) -> list[Message]:
-        """Return a sampled turn and the observations after it, as messages for `rewritten`."""
+        """Return messages of a sampled turn and the observations after it, for `rewritten`."""
         text = self._tokenizer.decode(sampled_ids if last is None else sampled_ids[:-1])
         observations = self.safe(observations)
         calls, rest = parse(text, forms_of(self.template))
@@ -128,7 +135,10 @@ class TurnRenderer:
     def rewritten(
         self, read: Sequence[Message], turn: Sequence[Message], last: int | None
     ) -> str | None:
-        """Return the chat with one more turn if the template changes earlier text, else None."""
+        """Return the whole chat after one more turn if the template changes its earlier text.
+
+        Otherwise return None.
+        """
         message, *observations = turn
         stop = "" if last is None else self._stops.get(last, "")
         appended = (
@@ -146,15 +156,15 @@ class TurnRenderer:
         self._check_inside(observations, rest)
         stop = "" if last is None else self._stops.get(last, "")
         if stop and self._tail.startswith(stop) and not rest.startswith(stop) and not behind_calls:
-            # older turns end with another token than the last one, which replaces it
+            # the template ends older turns with another token than the last turn
             stop = next((token for token in self._special if rest.startswith(token)), "")
         return rest.removeprefix(stop)
 
     def _are_behind_calls(self, observations: Sequence[Message]) -> bool:
         """Return True if messages of these roles are rendered only after a turn that calls tools.
 
-        This is the case for templates that render a tool's reply as a part of the turn. A template
-        that never renders them is an error.
+        Such templates render a tool's reply as a part of the turn. Raise a `ConfigError` if the
+        template never renders the messages.
         """
         roles = tuple(str(message["role"]) for message in observations)
         if roles in self._is_behind_calls:
@@ -175,7 +185,7 @@ class TurnRenderer:
         raise problems[-1]
 
     def _check_inside(self, observations: Sequence[Message], text: str) -> None:
-        """Reject a text in which an observation is missing, literally and as JSON."""
+        """Reject a rendered text that lacks an observation; it may be literal or in JSON."""
         for message in observations:
             content = str(message["content"]).strip()
             forms = (
@@ -192,7 +202,7 @@ class TurnRenderer:
                 )
 
     def _after_turn(self, observations: Sequence[Message], behind_calls: bool) -> str:
-        """Return the text that the template renders after a turn, including the turn's end."""
+        """Return the rendered text after a turn: the turn's end, observations, the next start."""
         if behind_calls:
             return self._after_calls(observations)
         whole = self._written([*self._asked(), *observations], begins=True)
@@ -206,8 +216,9 @@ class TurnRenderer:
         return rest
 
     def _after_calls(self, observations: Sequence[Message]) -> str:
-        """Return the text after a turn that only calls tools, behind the calls or the turn's
-        end.
+        """Return the rendered text after a turn that only calls tools.
+
+        It starts after the last call, or after the end of the turn if that comes later.
         """
         question, (turn, *answers) = self._asked()[0], _with_calls(observations)
         prompt = self._written([question], begins=True)
@@ -228,7 +239,7 @@ class TurnRenderer:
         return whole[max(ends) :]
 
     def safe(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages, including names and calls, without special tokens of the template."""
+        """Return messages in which no text (including names and calls) has a special token."""
         return [self._safe(message) for message in messages]
 
     def _safe(self, part: Any) -> Any:
@@ -239,8 +250,8 @@ class TurnRenderer:
         return [self._safe(inner) for inner in part] if isinstance(part, list) else part
 
     def escaped(self, text: str) -> str:
-        """Return a text of the environment without special tokens of the template."""
-        text = text.encode(errors="replace").decode()  # halves of a surrogate pair have no ids
+        """Return an environment's text, in which special tokens are broken up."""
+        text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
         for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
@@ -250,7 +261,7 @@ class TurnRenderer:
         return [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
 
     def _after_a_turn(self) -> str:
-        """Return the text that the template renders after the last turn of a chat."""
+        """Return the rendered text after the last turn of a chat."""
         base = self._written(self._asked(), begins=False)
         if base.count(SAID) != 1:
             raise ConfigError(
@@ -281,9 +292,9 @@ class TurnRenderer:
 def _with_calls(
     observations: Sequence[Message], functions: Sequence[Mapping[str, Any]] | None = None
 ) -> list[Message]:
-    """Return a turn that calls the tools of these replies, followed by the observations.
+    """Return a turn that calls the tools whose replies are in the observations, then these.
 
-    Without `functions`, the tools are called by name without arguments.
+    The turn calls `functions`, by default the tools by name without arguments.
     """
     answers = [message for message in observations if message["role"] == "tool"]
     if functions is None:
@@ -304,7 +315,7 @@ def _with_calls(
 
 
 def with_observation(prompt: Any, text: str | None) -> list[Message]:
-    """Return a row's prompt, plain or a chat, with the first observation appended."""
+    """Return a row's prompt (a text or a chat) as messages, with the first observation appended."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if text is None:
         return messages

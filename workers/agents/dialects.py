@@ -1,11 +1,12 @@
-"""APIs besides chat completions: their bodies, answers and streams.
+"""Convert two other APIs to and from chat completions.
 
     POST v1/messages                  Anthropic's Messages
-    POST v1/messages/count_tokens     its estimate of a prompt's length
+    POST v1/messages/count_tokens     Anthropic's estimate of a prompt's length
     POST v1/responses                 OpenAI's Responses
 
-A body becomes one of chat completions, which the endpoint serves. The completion then becomes an
-answer of the API. A stream has all of its events at once, when the turn is complete.
+A request body is converted to a body of chat completions, which the endpoint serves. The completion
+is then converted to a response of the API. A stream sends all of its events at once, when the turn
+is complete.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Dialect:
-    """Converts an API to chat completions and back."""
+    """Converts requests of an API to chat completions, and completions to its responses."""
 
     to_chat: Callable[[Body], Body]
     answer: Callable[[Body], Body]
     events: Callable[[Body], list[Body]]
-    """The events of a stream with this answer."""
+    """Returns the events of a stream with this response."""
 
 
 def _text(parts: Any) -> str:
-    """Return the text of a content; a part without a text, such as an image, is named."""
+    """Return a message's content as text; a part without text, such as an image, becomes [type]."""
     if isinstance(parts, str):
         return parts
     texts = [part.get("text", f"[{part['type']}]") for part in parts or ()]
@@ -37,10 +38,11 @@ def _text(parts: Any) -> str:
 
 
 def _for_templates(messages: Sequence[Body]) -> list[Body]:
-    """Return messages in the order that every chat template takes.
+    """Return messages in an order that every chat template accepts.
 
-    A system message comes first, and a later one becomes the user's; neighbors of these roles are
-    joined. Coding agents send several of them, and reminders between turns.
+    A system message can only come first; later ones become user messages. Consecutive system
+    messages are joined, and so are user messages. (Coding agents send several system messages, and
+    reminders between turns.)
     """
     joined: list[Body] = []
     for message in messages:
@@ -64,7 +66,10 @@ def _function(tool: Mapping[str, Any], parameters: Any) -> Body:
 
 
 def _choice(choice: Any, any_call: str) -> Any:
-    """`tool_choice` of chat completions; `any_call` is the API's word for a call of any tool."""
+    """Return the equivalent `tool_choice` of chat completions.
+
+    `any_call` is the value by which this API requires a call of any tool.
+    """
     kind = choice if isinstance(choice, str) else choice["type"]
     if kind in ("tool", "function"):
         return {"type": "function", "function": {"name": choice["name"]}}
@@ -160,7 +165,7 @@ def _message_events(answer: Body) -> list[Body]:
 # --------------------------------------------------------------------------------------- OpenAI's
 
 OF_SERVER = ("include", "truncation", "background", "conversation", "client_metadata")
-"""Settings without an effect on sampling."""
+"""Request fields that have no effect on sampling."""
 
 
 def _from_responses(body: Body) -> Body:
@@ -279,4 +284,4 @@ DIALECTS = {
     "v1/messages": Dialect(_from_messages, _message, _message_events),
     "v1/responses": Dialect(_from_responses, _response, _response_events),
 }
-"""Path -> the API that is served there."""
+"""By path: the API that is served there."""

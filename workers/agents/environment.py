@@ -1,4 +1,4 @@
-"""Interface of environments: a class that replies to a policy, in a separate process.
+"""The interface of environments: a class that replies to a policy, in a separate process.
 
     class Guess(Environment):
         def reset(self, row, rng):
@@ -10,10 +10,10 @@
                 return TrajectoryEnd(reward=1.0)
             return Turn("later" if text.strip() < self.secret else "earlier")
 
-Its other public methods are tools, which the policy can call instead of a final response; so are
-the functions in `tools`. A class with tools and without `step` ends with the first response that
-calls no tool. A method may be `async`. Nothing here imports torch: environments' processes start
-with it.
+The other public methods of the class, and the functions in `tools`, are tools that the policy can
+call. If a class has tools but no `step`, the first response without a tool call ends the
+trajectory. Methods may be `async`. This module does not import torch, because every environment's
+process loads it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from workers.agents.tools import Tool, answer_call, waited
 
 @dataclass(frozen=True)
 class Turn:
-    """The policy's observation, and the reward of its last text."""
+    """The observation that the policy reads next, and the reward of its last text."""
 
     text: str
     reward: float = 0.0
@@ -51,14 +51,14 @@ class TrajectoryEnd:
 
     reward: float = 0.0
     truncated: bool = False
-    """True if the environment could continue; it counts like reaching `environment.max_turns`."""
+    """True if the environment cut the trajectory; this counts like `environment.max_turns`."""
 
 
 class Environment:
     """Base class for environments; one instance per trajectory.
 
         env = Guess(**kwargs)
-        observation = env.reset(row, rng)     # None: the row's prompt is the whole observation
+        observation = env.reset(row, rng)     # None adds nothing to the row's prompt
         while not isinstance(answer := env.step(text), TrajectoryEnd):
             text = say(answer.text)
 
@@ -67,32 +67,34 @@ class Environment:
     """
 
     players: ClassVar[Sequence[str]] = ()
-    """Names of the trained players, if there are several: each has its own trajectory."""
+    """Names of the trained players, if there are several; each has its own trajectory."""
     rng_seed: int | None = None
 
     @cached_property
     def rng(self) -> Any:
-        """Random numbers of this sample, created at the first use."""
+        """Random number generator of this sample, created at its first use."""
         return np.random.default_rng(self.rng_seed)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
         """Start an episode from a row of the data; return the first observation, or None.
 
-        With several players, return a dict: player -> its first observation. These players speak.
+        With several players, return a dict from players to their first observations. These players
+        take the first turns.
         """
         return None
 
     def step(self, text: str) -> Any:
         """Reply to the policy's text with a `Turn` or a `TrajectoryEnd`.
 
-        With several players, the arguments are the text and the player who wrote it. Return a dict:
-        player -> its `Turn`, after which that player speaks, or its `TrajectoryEnd`.
+        With several players, the arguments are the text and the player who wrote it. Return a dict
+        that maps players to a `Turn`, after which the player takes its next turn, or to a
+        `TrajectoryEnd`.
         """
         raise NotImplementedError
 
 
 class EnvironmentAdapter(Environment):
-    """An environment class for many environments, chosen by an id: `environment=PREFIX:ID`.
+    """Base class of environments with an id in the setting: `environment=PREFIX:ID`.
 
         class Level(EnvironmentAdapter):                   # environment=levels.py:Level:7
             def reset(self, row, rng):
@@ -105,23 +107,23 @@ class EnvironmentAdapter(Environment):
     kwargs: ClassVar[Mapping[str, Any]]
     """`environment.kwargs`."""
     tools: ClassVar[Sequence[Tool]] = ()
-    """Tools of the policy in addition to methods."""
+    """Tools in addition to the class's methods."""
 
     @classmethod
     def id_in_full(cls, name: str) -> str:
-        """Return the id with absolute file names, because processes work in their own folders."""
+        """Return the id with absolute file names, because each process has its own folder."""
         return name
 
     @classmethod
     def prepare(cls) -> None:
-        """Reject an unknown id; called once, before trajectories are forked.
+        """Reject an unknown id; called once, before processes of trajectories are forked.
 
-        The forks share the modules that it imports.
+        The forked processes share the modules that this method imports.
         """
 
 
 ADAPTERS: Registry[str] = Registry("adapter of environments")
-"""Prefix -> module and class of its `EnvironmentAdapter`, or a function (id, kwargs) -> agent."""
+"""By prefix: module and name of an `EnvironmentAdapter`, or of a function (id, kwargs) -> agent."""
 for _prefix, _class in {
     "gem": "Gem",
     "gymnasium": "Gymnasium",
@@ -138,24 +140,27 @@ for _prefix, _class in {
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """The class, the tools, and the limits of their processes."""
+    """The configured environments, from which their processes load code and tools."""
 
     path: str | Mapping[str, str] = ""
-    """FILE.py:CLASS, package.module:CLASS, PREFIX:ID, or a dict by name; "": only tools."""
+    """FILE.py:CLASS, package.module:CLASS or PREFIX:ID, or a dict of these by name.
+
+    If "", there are only tools.
+    """
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the class, or with several classes a dict of them by name."""
+    """Arguments of the class; with several classes, a dict of arguments by name."""
     tools: Sequence[str] = ()
     """Paths of functions, FILE.py:FUNCTION or package.module:FUNCTION."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     endpoint: str = ""
-    """The URL of the endpoint for agents on other machines, if there is one."""
+    """The URL at which agents on other machines reach the policy, or ""."""
     reuses_replies: bool = False
-    """True if a request that an agent made before gets the reply of the first time."""
+    """True if an agent's repeated request gets the reply of the first one."""
     call_parser: Sequence[str] = ()
     """Names of `workers.agents.calls.FORMS`, or the path of a parser; empty means all formats."""
 
     def load_all(self) -> dict[str, Loaded]:
-        """Load the environments by name; a single environment has the name ""."""
+        """Load all environments, by name; a single environment has the name ""."""
         if isinstance(self.path, str):
             return {"": self.load()}
         return {
@@ -164,7 +169,7 @@ class EnvironmentSpec:
         }
 
     def load(self) -> Loaded:
-        """Load the class and the functions; raise a ConfigError if an entry is not usable."""
+        """Load the class and the functions; raise a `ConfigError` if one is not usable."""
         assert isinstance(self.path, str), "load_all loads several environments"
         cls, kwargs, parser = None, dict(self.kwargs), self._parser()
         functions = [
@@ -214,19 +219,19 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The loaded class and functions of a spec."""
+    """One environment's loaded class (or agent) and functions."""
 
     cls: type[Any] | None
     kwargs: Mapping[str, Any]
     functions: Sequence[Tool]
     parse: Parser = parse
     agent: Callable[..., Any] | None = None
-    """A function instead of the class."""
+    """A function that plays a trajectory, instead of a class."""
     endpoint: str = ""
     reuses_replies: bool = False
 
     def begin(self, seeds: tuple[int, int]) -> Playable:
-        """Create the environment or agent of a trajectory."""
+        """Create the environment or agent of one trajectory."""
         if self.agent is None:
             return Episode(self, seeds)
         from workers.agents.gateway import AgentEpisode, AgentSession
@@ -241,7 +246,7 @@ class Loaded:
 
     @cached_property
     def tools(self) -> list[Tool]:
-        """All tools of the policy: functions, and the environment's methods."""
+        """All tools of the policy: the configured functions, and the environment's tools."""
         if self.cls is None:
             return [*self.functions]
         methods = [
@@ -255,7 +260,7 @@ class Loaded:
 
     @cached_property
     def has_step(self) -> bool:
-        """True if the class replies to texts."""
+        """True if the class has a `step` that replies to texts."""
         return self.cls is not None and _has_step(self.cls)
 
     @property
@@ -267,7 +272,7 @@ class Loaded:
 
     @cached_property
     def of_reset(self) -> list[inspect.Parameter]:
-        """The parameters of `reset`; read once, before trajectories are forked."""
+        """The parameters of `reset`, read once before processes of trajectories are forked."""
         if self.cls is None:
             return []
         return [*inspect.signature(self.cls.reset).parameters.values()][1:]
@@ -289,13 +294,13 @@ NO_TOOLS = {"reset", "step", "get_reward"}
 
 
 def _has_step(cls: type) -> bool:
-    """Return True if `step` replies to texts."""
+    """Return True if the class has a `step` that replies to texts."""
     step = getattr(cls, "step", None)
     return step not in (None, Environment.step) and not _step_is_tool(cls)
 
 
 def _step_is_tool(cls: type) -> bool:
-    """Return True if `step` is a tool that returns text, as in TRL."""
+    """Return True if `step` is a tool that returns text, as in environments for TRL."""
     step = getattr(cls, "step", None)
     if step is None or issubclass(cls, Environment):
         return False
@@ -303,7 +308,7 @@ def _step_is_tool(cls: type) -> bool:
 
 
 def in_full(path: str) -> str:
-    """Return a path with an absolute file name, because processes work in their own folders."""
+    """Return a path with an absolute file name, because each process has its own folder."""
     where, name, own_id = _parts(path)
     prefix = path.partition(":")[0]
     if prefix in ADAPTERS:
@@ -315,7 +320,7 @@ def in_full(path: str) -> str:
 
 
 def _parts(path: str) -> tuple[str, str, str]:
-    """Split a path into file or module, name in it, and the id after them ("" without one)."""
+    """Split a path into the file or module, the name in it, and the id after the name, or ""."""
     prefix, _, rest = path.partition(":")
     if prefix in ADAPTERS:
         where, _, name = ADAPTERS[prefix].partition(":")
@@ -325,7 +330,7 @@ def _parts(path: str) -> tuple[str, str, str]:
 
 
 def object_at(path: str, key: str) -> Any:
-    """Load the object at a path; `key` is the setting of the path."""
+    """Load the object at a path; errors name the setting `key`."""
     where, name, _ = _parts(path)
     if ":" not in path:
         where, _, name = path.rpartition(".")
@@ -340,7 +345,7 @@ def object_at(path: str, key: str) -> Any:
 
 
 def _class_of(cls: Any, path: str, kwargs: Mapping[str, Any]) -> type:
-    """Return the class of environments at a path, for its id if it has one."""
+    """Return the environment class at a path; an adapter becomes a subclass with its id."""
     own_id = _parts(path)[2]
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
         raise ConfigError(
@@ -389,10 +394,10 @@ def _check_signatures(cls: Any, path: str, kwargs: Mapping[str, Any]) -> None:
 
 
 class Playable(Protocol):
-    """The environment or agent of a trajectory, in the process that runs it."""
+    """Interface of a trajectory's environment or agent, in the process that runs it."""
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first reply."""
+        """Start, and return the first reply."""
         ...
 
     def step(self, text: str) -> dict[str, Any]:
@@ -404,7 +409,7 @@ class Episode:
     """One environment and its tools, in the process that runs it."""
 
     def __init__(self, loaded: Loaded, seeds: tuple[int, int]) -> None:
-        """Create the environment; one seed is for all samples of a prompt, one for this sample."""
+        """Create the environment; `seeds` are the prompt's, for all samples, and this sample's."""
         self._seeds = seeds
         seed_globals(seeds[0])
         self._env: Any = None
@@ -417,15 +422,15 @@ class Episode:
         self._tools = {tool.name: tool.bound_to(self._env) for tool in loaded.tools}
         self._loaded = loaded
         self._silent = set(loaded.players)
-        """Players without an observation so far."""
+        """Players that have not had an observation yet."""
         self._waiting = set(loaded.players)
-        """Players that do not speak next, and have not ended."""
+        """Players that have not ended and whose turn it is not."""
         self._speaking: set[str] = set()
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first observation, a text or None; with several players, by player."""
+        """Return the first observation: a text or None, or with several players a dict of texts."""
         text = None
-        if self._env is not None:  # give `reset` what it names: columns, the row, the rng
+        if self._env is not None:  # pass the parameters of `reset`: columns, the row, the rng
             names = {p.name for p in self._loaded.of_reset}
             takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.of_reset)
             arguments = {**row, "row": dict(row)}
@@ -450,7 +455,7 @@ class Episode:
     def _of_players(
         self, method: str, answers: Any, read: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Check and convert the replies to players, by name."""
+        """Check and convert the replies to players, by player."""
         players = self._loaded.players
         if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
             raise TypeError(
@@ -475,9 +480,9 @@ class Episode:
         return {"players": replies}
 
     def step(self, text: str, player: str = "") -> dict[str, Any]:
-        """Return the reply to this text: messages, its reward, and whether the trajectory ends.
+        """Return the reply to this text: messages, the text's reward, and if the trajectory ends.
 
-        With several players, return the observation of each after this player's text.
+        With several players, return such replies by player.
         """
         calls = self._loaded.parse(text)[0] if self._tools else []
         if calls:

@@ -1,8 +1,8 @@
-"""Injected faults of environments (`faults.kill_environment`, `faults.delay_environment`).
+"""Faults injected into environments (`faults.kill_environment`, `faults.delay_environment`).
 
 The seed, the trajectory's noise key and the index of the reply determine which replies get a fault,
-independent of rank and time. Faults affect only the first environment of a trajectory, so
-its restart runs without faults.
+independent of rank and time. Faults affect only the first attempt of a trajectory, so after a
+restart it runs without faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KINDS = KILL, DELAY = "kill_environment", "delay_environment"
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities of injected faults per reply."""
+    """The probability that a reply gets each kind of fault."""
 
     kill_environment: float = 0.0
     delay_environment: float = 0.0
@@ -25,7 +25,7 @@ class Faults:
 
     @classmethod
     def of(cls, settings: Any) -> Faults:
-        """Return the faults in the section `faults`; none for a recipe without these keys."""
+        """Read the section `faults`; a recipe without these keys has no faults."""
         if not hasattr(settings, "kill_environment"):
             return cls()
         return cls(

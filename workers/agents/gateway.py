@@ -1,4 +1,4 @@
-"""An agent: a program that calls the policy through OpenAI's API, in the agent's process.
+"""Agents: programs that call the policy through OpenAI's API.
 
     import openai                                   # my_agent.py
 
@@ -13,9 +13,9 @@
       +------------------------ sampled response <------step------------------------+
 
 The endpoint is in the agent's process, on a port of the loopback interface, which also exists in a
-sandbox without network. A request is a turn: its messages after the earlier ones are the
-observation. The session is part of the URL: below it are `v1/chat/completions`, `v1/models`, and
-`inference/v1/generate`, which takes and returns token ids.
+sandbox without network. Each request is one turn, and its new messages are the observation. The
+first part of the URL's path is the session's key. After it come `v1/chat/completions`, `v1/models`,
+and `inference/v1/generate`, which accepts and returns token ids.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from workers.agents.tools import Tool, describe_type, fits, waited
 COUNT_TOKENS, BYTES_PER_TOKEN = "v1/messages/count_tokens", 4
 OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
 MODEL = "policy"
-"""The name of the policy in `v1/models`; a request may use any name."""
+"""The policy's name in `v1/models`; a request may use any name unless there are several players."""
 GIVEN = ("row", "rng", "base_url", "api_key", "model")
-"""Arguments that an agent may have; the first argument marks a function as an agent."""
+"""Parameters that an agent may have. A function with the first of them is an agent."""
 ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}
 LONGEST_BODY = 2**22
 """Maximum bytes of a request."""
@@ -74,12 +74,12 @@ KINDS: dict[str, Mapping[str, Any]] = {
     "token_ids": {"type": "array", "items": INTEGER},
     "sampling_params": {"type": "object"},
 }
-"""Types of the fields of a body, as JSON schemas."""
+"""JSON schemas of the fields of a request body."""
 NO_MATTER = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "cache_salt", "priority"),
 }
-"""Settings without an effect on sampling."""
+"""Request fields that have no effect on sampling."""
 COUNTS = ("max_tokens", "max_completion_tokens", "n")
 OF_CHAT = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
 OF_IDS = {
@@ -89,11 +89,15 @@ OF_IDS = {
     "logprobs",
     "routed_experts_prompt_start",
 }
-"""Token ids are never skipped and always have log-probs; experts cannot be requested."""
+"""Fields of a request with token ids that are not sampling settings.
+
+Values that would change the reply have no effect: it has all sampled ids, with log-probs and
+without experts.
+"""
 
 
 class RejectedRequest(Exception):
-    """A request whose HTTP response is an error in OpenAI's format."""
+    """Raised for a request whose HTTP response is an error in OpenAI's format."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
@@ -120,7 +124,7 @@ def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
 
 
 class AgentEpisode:
-    """One trajectory of an agent: its requests are what the policy observes."""
+    """One trajectory of an agent, whose requests are the policy's observations."""
 
     def __init__(
         self,
@@ -130,16 +134,16 @@ class AgentEpisode:
         session: AgentSession,
         url: str = "",
     ) -> None:
-        """Create the episode; one seed is for all samples of a prompt, one for this sample.
+        """Create the episode; `seeds` are the prompt's, for all samples, and this sample's.
 
-        `url` is the address of the endpoint for other machines, if there is one.
+        `url` is the address at which agents on other machines reach the policy, or "".
         """
         self._agent, self._kwargs, self._session, self._url = agent, kwargs, session, url
         self._rng = np.random.default_rng(seeds[0])
         seed_globals(seeds[1])
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the agent; return its first request, or its end."""
+        """Start the agent; return its first request, or its end if it makes none."""
         session, server = self._session, endpoint()
         server.session = session
         root = f"http://127.0.0.1:{server.server_port}/{session.name}"
@@ -185,11 +189,11 @@ class Request:
     with_usage: bool = False
     model: str = MODEL
     is_retry: bool = field(default=False, compare=False)
-    """True if OpenAI's client repeats the request, after waiting too long for a response."""
+    """True if OpenAI's client sends the request again, because the response took too long."""
 
 
 Answers = list[tuple[str, dict[str, Any]]]
-"""Names of a request's completions, each with its sampled content."""
+"""The completions of a request: the name and the sampled content of each."""
 
 
 class AgentSession:
@@ -198,9 +202,9 @@ class AgentSession:
     def __init__(
         self, parser: Parser = parse, players: Sequence[str] = (), reuses: bool = False
     ) -> None:
-        """Create the session; with `reuses`, a repeated request gets its first response."""
+        """Create the session; with `reuses`, a repeated request gets the first one's response."""
         self.name = secrets.token_hex(16)
-        """The key of the session."""
+        """The session's key, which is secret."""
         self.parser, self.reuses = parser, reuses
         self.is_over = False
         self._events: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
@@ -208,7 +212,7 @@ class AgentSession:
             player: Conversation(self, player, self._events) for player in players or [""]
         }
         self.models = [player or MODEL for player in self._conversations]
-        """The names of the policy: with several players, those of the players."""
+        """The model names that `v1/models` lists: the policy's, or those of the players."""
 
     def next(self) -> dict[str, Any]:
         """Return the agent's next request, or its end; raise the agent's error."""
@@ -220,11 +224,11 @@ class AgentSession:
         return event
 
     def answer(self, answer: dict[str, Any], player: str = "") -> None:
-        """Answer the waiting request."""
+        """Complete the waiting request with a sampled turn."""
         self._conversations[player].answers.put(answer)
 
     def of_model(self, model: str) -> Conversation:
-        """Return the conversation of the player that a request names as its model."""
+        """Return the conversation of the player whose name a request has as its model."""
         if "" in self._conversations:
             return self._conversations[""]
         if model not in self._conversations:
@@ -241,7 +245,7 @@ class AgentSession:
     def end(self, result: Any) -> None:
         """End the session with the agent's return value.
 
-        It is a reward, or rewards by the names of players and completions.
+        It is a reward, or a dict of rewards by player or by id of a completion.
         """
         rest = dict(result) if isinstance(result, Mapping) else {"": result}
         ends = {}
@@ -257,7 +261,7 @@ class AgentSession:
         self._put_end(ends)
 
     def fail(self, error: BaseException) -> None:
-        """End the session with the agent's error; after its last turn only the reward is lost."""
+        """End the session with the agent's error; once turns are used up, the reward is just 0."""
         conversations = self._conversations
         if any(one.is_cut for one in conversations.values()):
             self._put_end({player: {"end": True, "reward": 0.0} for player in conversations})
@@ -271,7 +275,7 @@ class AgentSession:
 
 
 class Conversation:
-    """The requests of one player in order, and their responses."""
+    """The requests of one player, in order, and their responses."""
 
     def __init__(self, session: AgentSession, player: str, events: queue.SimpleQueue[Any]) -> None:
         self._session, self._player, self._events = session, player, events
@@ -281,17 +285,17 @@ class Conversation:
         self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._history: list[dict[str, Any]] = []
         self._histories: dict[str, list[dict[str, Any]]] = {}
-        """The messages up to each completion, by its name."""
+        """By name of a completion: the messages up to it."""
         self._tools: list[dict[str, Any]] = []
         self._num_turns = 0
         self._calls: dict[str, Any] = {}
-        """Information about the calls in the last response, for the next event."""
+        """Information about tool calls in the last response, which is sent with the next event."""
         self._recent: deque[tuple[Request, Future[Answers]]] = deque(maxlen=64)
-        """The latest requests, which a client may repeat."""
+        """The latest requests and their completions, in case a client repeats a request."""
 
     @property
     def has_requests(self) -> bool:
-        """True if the player has a turn, or waits for one."""
+        """True if the player has made a request."""
         return bool(self._num_turns) or self._turn.locked()
 
     def has_sampled(self, name: Any) -> bool:
@@ -300,7 +304,7 @@ class Conversation:
         return conversation == self._name and turn.isdecimal() and int(turn) < self._num_turns
 
     def before(self, name: str) -> list[dict[str, Any]]:
-        """The messages up to a completion."""
+        """Return the messages up to a completion, including it."""
         if name not in self._histories:
             raise RejectedRequest(
                 f"there is no response {name!r:.80}", "previous_response_id", status=404
@@ -308,7 +312,7 @@ class Conversation:
         return self._histories[name]
 
     def end(self, total: float, rewards: Mapping[str, Any]) -> dict[str, Any]:
-        """The end of the trajectory, with rewards by completions."""
+        """Return the event that ends the trajectory; `rewards` are by name of a completion."""
         turns = {int(name.rpartition("-")[2]): _number(one) for name, one in rewards.items()}
         end = {"end": True, "reward": total, "rewards": sorted(turns.items())}
         return end | self._take_calls()
@@ -316,7 +320,7 @@ class Conversation:
     def ask(self, request: Request) -> Answers:
         """Wait for the completions of a request; return their names and contents.
 
-        A request that a client repeats gets the first responses again.
+        A request that a client repeats gets the completions of the first one.
         """
         with self._lock:
             known = [future for earlier, future in self._recent if earlier == request]
@@ -332,7 +336,7 @@ class Conversation:
         return future.result()
 
     def _answers_to(self, request: Request) -> Answers:
-        """Sample each choice in a separate turn, once earlier requests are answered."""
+        """Sample each choice in a turn of its own, once earlier requests are complete."""
         with self._turn:
             answers = [self._answer_to(request)]
             while len(answers) < answers[0][1].get("served", {}).get("n", 1):
@@ -378,7 +382,10 @@ class Conversation:
         return {name: value for name, value in calls.items() if value}
 
     def _message(self, answer: Mapping[str, Any], request: Request, turn: int) -> dict[str, Any]:
-        """Return the sampled text as a message; a text with a faulty call stays text."""
+        """Return the sampled text as a message, with its tool calls parsed.
+
+        If a call is faulty, the whole text stays content.
+        """
         text: str = answer["text"]
         served = answer.get("served", {})
         for stop in stop_strings(served):
@@ -415,7 +422,7 @@ def _number(reward: Any) -> float:
 
 
 def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return the parts of messages that a policy reads; clients change other parts."""
+    """Return the parts of messages that the policy reads, because clients may change others."""
     return [
         (
             message["role"],
@@ -430,20 +437,20 @@ def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the texts with which a request ends a turn."""
+    """Return the stop strings of a request."""
     stop = settings.get("stop", ())
     return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
 
 
 def _arguments(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the arguments of a call as JSON; texts are typed by the tool's schema, if known."""
+    """Return the arguments of a call as JSON; the tool's schema, if known, gives texts types."""
     schema = schemas.get(call.name, {})
     typed = Tool(call.name, "", schema, print).typed if call.has_texts else dict
     return json.dumps(typed(call.arguments))
 
 
 def read_request(path: str, body: Any) -> Request:
-    """Parse a body; reject unsupported fields by name."""
+    """Parse a request body; reject unsupported fields by name."""
     if not isinstance(body, dict):
         raise RejectedRequest("the body is not a JSON object")
     is_chat = path.endswith("/chat/completions")
@@ -487,7 +494,7 @@ def read_request(path: str, body: Any) -> Request:
 
 
 def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any]:
-    """Return the body of another API as a body of chat completions."""
+    """Convert the body of another API's request to a body of chat completions."""
     if not isinstance(body, dict):
         raise RejectedRequest("the body is not a JSON object")
     try:
@@ -505,7 +512,7 @@ def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any
 
 
 def key_in(headers: Iterable[tuple[str, str]]) -> str:
-    """Return the key in the headers of OpenAI's and Anthropic's clients."""
+    """Return the session's key in the headers, where OpenAI's or Anthropic's client puts it."""
     for name, value in headers:
         if name.lower() == "x-api-key":
             return value.strip()
@@ -523,7 +530,7 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
 
 
 def _read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a message for chat templates: text content, and calls with arguments as an object."""
+    """Convert a message for chat templates: content as text, arguments of calls as objects."""
     role, calls = raw.get("role"), raw.get("tool_calls") or []
     if not isinstance(role, str) or role not in ROLES:
         raise RejectedRequest(
@@ -568,7 +575,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion(request: Request, answers: Answers) -> dict[str, Any]:
-    """Return the body of an HTTP response, named after the last choice."""
+    """Return the body of an HTTP response, whose id is the name of the last choice."""
     num_read = sum(answer.get("num_read", 0) for _, answer in answers)
     num_sampled = sum(answer.get("num_sampled", 0) for _, answer in answers)
     usage = {
@@ -625,7 +632,7 @@ def chunks(request: Request, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class AgentEndpoint(ThreadingHTTPServer):
-    """The HTTP server of a process; it has one session at a time."""
+    """The HTTP server of an agent's process, which serves one session at a time."""
 
     daemon_threads = True
     session: AgentSession | None = None
@@ -633,14 +640,14 @@ class AgentEndpoint(ThreadingHTTPServer):
 
 @cache
 def endpoint() -> AgentEndpoint:
-    """Return the server of this process, on a free port."""
+    """Return the server of this process, which listens on a free port."""
     server = AgentEndpoint(("127.0.0.1", 0), _AgentHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
 class OuterEndpoint(AgentEndpoint):
-    """The server for agents on other machines, whose requests `workers.agents.router` forwards."""
+    """A server for agents on other machines, whose connections `workers.agents.router` forwards."""
 
     address_family = socket.AF_UNIX
     server_bind = socketserver.TCPServer.server_bind
@@ -649,14 +656,14 @@ class OuterEndpoint(AgentEndpoint):
 
 @cache
 def outer_endpoint() -> OuterEndpoint:
-    """Return the server of this process, on a socket in its folder."""
+    """Return the server of this process for other machines, on a socket in the process's folder."""
     server = OuterEndpoint(f"{os.getpid()}.socket", _OuterHandler)  # type: ignore[arg-type]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
 def open_to_others(session: AgentSession) -> None:
-    """Let the router find the session by its key: the name of a link to the socket."""
+    """Create a link to the socket, named by the session's key, by which the router finds it."""
     server = outer_endpoint()
     if server.key_file:
         os.remove(server.key_file)

@@ -1,15 +1,15 @@
 """Processes of environments: one per trajectory, forked from a process that has loaded their code.
 
-    host = EnvironmentHost(spec)                   # a ConfigError if the code is rejected
-    host.open(7, seeds, row)                       # a process; its first answer is `reset`'s
-    host.say(7, "42")                              # the next is `step`'s
+    host = EnvironmentHost(spec, step_timeout_s)   # raises a ConfigError for invalid code
+    host.open(7, seeds, row)                       # the first answer comes from `reset` ...
+    host.say(7, "42")                              # ... and the next one from `step`
     for number, answer in host.answers(seconds):   # answers that have arrived, or failures
         ...
     host.end(7); host.close()
 
-Global state, such as Python's and numpy's random numbers, belongs to the only trajectory in a
-process. When a trajectory has ended without an error, its process is reused for the next one, with
-that trajectory's seeds. All processes run under one supervisor, in a sandbox
+A process runs one trajectory at a time, so trajectories do not share global state, such as Python's
+and numpy's random number generators. When a trajectory ends without an error, the next one reuses
+its process, with its own seeds. All processes run under one supervisor, in a sandbox
 (`verl_like.process.supervisor`). Answers are JSON, one per line.
 """
 
@@ -42,17 +42,17 @@ from workers.rewards.channel import DriverEnd, NoAnswerError
 logger = logging.getLogger(__name__)
 
 BROKEN, LATE = "environment", "deadline"
-"""Reasons of failures; the second is a missed deadline."""
+"""Reasons for failures: an error of the environment, or a missed deadline."""
 START_S = 60.0
 """Time limit for loading the code."""
 TO_JSON = json.JSONEncoder(default=str).encode
-"""Values that JSON cannot represent are sent as text."""
+"""Encodes messages as JSON; values that JSON cannot represent are sent as text."""
 LONGEST_LINE = 2**22
 """Maximum bytes of an answer."""
 ENDED_S = 0.5
-"""Time between the end of an environment's process and its reported failure."""
+"""Seconds until the end of an environment's process is reported as a failure."""
 END_S = 10.0
-"""Time for the supervisor to kill its processes."""
+"""Seconds that the supervisor has to kill its processes."""
 
 
 @dataclass
@@ -60,31 +60,31 @@ class _Process:
     number: int
     socket: socket.socket
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
-    """Messages that are sent once earlier ones are answered."""
+    """Messages to send once earlier ones are answered."""
     rest: bytes = b""
     until: float = 0.0
     is_busy: bool = False
     has_ended: bool = False
     is_agent: bool = False
-    """True if its last answer was a request: a user's program waits for a response."""
+    """True if its last answer was an agent's request, so that a program waits for a response."""
     busy_s: float = 0.0
-    """Seconds of work for its last answer."""
+    """Seconds that the process worked on its last answer."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Facts about an environment before it starts."""
+    """What the code of an environment declares: tools, columns and players."""
 
     tools: list[dict[str, Any]]
     """Schemas of the tools that the policy can call."""
     columns: list[str] = field(default_factory=list)
-    """Columns of a row that it requires."""
+    """Columns that it requires in a row."""
     players: list[str] = field(default_factory=list)
     """Names of its trained players; empty if there is only one."""
 
 
 COLUMN = "environment"
-"""Column of the data that names the environment of a row, if a run has several."""
+"""Column of the data that names a row's environment, if a run has several environments."""
 
 
 def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
@@ -99,20 +99,23 @@ def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
 
 
 class EnvironmentHost:
-    """The environments of one rollout process, as the rollout sees them."""
+    """Starts the environments of one rollout process, and communicates with them."""
 
     def __init__(self, spec: EnvironmentSpec, step_timeout_s: float) -> None:
-        """Start the process that loads the code; an answer may take at most `step_s` seconds."""
+        """Start the process that loads the code.
+
+        Each answer of an environment may take at most `step_timeout_s` seconds.
+        """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:  # every open trajectory needs a socket
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._spec, self._step_timeout_s = spec, step_timeout_s
         self.num_starts = 0
-        """Number of processes that have loaded the code; more than one after a restart."""
+        """How often a process has loaded the code; more than once after a restart."""
         self._open: dict[int, _Process] = {}
-        """Processes by the number of their trajectory."""
+        """By number of a trajectory: its process."""
         self._idle: list[_Process] = []
-        """Processes whose trajectories ended without an error, for the next trajectories."""
+        """Processes for the next trajectories; their previous ones ended without an error."""
         self._numbers = itertools.count()
         self._failed: list[tuple[int, dict[str, Any]]] = []
         self._router: Router | None = None
@@ -140,7 +143,7 @@ class EnvironmentHost:
         )
         until = time.monotonic() + START_S
         try:
-            pid, folder = self._channel.receive(until)  # the exit of the process with the code
+            pid, folder = self._channel.receive(until)  # of the process that loads the code
             if self._router is not None:
                 self._router.folder = folder
             with suppress(AttributeError, ProcessLookupError):  # not on Linux, or it has ended
@@ -153,7 +156,7 @@ class EnvironmentHost:
             self._end()
             raise ConfigError(problem)
         self.kinds = {name: Kind(*fields) for name, fields in kinds.items()}
-        self._orders.setblocking(True)  # the channel is a copy with its own deadlines
+        self._orders.setblocking(True)  # only the channel, a copy of it, needs timeouts
         ends: list[socket.socket | int] = [self._orders, *handles]
         for end in ends:
             self._selector.register(end, selectors.EVENT_READ, None)
@@ -182,7 +185,7 @@ class EnvironmentHost:
         return [tool for kind in self.kinds.values() for tool in kind.tools]
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
-        """Start an environment with this row, in a separate process."""
+        """Start a trajectory with this row, in an idle or a new process."""
         process = self._idle.pop() if self._idle else self._start()
         self._open[number] = process
         self._selector.register(process.socket, selectors.EVENT_READ, number)
@@ -192,26 +195,29 @@ class EnvironmentHost:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         process = _Process(next(self._numbers), ours)
-        with suppress(OSError), theirs:  # otherwise the next message to it fails
+        with suppress(OSError), theirs:  # after an error, the first message to the process fails
             socket.send_fds(self._orders, [ORDER.pack(OPEN, process.number)], [theirs.fileno()])
         return process
 
     def say(self, number: int, text: str, delay_s: float = 0.0, **details: Any) -> None:
-        """Send the policy's text to an environment, and further details to an agent.
+        """Send the policy's text to an environment; `details` are for agents.
 
-        The answer is delayed by `delay_s` seconds.
+        With `delay_s`, the environment waits so many seconds before it answers (fault injection).
         """
         self._send(number, {"text": text, "delay_s": delay_s, **details})
 
     def kill(self, number: int) -> None:
-        """Kill an environment's process instead of waiting for its next answer."""
+        """Kill an environment's process, whose next answer is then a failure (fault injection)."""
         process = self._open[number]
         process.until, process.is_busy = time.monotonic() + self._step_timeout_s, True
         with suppress(OSError):
             self._orders.send(ORDER.pack(KILL, process.number))
 
     def answers(self, seconds: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield answers that arrive within `seconds`; {"failed": why} ends a trajectory."""
+        """Yield the answers that arrive within `seconds`, by number of the trajectory.
+
+        The answer {"failed": ...} means that the environment failed.
+        """
         now = time.monotonic()
         waits = [p.until for p in self._open.values() if p.is_busy]
         if self._failed or not waits:
@@ -219,7 +225,7 @@ class EnvironmentHost:
         else:
             seconds = max(0.0, min(seconds, min(waits) - now))
         ready = [key.data for key, _ in self._selector.select(seconds)]
-        if None in ready:  # the process of the code has ended
+        if None in ready:  # the process that loaded the code has ended
             self._replace_host()
             ready = []
         for number in ready:
@@ -238,12 +244,12 @@ class EnvironmentHost:
         yield from failed
 
     def busy_s(self, number: int) -> float:
-        """Return the seconds of work for an environment's last answer; inf after a failure."""
+        """Return the seconds that an environment worked on its last answer; inf after a failure."""
         process = self._open.get(number)
         return math.inf if process is None else process.busy_s
 
     def end(self, number: int) -> None:
-        """End a trajectory; its process is reused, unless something still runs in it."""
+        """End a trajectory; reuse its process unless something is still running in it."""
         process = self._open.pop(number, None)
         if process is None:
             return
@@ -279,7 +285,7 @@ class EnvironmentHost:
         try:
             with suppress(BlockingIOError):
                 line = line[process.socket.send(line) :]
-            if line:  # more data than the buffer of the socket holds
+            if line:  # the message is larger than the socket's buffer
                 process.socket.settimeout(self._step_timeout_s)
                 process.socket.sendall(line)
                 process.socket.setblocking(False)
@@ -289,7 +295,7 @@ class EnvironmentHost:
             self._note_end(process)
 
     def _note_end(self, process: _Process) -> None:
-        """Delay the failure until it is known whether and why the host has ended."""
+        """Report a failure a little later, when it is known if the host has ended, and why."""
         if not process.has_ended:
             self._selector.unregister(process.socket)
         process.has_ended = process.is_busy = True
@@ -337,7 +343,7 @@ class EnvironmentHost:
 
     def _fail(self, number: int, why: str, reason: str = BROKEN) -> None:
         if number in self._open:
-            self._open[number].is_busy = True  # so that the process is not reused
+            self._open[number].is_busy = True  # prevents that the process is reused
             self.end(number)
             self._failed.append((number, {"failed": why, "reason": reason}))
 
@@ -366,21 +372,21 @@ def _end(
 
 
 RECORDED = "recorded_answers"
-"""Column with the environment's answers to each row's trajectory, in order."""
+"""Column with the answers that each row's environment gave, in order."""
 OVER = {"failed": "no further answer was recorded", "reason": "environment"}
 
 
 class RecordedHost:
-    """Has the interface of `EnvironmentHost`; a trajectory's row contains its answers."""
+    """Replays recorded answers, which are in the rows, with the interface of `EnvironmentHost`."""
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
-        """Create the host; a recorded trajectory is played without other players."""
+        """Create the host; each recorded trajectory is replayed without other players."""
         self.kinds = {name: replace(kind, players=[]) for name, kind in kinds.items()}
         self._left: dict[int, Iterator[Mapping[str, Any]]] = {}
         self._asked: list[int] = []
 
     def open(self, number: int, seeds: tuple[int, int], row: Mapping[str, Any]) -> None:
-        """Start with the first answer."""
+        """Start a trajectory, and request its first answer."""
         self._left[number] = iter(row[RECORDED])
         self._asked.append(number)
 
@@ -395,7 +401,7 @@ class RecordedHost:
             yield number, next(self._left[number], OVER)
 
     def busy_s(self, number: int) -> float:
-        """Return 0, because no environment works."""
+        """Return 0, because no environment is running."""
         return 0.0
 
     def kill(self, number: int) -> None:

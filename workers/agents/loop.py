@@ -1,17 +1,17 @@
-"""Many trajectories next to one engine: no turn waits for the turn of another trajectory.
+"""Play many trajectories with one engine, so that no turn waits for another trajectory's turn.
 
     environments --observation--> samples to continue --submit--> engine
          ^                                                          |
          +---------------------- sampled text <---------take--------+
 
-A turn is a further request with a longer response: the sampled tokens, the tokens observed since
-then (with version -1, without log-probs), and room for more. An engine may reuse its computation of
-a sample for the next turn. The results depend neither on this nor on the order of trajectories:
-they equal those of a fresh engine that gets the history.
+For each turn, the sample is submitted again with a longer response: the sampled tokens, and the
+tokens observed since then (with version -1, without log-probs). An engine may reuse the keys and
+values of earlier turns. The results depend neither on this nor on the order of trajectories: they
+equal those of a new engine that gets the whole history.
 
-With `environment.history_tokens=retokenized`, a chat that the template renders differently than it
-was read is appended to the response again, as a segment: the engine reads only the segment, and so
-does the trainer.
+With `environment.history_tokens=retokenized`, the template may render the chat differently than it
+was read. Then the whole chat is appended to the response as a new segment, and engine and trainer
+read this segment without the tokens before it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
 
 TAKE_S = 0.05
-"""Longest time between two polls of the environments while the engine generates."""
+"""Maximum seconds between two polls of the environments while the engine generates."""
 BATCH_S = 0.005
-"""While the engine is idle, answers that arrive within this time are read together."""
+"""While the engine is idle, answers that arrive within these seconds are handled together."""
 GATHER = 8
-"""New trajectories start when there is at least one per `GATHER` running ones, or after
-`MOST_WAITS` polls: a pass that reads few prompts costs as much as a pass that reads many.
+"""New trajectories wait until there is one per `GATHER` running ones, or for `MOST_WAITS` polls.
+
+A pass that reads few prompts costs as much as a pass that reads many.
 """
 MOST_WAITS = 16
 
@@ -54,21 +55,21 @@ class TurnLoop:
         self._engine, self._host, self._chat, self._config = engine, host, chat, config
         self._numbers = itertools.count()
         self._trajectories: dict[int, Trajectory] = {}
-        """The trajectories that are not taken, by number."""
+        """The trajectories that `take` has not returned yet, by number."""
         self._environments: dict[int, range] = {}
-        """Numbers of the trajectories of each open environment, one per player."""
+        """By id of an environment that has not ended: its trajectories' numbers, one per player."""
         self._num_waits = 0
         self._setting: Setting
 
     @property
     def num_running(self) -> int:
-        """Trajectories that were submitted and neither taken nor aborted."""
+        """Number of trajectories that were submitted and neither taken nor aborted."""
         return len(self._trajectories)
 
     def play(
         self, starts: Sequence[TrajectoryStart], sampling: SamplingParams, num_open: int
     ) -> list[Trajectory]:
-        """Play all to their ends, at most `num_open` at the same time; return them in order."""
+        """Play all trajectories to the end, at most `num_open` at a time; return them in order."""
         numbers = self.submit(starts, sampling, num_open)
         ended = self.take()
         return [ended[number] for number in numbers]
@@ -104,11 +105,10 @@ class TurnLoop:
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None
     ) -> dict[int, Trajectory]:
-        """Play until all have ended; return the ended trajectories by number.
+        """Play until all trajectories have ended; return those that ended, by number.
 
-        With `max_tokens`, play until one trajectory has about that many more tokens; with
-        `seconds`, no longer than that. The others keep their environments and continue in the next
-        call.
+        Return earlier once one trajectory has about `max_tokens` more tokens, or after `seconds`.
+        Unfinished trajectories keep their environments and continue in the next call.
         """
         budget = TakeBudget(max_tokens, seconds)
         for trajectory in self._trajectories.values():
@@ -144,14 +144,13 @@ class TurnLoop:
         self._trajectories, self._environments = {}, {}
 
     def _players(self, environment_id: int) -> list[Trajectory]:
-        """Return the trajectories of an environment."""
+        """Return the trajectories of an environment, one per player."""
         return [self._trajectories[number] for number in self._environments.get(environment_id, ())]
 
     def _end_environments(self) -> None:
-        """End the environments that have no trajectory left.
+        """End the environments whose trajectories have all ended.
 
-        If a trajectory ends for another reason than its environment's reply, the trajectories of
-        the other players end, too.
+        If a trajectory ends without its environment ending it, those of the other players also end.
         """
         ended = {
             t.environment_id for t in self._in(TrajectoryState.ENDED)
@@ -173,7 +172,7 @@ class TurnLoop:
         ]
 
     def _open(self) -> list[Trajectory]:
-        """Return the trajectories that have an environment."""
+        """Return the trajectories whose environments have started and that have not ended."""
         closed = TrajectoryState.QUEUED, TrajectoryState.ENDED
         return [
             trajectory
@@ -182,18 +181,18 @@ class TurnLoop:
         ]
 
     def _play_on(self, budget: TakeBudget) -> bool:
-        """Read the answers of environments, then let the engine generate for a while.
+        """Handle the answers of environments, then let the engine generate for a while.
 
-        Returns True if a trajectory has as many tokens as `budget` allows.
+        Return True if a trajectory has as many new tokens as `budget` allows.
         """
         seconds = min(TAKE_S, budget.seconds_left)
         is_idle = not self._in(TrajectoryState.ENGINE)
         self._receive(seconds if is_idle and not self._in(TrajectoryState.READY) else 0.0)
         for _ in range(MOST_WAITS if is_idle else 0):
-            # reading a few answers and then the rest would cost two passes
+            # wait for answers that arrive soon: reading them separately would cost two passes
             if not self._receive(min(BATCH_S, budget.seconds_left)):
                 break
-        # all new observations together, which costs less than one by one
+        # tokenizing all new observations together is faster than one by one
         observed = self._in(TrajectoryState.OBSERVED)
         all_ids = self._chat.ids_of([trajectory.observation[0] for trajectory in observed])
         for trajectory, ids in zip(observed, all_ids, strict=True):
@@ -231,7 +230,7 @@ class TurnLoop:
         return count
 
     def _submit_ready(self) -> None:
-        """Submit the samples that are ready; first turns are submitted several at once."""
+        """Submit the samples that are ready; first turns wait until there are several of them."""
         ready = self._in(TrajectoryState.READY)
         if not ready:
             return
@@ -250,7 +249,7 @@ class TurnLoop:
         self._num_waits = 0
 
     def _end_late(self) -> None:
-        """End the trajectories that have taken too long, whatever they wait for."""
+        """End the trajectories that exceed `environment.trajectory_timeout_s`."""
         most, now = self._config.trajectory_timeout_s, time.monotonic()
         for trajectory in self._open():
             if now - trajectory.began <= most:
@@ -264,10 +263,10 @@ class TurnLoop:
             trajectory.end(LATE, f"it took over environment.trajectory_timeout_s={most:g} s")
 
     def _on_failure(self, environment_id: int, answer: Mapping[str, Any]) -> None:
-        """Restart with a fresh environment and the same noise, or end with the problem.
+        """Restart the trajectories with a new environment and the same noise, or end them.
 
-        After a missed deadline, restart only while some trajectories have not missed one, so that
-        nobody waits for a second deadline.
+        After a missed deadline, restart only if other trajectories that have not missed one are
+        unfinished. Otherwise the whole call would wait for a second deadline.
         """
         is_late = answer["reason"] == LATE
         players = self._players(environment_id)
@@ -289,6 +288,6 @@ class TurnLoop:
             again.open()
 
     def _drop_request(self, trajectory: Trajectory) -> None:
-        """Stop generating: an environment's process may end while the engine has the sample."""
+        """Stop generating this trajectory's sample, if the engine has it."""
         if trajectory.state is TrajectoryState.ENGINE:
             self._engine.abort([trajectory.request_id])

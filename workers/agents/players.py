@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 ROW_COLUMNS = (
     "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
 )  # fmt: skip
-"""Columns that a trajectory needs, in addition to those of any sample."""
+"""Columns that a trajectory needs, in addition to those that every sample needs."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
-"""Columns of every row that `reset` gets, in addition to the user's columns."""
+"""Columns that every row has for `reset`, in addition to your own columns."""
 MOST_OPEN = 1024
 """Maximum number of concurrent environments per rollout process."""
 OF_ALL = -1
 """The index of the noise that all samples of a prompt share."""
 PROCESSES = 4
-"""Processes per environment that a sandbox allows."""
+"""Maximum number of processes per environment in the sandbox."""
 
 
 def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec:
-    """Return the configured environments, with processes for `MOST_OPEN` of them.
+    """Return the spec of the configured environments; its sandbox allows `MOST_OPEN` at a time.
 
-    The tokenizer's chat template determines the format of tool calls, unless a key does.
+    Unless `environment.call_parser` is set, the tokenizer's chat template determines the format of
+    tool calls.
     """
     template = str(getattr(tokenizer, "chat_template", ""))
     call_parser = [config.call_parser] if config.call_parser else forms_of(template)
@@ -64,7 +65,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
 
 
 class Players:
-    """Environments, chat template and trajectories of one rollout worker.
+    """Plays the trajectories of one rollout worker with its environments.
 
     It has the interface of an engine: `submit`, then `take` until no trajectory is running.
     """
@@ -72,7 +73,7 @@ class Players:
     def __init__(
         self, config: EnvironmentConfig, tokenizer: Any, faults: Faults = NO_FAULTS
     ) -> None:
-        """Create the players; nothing starts yet, and faults affect only training."""
+        """Start nothing yet. Faults are injected only in training, not in validation."""
         self._config, self._tokenizer, self._faults = config, tokenizer, faults
         self._loop: TurnLoop | None = None
 
@@ -105,7 +106,7 @@ class Players:
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None
     ) -> dict[int, Trajectory]:
-        """Return ended trajectories, after `max_tokens` tokens of one or `seconds` at most."""
+        """Play until all trajectories have ended; return those that ended (see `TurnLoop.take`)."""
         return {} if self._loop is None else self._loop.take(max_tokens, seconds)
 
     def abort(self) -> None:
@@ -138,7 +139,7 @@ def _starts(
         kind = name_of(kinds, row)
         players = kinds[kind].players
         place = players.index(player) if players else 0
-        if place:  # the first player's environment
+        if place:  # the environment starts with the first player's row
             if len(starts) < place or starts[-place].environment_key != (prompt_uid, index):
                 raise RolloutError(f"rollout: {name} is missing the other players {players}.")
             row = dict(starts[-place].row)
@@ -157,7 +158,7 @@ def _starts(
 
 
 def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> DataProto:
-    """Return the columns that rows of trajectories have in addition to those of samples."""
+    """Return the additional columns of trajectories; `batch` has the columns of their samples."""
     responses = batch.column("response_mask")
     assert isinstance(responses, Ragged), "the rollout makes ragged rows"
     num_pads = len(batch) - len(trajectories)

@@ -1,6 +1,6 @@
-"""Program that environments run in: it loads their code, then forks once per trajectory.
+"""The program that runs environments: it loads their code, then forks processes for trajectories.
 
-`workers.agents.host` starts it in a sandbox, and tells it which trajectories to open and kill.
+`workers.agents.host` starts it in a sandbox, and tells it which processes to start and kill.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from workers.rewards.process import describe_error, place_of
 FROM_JSON = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 TO_JSON = json.JSONEncoder().encode
 ROOM_FOR_ONE = socket.CMSG_SPACE(struct.calcsize("@i"))
-"""Bytes of a file descriptor in an ancillary message."""
+"""Buffer size of an ancillary message with one file descriptor."""
 ORDER = struct.Struct("!cQ")
-"""An order: open or kill, and a number."""
+"""Format of an order: open or kill, and the number of the process."""
 OPEN, KILL = b"o", b"k"
 WARM_UPS = 16
-"""Python specializes a function after eight calls."""
+"""How often functions are called to warm them up; Python specializes a function after 8 calls."""
 PREFIX = b"(environment) "
 """Prefix of each line that environments print."""
 MOST_OUTPUT = 2**16
-"""Bytes that the environments of a process may print."""
+"""Maximum bytes that environments may print."""
 REAP_S = 0.2
 """Interval for reaping ended processes."""
 
@@ -77,9 +77,9 @@ def serve(descriptor: int, spec: EnvironmentSpec) -> None:
 
 
 def _prepare_to_fork(loaded: Mapping[str, Loaded]) -> None:
-    """Do once what every trajectory's process would do."""
+    """Do work that every trajectory's process would otherwise repeat."""
     for environment in loaded.values():
-        _ = environment.has_step  # as tools and columns: read here, and in no trajectory's process
+        _ = environment.has_step  # cached here, like tools and columns, for all forks
         if environment.is_async:
             importlib.import_module("asyncio")
     _warm_up()
@@ -109,7 +109,7 @@ def _fork_on_orders(
         (theirs,) = struct.unpack("@i", sent[0][2])
         try:
             pid = os.fork()
-        except OSError as error:  # too many processes, or no memory: one trajectory has none
+        except OSError as error:  # too many processes, or no memory; only this trajectory fails
             print(f"no process for a trajectory: {error}", file=sys.stderr, flush=True)
             os.close(theirs)
             continue
@@ -121,7 +121,7 @@ def _fork_on_orders(
 
 
 def _kill(pid: int) -> None:
-    """Kill a whole session; an ended process is not reaped yet, so its number is not reused."""
+    """Kill a process and its children; its pid cannot have been reused, since it is not reaped."""
     if pid:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ def _kill(pid: int) -> None:
 
 
 def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) -> NoReturn:
-    """Reply for one trajectory until the other end closes; the process then ends."""
+    """Reply to one trajectory after the other until the other end closes, then exit."""
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
@@ -147,7 +147,7 @@ def _play(descriptor: int, loaded: Mapping[str, Loaded], spec: EnvironmentSpec) 
 
 
 def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
-    """Reply to every line with a line; `begins` is called before each reply."""
+    """Reply to every line with a line; call `begins` before each reply."""
     episode: Playable | None = None
     for line in _lines(descriptor):
         message = FROM_JSON(line.decode(), 0)[0]
@@ -179,16 +179,16 @@ def _lines(descriptor: int) -> Iterator[bytes]:
 
 
 class _Nothing(Environment):
-    """A trajectory that the forking process plays first, as a warm-up."""
+    """An environment that the forking process plays as a warm-up."""
 
     def step(self, text: str) -> Turn:
         return Turn(text)
 
 
 def _warm_up() -> None:
-    """Run the code of every trajectory until Python has specialized it.
+    """Run the code that every trajectory runs until Python has specialized it.
 
-    Otherwise each fork would specialize the code itself, and copy its memory pages.
+    Otherwise each forked process would specialize it itself, and so copy its memory pages.
     """
     for _ in range(WARM_UPS):
         ours, theirs = socket.socketpair()

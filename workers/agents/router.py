@@ -1,13 +1,13 @@
-"""The address where agents on other machines reach the endpoints of trajectories.
+"""The address at which agents on other machines reach the endpoints of trajectories.
 
     router = Router("0.0.0.0:8000")     # this port, or the next free one
     router.url                          # http://MACHINE:8000
-    router.folder = "FOLDER"            # where the socket of each trajectory is named by its key
+    router.folder = "FOLDER"            # has each trajectory's socket, named by the session's key
 
     agent --TCP--> Router --socket named KEY--> endpoint in the trajectory's process
 
-The first request of a connection contains the key, as `Authorization: Bearer KEY` or `x-api-key:
-KEY`. A connection without the key of a trajectory gets the status 401, and reaches no endpoint.
+The first request of a connection must have the key in a header, `Authorization: Bearer KEY` or
+`x-api-key: KEY`. Without the key of a trajectory, it gets the status 401 and reaches no endpoint.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KEY = re.compile(
     rb"^(?:authorization:[ \t]*bearer|x-api-key:)[ \t]*([0-9a-f]+)[ \t]*\r$", re.I | re.M
 )
 MOST_PORTS = 64
-"""Number of consecutive ports to try, one per rollout process of a machine."""
+"""Number of consecutive ports to try, because each rollout process of a machine needs one."""
 LONGEST_HEAD = 2**16
 ELSEWHERE = "192.0.2.1"
-"""An address reserved for documentation; the route to it shows this machine's outer address."""
+"""An address reserved for documentation; the route to it shows this machine's own address."""
 HEAD_S = 30.0
-"""Time in which a connection sends the head of its first request."""
+"""Time limit for a connection to send the headers of its first request."""
 NO_KEY = b'{"type": "error", "error": {"type": "authentication_error", "message": "no such key"}}'
 NOT_ALLOWED = (
     b"HTTP/1.1 401 Unauthorized\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -39,7 +39,7 @@ NOT_ALLOWED = (
 
 
 class Router:
-    """Forwards connections by the keys in their requests."""
+    """Forwards each connection to the endpoint whose key its first request contains."""
 
     def __init__(self, address: str) -> None:
         """Listen at ADDRESS:PORT, or at the next free port."""
@@ -53,7 +53,7 @@ class Router:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()

@@ -1,4 +1,4 @@
-"""Tools: the schema of a typed function, and the replies to calls of it.
+"""Tools: typed functions, whose schemas the policy reads, and the replies to calls of them.
 
     def add(a: int, b: int) -> int:
         '''The sum of two numbers.
@@ -9,7 +9,7 @@
         '''
         return a + b
 
-Problems of a call (`workers.agents.calls`) are returned as text.
+If a call has a problem (`workers.agents.calls`), the reply describes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tool:
 
     @staticmethod
     def of(function: Any, key: str) -> Tool:
-        """Create the tool of a typed function with a docstring; `key` names it in errors."""
+        """Make a tool of a typed function with a docstring; errors name the setting `key`."""
         where = key or f"environment: {getattr(function, '__name__', function)}"
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"{where} is not a function.")
@@ -81,7 +81,7 @@ class Tool:
         return Tool(function.__name__, description, arguments, function, is_method=not key)
 
     def bound_to(self, environment: Any) -> Tool:
-        """Return the tool bound to this object, if it is a method."""
+        """Bind the tool to this object if it is a method."""
         if not self.is_method:
             return self
         return replace(self, function=functools.partial(self.function, environment))
@@ -119,10 +119,10 @@ class Tool:
 
 
 def read_docstring(text: str, names: Sequence[str]) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the description of a function, and the additions of `Args:` to the schemas of `names`.
+    """Return a function's description, and what `Args:` adds to the schemas of its parameters.
 
     It works like `transformers.utils.get_json_schema`, which would import torch into the processes
-    of environments. `(choices: ["a", "b"])` at the end of an argument becomes its `enum`.
+    of environments. `(choices: ["a", "b"])` at the end of a description becomes an `enum`.
     """
     description, *parts = re.split(r"^(Args|Returns|Raises):", text, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
@@ -185,7 +185,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return True if a value has the type of a schema of `_schema`; unknown types always fit."""
+    """Return True if a value has the type that a schema names; unknown types always fit."""
     if "enum" in schema:
         return value in schema["enum"]
     if "anyOf" in schema:
@@ -202,10 +202,10 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def waited(value: Any) -> Any:
-    """Return the result of a user's plain or async function."""
-    if not hasattr(value, "__await__"):  # `inspect.isawaitable` writes to caches of ABCs
+    """Return a value; if it is an awaitable, wait for its result."""
+    if not hasattr(value, "__await__"):  # without `inspect`, whose ABC caches each fork would copy
         return value
-    import asyncio  # it imports a hundred modules, whose memory every fork touches
+    import asyncio  # imports a hundred modules, whose memory pages each fork would copy
 
     return asyncio.run(_awaited(value))
 

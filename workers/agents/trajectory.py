@@ -4,8 +4,8 @@
                         ^                                                         |
                         +------------------------on_sample------------------------+
 
-`end` leads from every state to ENDED. An agent's request skips OBSERVED: it is tokenized when it
-arrives. `workers.agents.loop` moves many trajectories along next to one engine.
+`end` leads from every state to ENDED. An agent's request skips OBSERVED, because it is tokenized
+when it arrives. `workers.agents.loop` plays many trajectories with one engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TERMINATED, MAX_TURNS = "terminated", "max_turns"
 GIVEN_UP = "in an environment that failed"
-"""Reason under which the tokens of a restarted trajectory are counted as not trained on."""
+"""The reason under which the sampled tokens of a restarted trajectory are counted as dropped."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's error code for a request with too many tokens."""
 ALWAYS = {
@@ -48,13 +48,13 @@ ALWAYS = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
-"""Fixed values of settings that no run can change."""
+"""Settings of requests that have the same value in every run."""
 SERVED = {"n", "logprobs", "stop"}
-"""Settings that a request may set itself, in addition to tool_choice="none"."""
+"""Settings that a request may set itself, in addition to `tool_choice="none"`."""
 
 
 class TrajectoryState(Enum):
-    """A trajectory's state, named by the event that it waits for."""
+    """A trajectory's state; the value says what the trajectory waits for."""
 
     QUEUED = "a place among the open trajectories"
     ENVIRONMENT = "the answer of its environment"
@@ -66,29 +66,29 @@ class TrajectoryState(Enum):
 
 @dataclass(frozen=True)
 class TrajectoryStart:
-    """The start of a trajectory."""
+    """What a trajectory starts from."""
 
     prompt: Any
-    """The row's prompt: a text, or a chat."""
+    """The row's prompt: a text or a chat."""
     row: Mapping[str, Any]
-    """The row's columns, for `reset`."""
+    """The row's columns, from which `reset` gets its arguments."""
     seeds: tuple[int, int]
     key: int
-    """The key of the sample's noise."""
+    """The sample's noise key (`workers.rollout.sample.noise_key`)."""
     name: str
     faults: Faults = NO_FAULTS
     """The faults that are injected into its environment."""
     environment_key: Any = None
-    """Identifies its environment; the starts of an environment's players are consecutive."""
+    """Equal for the players of one environment, whose starts must be consecutive."""
     player: str = ""
     """Name of its player, if the environment has several."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Tools of its environment, if environments differ."""
+    """Tools of its environment, if a run has several environments."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings and helpers that the trajectories of a loop share."""
+    """Settings and objects that all trajectories of a loop share."""
 
     host: EnvironmentHost | RecordedHost
     chat: TurnRenderer
@@ -98,15 +98,16 @@ class Setting:
 
     @property
     def reads_sampled(self) -> bool:
-        """True if a turn reads the earlier turns as they were sampled."""
+        """True if later turns read the earlier turns as they were sampled."""
         return self.config.history_tokens == "sampled"
 
 
 @dataclass
 class Times:
-    """Seconds of a turn from its first token on; the first entry of a trajectory is `reset`.
+    """Seconds of one turn: its sampling, then the environment's answer.
 
-    The part of an answer's time in which the environment's process did not work is waiting.
+    A trajectory's first entry is for `reset`. `environment` counts only seconds in which the
+    environment's process worked; the rest of the time until its answer counts as `waiting`.
     """
 
     waiting: float = 0.0
@@ -120,7 +121,7 @@ class Times:
 
 @dataclass
 class Trajectory:
-    """A trajectory: its sample, the turn number of each token, and its rewards."""
+    """A trajectory: its sample, the turn of each token (`turns`), and its rewards."""
 
     start: TrajectoryStart
     setting: Setting
@@ -128,27 +129,27 @@ class Trajectory:
     turns: list[int] = field(default_factory=list)
     number: int = 0
     environment_id: int = 0
-    """The number of its environment, shared by all players."""
+    """The number of its environment, which all of the environment's players share."""
     state: TrajectoryState = TrajectoryState.QUEUED
     request_id: int = -1
-    """The engine's number of its sample, while the engine generates."""
+    """The sample's number in the engine, while the engine generates."""
     observation: tuple[str, bool] = "", False
-    """A text to read next, and True if it replaces everything that was read before."""
+    """The text to read next, and True if it replaces everything that was read before."""
     num_sampled_in_take: int = 0
-    """Tokens that were sampled since the loop's `take` was called."""
+    """Tokens that the loop's current `take` has sampled."""
     chat: list[Message] = field(default_factory=list)
-    """The template's rendering as messages, if the history is as the template renders it."""
+    """The messages so far, used only if the template renders the whole chat at each turn."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(place of a turn's last sampled token, reward)."""
+    """The position of a turn's last sampled token, and the reward there."""
     ended: str = ""
     problem: str = ""
     """The reason why it failed, or ""."""
     is_left_out: bool = False
-    """True if it failed without a reward, so that update and baseline exclude it."""
+    """True if the trajectory is in no loss and no baseline, because it failed without a reward."""
     request: Mapping[str, Any] | None = None
-    """The last request of an agent."""
+    """The agent's last request."""
     cut: str = ""
-    """Why an agent gets no more tokens, or ""; it may still end with a reward."""
+    """The reason why an agent gets no more tokens, or ""; it may still end with a reward."""
     attempts: int = 1
     was_late: bool = False
     """True if an environment of any attempt missed its deadline."""
@@ -156,9 +157,9 @@ class Trajectory:
     num_calls: int = 0
     num_call_errors: int = 0
     given_up: Counter[str] = field(default_factory=Counter)
-    """Reason -> tokens of earlier attempts."""
+    """By reason: the number of sampled tokens of earlier attempts."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Number of injected faults by their key."""
+    """By kind: the number of injected faults."""
     answers: list[Mapping[str, Any]] = field(default_factory=list)
     """The environment's answers in order; the first is that of `reset`."""
     times: list[Times] = field(default_factory=lambda: [Times()])
@@ -173,7 +174,7 @@ class Trajectory:
 
     @property
     def engine_s(self) -> float:
-        """Seconds of all turns in the engine."""
+        """Seconds in which the engine had its sample."""
         return sum(times.engine for times in self.times)
 
     @property
@@ -187,7 +188,7 @@ class Trajectory:
         return sum(times.waiting for times in self.times)
 
     def restarted(self) -> Trajectory:
-        """Return the next attempt, from the prompt on; earlier tokens are counted as given up."""
+        """Return the next attempt, which starts at the prompt; earlier tokens count as dropped."""
         tokens = Counter({GIVEN_UP: int(self.sample.is_sampled.sum())})
         return Trajectory(
             self.start,
@@ -201,7 +202,7 @@ class Trajectory:
         )
 
     def open(self) -> None:
-        """Open the environment, as its first player; its first answer comes from `reset`."""
+        """Wait for the environment's first answer; the first player also starts the environment."""
         self.state = TrajectoryState.ENVIRONMENT
         self.since = self.began = time.monotonic()
         self.times[-1].asked = time.time()
@@ -210,19 +211,19 @@ class Trajectory:
 
     @property
     def renderer(self) -> TurnRenderer:
-        """The renderer of chats with the tools of its environment."""
+        """The renderer for chats with its environment's tools."""
         tools = self.start.tools
         return self.setting.chat if tools is None else self.setting.chat.with_tools(tools)
 
     @property
     def has_left(self) -> bool:
-        """True if its environment has ended it; other players of the environment may continue."""
+        """True if its environment ended it; other players of the environment may continue."""
         return self.state is TrajectoryState.ENDED and any(
             "end" in answer for answer in self.answers[-1:]
         )
 
     def on_answer(self, answer: Mapping[str, Any]) -> None:
-        """Handle an answer of the environment: the first observation, the next one, or the end."""
+        """Handle an answer of the environment: an observation, an agent's request, or the end."""
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
         if part := answer.get("call_like"):
@@ -262,7 +263,7 @@ class Trajectory:
                 self.end(BROKEN, str(error))
 
     def note_time(self, busy_s: float) -> None:
-        """Record the arrival of a reply and the seconds that the environment worked on it."""
+        """Record that an answer has arrived, on which the environment worked for `busy_s`."""
         seconds, times = self.lap(), self.times[-1]
         busy_s = min(busy_s, seconds)
         times.environment += busy_s
@@ -270,7 +271,7 @@ class Trajectory:
         times.heard = time.time()
 
     def read(self, ids: list[int]) -> None:
-        """Continue after the observation with these ids; end if there is no room."""
+        """Append the observation's ids, so that the next turn can start; end if they do not fit."""
         width = self.setting.engine.limits.prompt_width
         if self.num_turns:
             length = len(self.sample.tokens) + len(ids)
@@ -286,7 +287,7 @@ class Trajectory:
             self._begin(ids)
 
     def on_sample(self, sample: Sample) -> None:
-        """Handle a turn that the engine has finished: send it to the environment."""
+        """Add a turn that the engine has finished, and send it to the environment."""
         self.times[-1].engine += self.lap()
         self.sample = self.sample.with_last_segment(sample)
         sampled_ids = self.sample.tokens[len(self.turns) :].tolist()
@@ -302,7 +303,7 @@ class Trajectory:
         self._tell(sampled_ids)
 
     def end(self, ended: str, problem: str = "") -> None:
-        """End for this reason, with the reward of a failure if there is a problem."""
+        """End for the reason `ended`; with a problem, the reward is that of a failure."""
         self.state, self.ended, self.problem = TrajectoryState.ENDED, ended, problem
         if problem and self.num_turns and self.setting.config.reward_on_failure is not None:
             place = self._last_place(self.num_turns - 1)
@@ -316,7 +317,7 @@ class Trajectory:
             self.sample = replace(self.sample, prompt=prompt)
 
     def _next_text(self, messages: Sequence[Message]) -> tuple[str, bool]:
-        """Return the text that the next turn reads, and True if it is the whole chat."""
+        """Return the text to read before the next turn, and True if it is the whole chat."""
         chat, stop = self.renderer, self.sample.stop_token
         if not self.setting.reads_sampled:
             sampled_ids = self.sample.tokens[self.turns.index(self.num_turns - 1) :].tolist()
@@ -351,11 +352,11 @@ class Trajectory:
             self.setting.host.say(self.environment_id, "", **refusal, **self._named)
             return
         if request["extends"] and self.setting.reads_sampled:
-            request = {**request, "chat": []}  # a replay reads only its messages
+            request = {**request, "chat": []}  # a replay needs only the new messages
         self.answers.append({**answer, "request": request})
 
     def _start_turn(self, request: Mapping[str, Any], messages: Sequence[Message]) -> None:
-        """Let the engine sample what the request asks for; reject a request that does not fit."""
+        """Append the request's new ids, so that a turn can start; reject it if they do not fit."""
         engine, max_tokens = self.setting.engine, self.setting.sampling.max_tokens
         served = self._served(request["sampling"])
         chat = self.setting.chat.with_tools(request["tools"])
@@ -386,7 +387,7 @@ class Trajectory:
         self.request = {**request, "sampling": served}
 
     def _served(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that a request may set; warn once about overridden ones."""
+        """Return the settings of a request that take effect; warn once about overridden ones."""
         can_stop = self.setting.engine.decode is not None
         of_run, mode = self.setting.sampling, self.setting.config.request_settings
         names = overridden(settings, of_run, mode, can_stop)
@@ -399,13 +400,16 @@ class Trajectory:
         return {name: value for name, value in settings.items() if name not in names}
 
     def _end_of_turn(self, length: int) -> int | None:
-        """Return the response length at which a turn ends that begins after `length` tokens."""
+        """Return the maximum response length after a turn that begins at `length` tokens.
+
+        None means that a turn has no limit of its own.
+        """
         of_agent = None if self.request is None else self.request["max_tokens"]
         bounds = [n for n in (self.setting.config.max_tokens_per_turn, of_agent) if n is not None]
         return length + min(bounds) if bounds else None
 
     def _tell(self, sampled_ids: list[int]) -> None:
-        """Send a turn to the environment; injected faults affect the first attempt."""
+        """Send a turn to the environment; in the first attempt, inject faults."""
         self.state, delay_s = TrajectoryState.ENVIRONMENT, 0.0
         self.times[-1].asked = time.time()
         if self.attempts == 1:
@@ -428,11 +432,11 @@ class Trajectory:
 
     @property
     def _named(self) -> dict[str, Any]:
-        """The name of the player as an argument, if there are several."""
+        """The argument `player` for the host, if there are several players."""
         return {"player": self.start.player} if self.start.player else {}
 
     def _details(self, num_sampled: int) -> dict[str, Any]:
-        """Return details of an agent's answer in addition to the text."""
+        """Return the details that an agent's response needs in addition to the text."""
         sample = self.sample
         details = {
             "finish_reason": sample.finish_reason,
@@ -462,9 +466,9 @@ def overridden(
 ) -> list[str]:
     """Return the settings of a request that the run overrides, because all samples share them.
 
-    With "serve", these exclude the settings that a request may set itself; with "reject",
-    the first overridden setting is an error. `can_stop` is True if the engine supports stop
-    strings.
+    If `request_settings` is "serve", settings that a request may set itself are not overridden. If
+    it is "reject", raise for the first setting that differs from the run's. `can_stop` is True if
+    the engine supports stop strings.
     """
     expected = {
         **ALWAYS,
@@ -503,10 +507,10 @@ def ids_to_read(
     chat: TurnRenderer,
     reads_sampled: bool,
 ) -> tuple[list[int], bool]:
-    """Return the ids that a request adds to the earlier ones, or all of its ids.
+    """Return the ids that a request adds to the earlier ids, or all of its ids and True.
 
-    If older turns stay as they were sampled, only the new messages are rendered. A request that
-    does not begin with the earlier ids is read as a whole, which is a new segment.
+    If older turns stay as they were sampled, only the new messages are rendered. If a request does
+    not begin with the earlier ids, all of its ids are read, as a new segment.
     """
     if request["extends"] and reads_sampled:
         return chat.between(sample.stop_token, messages), False

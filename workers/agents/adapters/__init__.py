@@ -1,5 +1,5 @@
 """Environments of other packages, one file each; `workers.agents.environment.ADAPTERS` names them.
 
-A package is imported when its prefix is used, in the environments' process, which also checks the
-id before a trajectory begins.
+A package is imported only if its prefix is used, in the environments' process. This process also
+checks the id before a trajectory begins.
 """

@@ -1,4 +1,4 @@
-"""`gem:ID` plays an environment of GEM, such as `gem:game:GuessTheNumber-v0-easy`."""
+"""`environment=gem:ID` plays an environment of GEM, such as `gem:game:GuessTheNumber-v0-easy`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
 
 
 class Gem(EnvironmentAdapter):
-    """Passes the policy's text to the environment, and returns text."""
+    """Passes the policy's text to the environment, whose observation is a text."""
 
     @classmethod
     def prepare(cls) -> None:

@@ -1,9 +1,9 @@
-"""`gymnasium:ID` plays an environment of Gymnasium through text.
+"""`environment=gymnasium:ID` plays an environment of Gymnasium through text.
 
-The observation is written as JSON, followed by its text rendering if it has one
-(`render_mode="ansi"`), with highlighted letters in brackets. The action is the last number, or
-numbers, in the policy's text. A text without valid numbers gets a description of the valid actions,
-and takes no step.
+The observation is written as JSON. If the environment has a text rendering (`render_mode="ansi"`),
+it follows, with highlighted letters in brackets. The action is the last number in the policy's
+text, or the last numbers. A text without valid numbers takes no step; the reply describes the valid
+actions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ BRACKETS = r"[\1]"
 
 
 class Gymnasium(EnvironmentAdapter):
-    """Observations and actions as text."""
+    """Converts observations to text, and text to actions."""
 
     render: Mapping[str, Any]
 
     @classmethod
     def prepare(cls) -> None:
-        """Create the environment once: its action space must consist of numbers."""
+        """Create the environment once, and reject an action space that has not only numbers."""
         gymnasium = imported("gymnasium", f"gymnasium:{cls.id}", "verl-like[gymnasium]")
         module, _, name = cls.id.rpartition(":")
         if module:
@@ -54,7 +54,7 @@ class Gymnasium(EnvironmentAdapter):
         return f"{self._shown(observation)}\n{self._ask()}"
 
     def step(self, text: str) -> Turn | TrajectoryEnd:
-        """Act by the last numbers of the text."""
+        """Take the action that the last numbers of the text describe."""
         import numpy as np
 
         space: Any = self._env.action_space

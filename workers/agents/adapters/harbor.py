@@ -1,11 +1,11 @@
-"""`harbor:FOLDER` plays the tasks of a folder in Harbor's format, by shell commands.
+"""`environment=harbor:FOLDER` plays the tasks in a folder, in Harbor's format, by shell commands.
 
 A task is a folder with `instruction.md`, `task.toml`, `environment/` and `tests/test.sh`. The
-policy calls the tool `bash`; at the end the tests write the reward. If `docker` or `podman` works
-on this machine, each trajectory has a container of the task's image. Otherwise the commands run in
-the sandbox, in a copy of `environment/`, and the absolute paths of the task (`/app`, `/tests`,
-`/logs`, `/solution`, and WORKDIR) are folders of the trajectory: packages of a Dockerfile are not
-installed.
+policy calls the tool `bash`, and at the end the tests write the reward. If `docker` or `podman`
+works on this machine, each trajectory has a container of the task's image. Otherwise the commands
+run in the sandbox, in a copy of `environment/`. There, the task's absolute paths (`/app`, `/tests`,
+`/logs`, `/solution`, and WORKDIR) are folders of the trajectory, and packages that a Dockerfile
+names are not installed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Harbor(EnvironmentAdapter):
 
     tasks: Mapping[str, Path]
     program: str
-    """The program that runs containers; "": commands run in the sandbox."""
+    """The program that runs containers, or "" if commands run in the sandbox."""
 
     @classmethod
     def id_in_full(cls, name: str) -> str:
-        """The folder in full."""
+        """Return the absolute path of the folder."""
         return str(Path(name).expanduser().absolute())
 
     @classmethod
@@ -51,7 +51,7 @@ class Harbor(EnvironmentAdapter):
             print(f"notice: harbor: each trajectory has a container of {cls.program}", flush=True)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """Set up the task that the row's column `task` names, or a random one."""
+        """Set up the task that the row's column `task` names, or a random task."""
         name = row.get("task") or list(self.tasks)[int(rng.integers(len(self.tasks)))]
         self._task = self.tasks[name]
         toml = self._task / "task.toml"
@@ -68,14 +68,14 @@ class Harbor(EnvironmentAdapter):
         """Run a shell command and return its output.
 
         Args:
-            command: The command, as bash takes it.
+            command: The command, in the syntax of bash.
         """
         done = self._run(command, "agent")
         ending = f"\n[exit code {done.returncode}]" if done.returncode else ""
         return str(done.stdout) + ending
 
     def get_reward(self) -> float:
-        """Run the tests, which write a reward."""
+        """Run the task's tests, and return the reward that they write."""
         clean = "rm -rf /tests /logs/verifier; mkdir -p /logs/verifier; chmod 777 /logs/verifier"
         self._shell.run(clean, user=0)
         self._shell.put_tests(self._task / "tests")
@@ -95,7 +95,10 @@ class Harbor(EnvironmentAdapter):
         return float(rewards)
 
     def _run(self, script: str, section: str) -> Any:
-        """Run a script with the variables and the user of `[environment]` and of a section."""
+        """Run a script with the variables and the user that a section of `task.toml` sets.
+
+        Variables in `[environment]` also apply.
+        """
         settings = self._settings.get(section, {})
         variables = self._settings.get("environment", {}).get("env", {}) | settings.get("env", {})
         return self._shell.run(script, variables, settings.get("user"))

@@ -1,7 +1,7 @@
-"""`mcp:COMMAND` gives the policy the tools of an MCP server, which the command starts.
+"""`environment=mcp:COMMAND` gives the policy the tools of an MCP server, which the command starts.
 
-Each trajectory has its own server, which communicates by lines of JSON-RPC over its input and
-output. The first response without a call ends the trajectory.
+Each trajectory has its own server, which communicates by lines of JSON-RPC over its standard input
+and output. The first response without a tool call ends the trajectory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from workers.agents.environment import EnvironmentAdapter
 from workers.agents.tools import Tool
 
 VERSION = "2025-06-18"
-"""Version of the protocol; a server replies with a version that it supports."""
+"""The protocol version that is requested; a server replies with a version that it supports."""
 
 
 class MCP(EnvironmentAdapter):
-    """A client of one server."""
+    """Offers the server's tools to the policy."""
 
     @classmethod
     def id_in_full(cls, name: str) -> str:
-        """Make words that are files absolute, because servers start in another folder."""
+        """Make file names in the command absolute, because servers start in another folder."""
         words = shlex.split(name)
         return shlex.join(
             str(Path(word).absolute()) if Path(word).is_file() else word for word in words
@@ -37,7 +37,7 @@ class MCP(EnvironmentAdapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Request the tools of a server."""
+        """Start a server once, and request its tools."""
         try:
             listed = Server(cls.id).tools()
         except (OSError, ValueError, LookupError, RuntimeError) as error:
@@ -56,7 +56,7 @@ class MCP(EnvironmentAdapter):
         )
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> None:
-        """Start the trajectory's server; the row's prompt is the whole observation."""
+        """Start the trajectory's server; nothing is added to the row's prompt."""
         self._server = Server(self.id)
 
 
@@ -85,9 +85,9 @@ class Server:
         self._send({"method": "notifications/initialized"})
 
     def ask(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of a request; requests from the server meanwhile get an error."""
+        """Send a request and return its result; reject requests that the server sends meanwhile."""
         self._number += 1
-        with suppress(BrokenPipeError):  # the server has ended, so there is no line to read
+        with suppress(BrokenPipeError):  # the server has ended, which the loop below reports
             self._send({"id": self._number, "method": method, "params": params})
         assert self._process.stdout is not None, "it was asked for"
         for line in self._process.stdout:
@@ -103,7 +103,7 @@ class Server:
         raise RuntimeError(f"the server has ended without an answer to {method}")
 
     def tools(self) -> list[dict[str, Any]]:
-        """Return the tools of all pages of the server's list."""
+        """Return all tools of the server, whose list may have several pages."""
         listed: list[dict[str, Any]] = []
         cursor: dict[str, Any] | None = {}
         while cursor is not None:

@@ -1,7 +1,8 @@
-"""`openenv:URL` plays an environment on an OpenEnv server, with a session per trajectory.
+"""`environment=openenv:URL` plays an environment on an OpenEnv server, one session per trajectory.
 
-If its actions have exactly one required text field, the policy's text is the value of this field.
-Otherwise the policy writes an action as JSON. The observation is its only text, or its JSON.
+If the actions have exactly one required text field, the policy's text is the value of this field.
+Otherwise the policy writes an action as JSON. If an observation has exactly one text, the policy
+reads this text, otherwise the observation as JSON.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ NOT_OBSERVED = {"done", "reward", "metadata"}
 
 
 class OpenEnv(EnvironmentAdapter):
-    """A client of the server's WebSocket."""
+    """Plays one session over the server's WebSocket."""
 
     field: str
-    """The field for the policy's text; "" means that an action is JSON."""
+    """The action's field for the policy's text, or "" if the policy writes JSON."""
     fields: Sequence[str]
 
     @classmethod
     def prepare(cls) -> None:
-        """Request the schema of its actions."""
+        """Request the schema of the environment's actions."""
         imported("websockets", f"openenv:{cls.id}", "verl-like[openenv]")
         try:
             with urllib.request.urlopen(f"{cls.id}/schema", timeout=CONNECT_S) as answer:
@@ -47,7 +48,7 @@ class OpenEnv(EnvironmentAdapter):
         cls.field = needed[0] if has_one_text else ""
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> str:
-        """Connect, and start with a seed."""
+        """Connect, and start an episode with a seed."""
         from websockets.sync.client import connect
 
         address = f"ws{self.id.removeprefix('http')}/ws"

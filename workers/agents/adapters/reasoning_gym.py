@@ -1,4 +1,4 @@
-"""`reasoning_gym:NAME` asks a question of a Reasoning Gym generator, and scores the answer.
+"""`environment=reasoning_gym:NAME` asks questions of a Reasoning Gym generator and scores answers.
 
 The answer is the text between the last <answer> and </answer>, or the whole response.
 """
@@ -13,11 +13,11 @@ from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd
 
 
 class ReasoningGym(EnvironmentAdapter):
-    """One turn; every prompt has a different question, shared by all its samples."""
+    """An environment of one turn; all samples of a prompt get the same question."""
 
     @classmethod
     def prepare(cls) -> None:
-        """Create one question: the generator checks its settings."""
+        """Create one question, so that the generator checks its settings."""
         setting = f"reasoning_gym:{cls.id}"
         factory = imported("reasoning_gym.factory", setting, "verl-like[reasoning-gym]")
         check_id(cls.id, factory.DATASETS, setting)

@@ -33,10 +33,10 @@ TEXT: dict[str, Any] = {
     "text": True,
     "errors": "replace",
 }
-"""Settings of a process whose output is read together with its errors."""
+"""Arguments of `subprocess` by which standard output and standard error are read as one text."""
 PROGRAMS = ("docker", "podman")
 REPLY_S = 20.0
-"""Time in which a program replies if it can run containers."""
+"""Seconds in which `docker ps` must succeed; otherwise no containers are used."""
 BEGUN = "verl-like has begun"
 ROOTS = ("app", "tests", "logs", "solution")
 """Folders at the root of a task's container."""
@@ -65,20 +65,24 @@ def container_program(runtime: str) -> str:
 
 def _runs_containers(program: str) -> bool:
     if program == "podman" and os.geteuid() == 0 and "CONTAINER_HOST" not in os.environ:
-        return False  # the sandbox keeps root from making the device files of a container
+        return False  # in the sandbox, root cannot create the device files of a container
     with suppress(OSError, subprocess.TimeoutExpired):
         return _call([program, "ps", "-q"], timeout=REPLY_S).returncode == 0
     return False
 
 
 class Container:
-    """A container, which is removed as soon as the process that started it closes or ends.
+    """A container, which is removed when it is closed or the process that started it ends.
 
-    Its first process reads the standard input of `docker run`, and exits when that input ends.
+    The container's first process reads the standard input of `docker run`, and exits when that
+    input ends.
     """
 
     def __init__(self, program: str, task: Path, settings: Mapping[str, Any]) -> None:
-        """Start the task's image with the limits of its `[environment]`, and build it if needed."""
+        """Start a container of the task's image, which is built if needed.
+
+        `settings` is the section `[environment]` of `task.toml`, with the container's limits.
+        """
         self._name = f"verl-like-{uuid.uuid4().hex[:12]}"
         self._program, self._workdir = program, settings.get("workdir")
         command = [program, "run", "--rm", "-i", "--label=verl-like", f"--name={self._name}"]
@@ -88,7 +92,7 @@ class Container:
             command.append(f"--memory={settings['memory_mb']}m")
         may_connect = settings.get("allow_internet", settings.get("network_mode") != "no-network")
         if not may_connect or {name for _, name in socket.if_nameindex()} <= {"lo"}:
-            command.append("--network=none")  # as in a sandbox without network access
+            command.append("--network=none")  # the sandbox or the task forbids network access
         command += [_image(program, task, settings), "sh", "-c", f"echo {BEGUN}; exec cat"]
         process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **TEXT)
         self.close = weakref.finalize(self, process.stdin.close)
@@ -106,7 +110,7 @@ class Container:
     def run(
         self, script: str, variables: Mapping[str, str] | None = None, user: Any = None
     ) -> Done:
-        """Run a script by bash, and return its output with its errors."""
+        """Run a script with bash; its errors are in its output."""
         options = [f"--env={name}={value}" for name, value in (variables or {}).items()]
         options += [f"--user={user}"] if user is not None else []
         options += [f"--workdir={self._workdir}"] if self._workdir else []
@@ -118,7 +122,7 @@ class Container:
 
 
 def _image(program: str, task: Path, settings: Mapping[str, Any]) -> str:
-    """Return the task's image, which the task's first trajectory builds while the others wait."""
+    """Return the task's image. The first trajectory builds it while the others wait."""
     if settings.get("docker_image"):
         return str(settings["docker_image"])
     image = Path(tempfile.gettempdir(), f"image of {task.name}")
@@ -133,10 +137,10 @@ def _image(program: str, task: Path, settings: Mapping[str, Any]) -> str:
 
 
 class LocalShell:
-    """A shell in the sandbox; a task's absolute paths become folders of the sandbox."""
+    """A shell in the sandbox; in scripts, a task's absolute paths become folders of the sandbox."""
 
     def __init__(self, task: Path) -> None:
-        """Copy the files of `environment/`; of a Dockerfile, only WORKDIR is read."""
+        """Copy the files of `environment/`. Only WORKDIR of its Dockerfile has an effect."""
         dockerfile = task / "environment/Dockerfile"
         text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
         root, below = (WORKDIR.findall(text) or [("app", "")])[-1]
@@ -153,7 +157,7 @@ class LocalShell:
     def run(
         self, script: str, variables: Mapping[str, str] | None = None, user: Any = None
     ) -> Done:
-        """Run a script by bash, and return its output with its errors."""
+        """Run a script with bash; its errors are in its output."""
         env = {**os.environ, **(variables or {})}
         done = _call(["bash", "-c", self._here(script)], cwd=self._workdir, env=env)
         done.stdout = done.stdout.replace(self._home, "")
@@ -168,7 +172,7 @@ class LocalShell:
                 file.write_text(self._here(file.read_text(encoding="utf-8")), encoding="utf-8")
 
     def close(self) -> None:
-        """Leave the folders to the sandbox, which removes them."""
+        """Do nothing, because the sandbox removes the folders."""
 
     def _here(self, text: str) -> str:
         """Return the text with the task's paths replaced by the trajectory's folders."""

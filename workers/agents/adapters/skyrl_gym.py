@@ -1,6 +1,6 @@
-"""`skyrl_gym:NAME` plays an environment of SkyRL, or a class as `skyrl_gym:FILE.py:CLASS`.
+"""`environment=skyrl_gym:NAME` plays an environment of SkyRL; FILE.py:CLASS as NAME plays a class.
 
-It gets the row's columns as SkyRL's `extras`, with the ground truth also as `reward_spec`, and
+It gets the row's columns as SkyRL's `extras`, with the ground truth also in `reward_spec`, and
 `environment.kwargs` as its configuration.
 """
 
@@ -14,11 +14,11 @@ from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn, 
 
 
 class SkyRLGym(EnvironmentAdapter):
-    """Passes the policy's text on; the texts of the replied messages are the observation."""
+    """Passes the policy's text on; the observation is the texts of the environment's messages."""
 
     @classmethod
     def id_in_full(cls, name: str) -> str:
-        """Make the file of a user's class absolute."""
+        """Make the file name of a class absolute."""
         return in_full(name)
 
     @classmethod
@@ -32,7 +32,7 @@ class SkyRLGym(EnvironmentAdapter):
         gym.register(id=cls.id, entry_point=cls_of_user)
 
     def reset(self, row: Mapping[str, Any], rng: Any) -> None:
-        """Start with the row's prompt."""
+        """Start the environment with the row's prompt."""
         import skyrl_gym
         from omegaconf import OmegaConf
 

@@ -1,4 +1,4 @@
-"""`textarena:ID` plays a single-player game of TextArena."""
+"""`environment=textarena:ID` plays a single-player game of TextArena."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from workers.agents.environment import EnvironmentAdapter, TrajectoryEnd, Turn
 
 
 class TextArena(EnvironmentAdapter):
-    """The observation is everything the game wrote since the last turn; rewards come at the end."""
+    """Each observation has what the game wrote since the last turn; only the end has a reward."""
 
     @classmethod
     def prepare(cls) -> None:
-        """Start the game once: some games need files, or another player."""
+        """Start the game once, because some games need files, or another player."""
         setting = f"textarena:{cls.id}"
         textarena = imported("textarena", setting, "verl-like[textarena]")
         registry = imported("textarena.envs.registration", setting, "verl-like[textarena]")

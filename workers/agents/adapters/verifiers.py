@@ -1,8 +1,8 @@
-"""`verifiers:NAME` plays an installed environment package of verifiers (0.4 or newer).
+"""`environment=verifiers:NAME` plays an installed environment package of verifiers (>= 0.4).
 
-The package's own harness, tools and rewards run; its agents ask the policy. All samples of a prompt
-play the same task of the package. If a package has several agents that ask the policy, they are
-players. An agent with its own `model` and `client` calls that server and is not trained.
+The package's own harness, tools and rewards run, and its agents call the policy. All samples of a
+prompt play the same task of the package. If several agents call the policy, each is a player. An
+agent with its own `model` and `client` calls that server instead, and is not trained.
 `environment.kwargs` is the package's configuration, such as `{taskset: {split: train}}`.
 """
 
@@ -20,7 +20,7 @@ MOST_TASKS = 10_000
 
 
 def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the agent that plays the package: a function of the row."""
+    """Return a function of a row, which plays a task of the package."""
     vf = imported("verifiers.v1", f"verifiers:{name}", "verifiers>=0.4")
     try:
         taskset = {"id": name, **kwargs.get("taskset", {})}
@@ -28,9 +28,9 @@ def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
         roles = {role: getattr(config, role) for role in config.agent_harnesses()}
         players = [role for role, settings in roles.items() if settings.model is None]
         for role, settings in roles.items():
-            if settings.model and settings.client is None:  # its turns would count as the policy's
+            if settings.model and settings.client is None:  # it would call the policy
                 raise ValueError(f"{role}.model needs {role}.client: {{type: eval, base_url: URL}}")
-            if "runtime" not in kwargs.get(role, {}):  # the default is a rented sandbox
+            if "runtime" not in kwargs.get(role, {}):  # the default is a paid cloud sandbox
                 settings.runtime = vf.SubprocessConfig()
             if len(players) > 1 and role in players:
                 settings.model = role

@@ -58,7 +58,7 @@ def is_llama_shaped(module: Any) -> bool:
 
 
 def agrees(module: Any) -> bool:
-    """True if `DirectForward` and the module agree on the logits of a few tokens, up to rounding."""
+    """True if `DirectForward` gives the logits of the module, up to rounding, on a few tokens."""
     config = module.config
     ids = torch.arange(12, device=module.lm_head.weight.device).view(4, 3) % config.vocab_size
     prompts = [tuple(row) for row in ids[:, :2].tolist()]
