@@ -1,1 +1,1 @@
-"""Rule rewards: the functions, and the processes that run them."""
+"""Rewards: built-in rules and your functions, the processes that run them, and reward servers."""

@@ -2,9 +2,9 @@
 
     read_assert("assert add(1, 2) == 3")    # Check("add(1, 2)", ("3",), EQUAL)
 
-The computed side runs after the program, and its value is sent back. The expected side is evaluated
-and compared in a process without code of a model, so a program can neither look it up nor fake
-equality. Asserts of other forms cannot be split like this.
+The computed side is evaluated after the program has run, in the program's process, which sends its
+value back. The expected side is evaluated and compared in a process that runs no model's code, so a
+program can neither look it up nor fake equality. Asserts of other forms cannot be split like this.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 EQUAL, IS, CLOSE, BELOW, AT_MOST, TRUE = "equal", "is", "close", "below", "at most", "true"
 _DISTANCES = {ast.Lt: BELOW, ast.LtE: AT_MOST}
 _KNOWN = {*dir(builtins), "math"}
-"""Names that mean the same without the program."""
+"""Names that have the same meaning without the program."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """An assert, split into two sides."""
+    """An assert, split into a computed and an expected side."""
 
     computed: str
     """The expression that needs the program."""
     expected: tuple[str, ...]
-    """The expected expression, and the expressions of a tolerance."""
+    """The expected expression, followed by the expressions of tolerances."""
     relation: str
     is_negated: bool = False
 
     def holds(self, value: Any, expected: Sequence[Any]) -> bool:
-        """Return True if the assert holds for the program's value."""
+        """Return True if the assert holds for these values of the computed and expected sides."""
         return self._compare(value, *expected) is not self.is_negated
 
     def _compare(self, value: Any, *expected: Any) -> bool:
@@ -59,8 +59,8 @@ class Check:
 def read_assert(line: str) -> Check | None:
     """Split an assert into its sides; None if its expected side cannot be hidden from the program.
 
-    A row's asserts are read at the start of a run and again for each of its samples, hence the
-    cache.
+    The result is cached, because a row's asserts are read at the start of a run and again for each
+    of its samples.
     """
     try:
         statements = ast.parse(line.strip()).body
@@ -114,7 +114,7 @@ def _read_comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Ch
 
 
 def _check(left: ast.expr, right: ast.expr, relation: str, *tolerances: ast.expr) -> Check | None:
-    """Return the check of two sides, or None unless exactly one of them needs the program."""
+    """Return a check of these sides; None unless exactly one side needs the program."""
     if _needs_program(left) == _needs_program(right) or any(map(_needs_program, tolerances)):
         return None
     computed, expected = (left, right) if _needs_program(left) else (right, left)
@@ -143,7 +143,10 @@ def value_of(text: str) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Return the value of a literal, with the numbers inf and nan; ValueError for other text."""
+    """Return the value of a Python literal, in which inf and nan are allowed.
+
+    Raise a ValueError for other text.
+    """
     try:
         tree = ast.parse(text, mode="eval")
         for node in ast.walk(tree):
@@ -158,6 +161,6 @@ def literal(text: str) -> Any:
 
 
 def _number(node: Any) -> Any:
-    """Replace the names inf and nan, which `repr` writes, by numbers."""
+    """Replace the names inf and nan, which `repr` writes, with numbers."""
     is_number = isinstance(node, ast.Name) and node.id in ("inf", "nan")
     return ast.copy_location(ast.Constant(float(node.id)), node) if is_number else node

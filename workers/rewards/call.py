@@ -1,10 +1,10 @@
-"""Call a reward function by keyword, with the fields of a sample that it requests.
+"""Call a reward function by keyword, with those fields of a sample for which it has parameters.
 
-    call = RewardCall.of(function, kwargs, columns)   # rejects a parameter that nothing fills
-    call(sample)                                # of one sample
-    call.whole_batch(samples)                   # of a function with plural parameters
+    call = RewardCall.of(function, kwargs, columns)   # rejects a parameter without a value
+    call(sample)                                # scores one sample
+    call.whole_batch(samples)                   # if the function has plural parameters
 
-Nothing here imports torch, because it runs in reward processes, which start often.
+This module does not import torch, because it runs in reward processes, which start often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 
 Sample = dict[str, Any]
-"""A sample as a reward function may read it: `SAMPLE_FIELDS` and the row's other columns."""
+"""What a reward function can read of a sample: `SAMPLE_FIELDS` and the row's other columns."""
 SAMPLE_FIELDS = {
     "data_source": "the data set that the prompt is from",
     "solution_str": "the response as text",
@@ -27,10 +27,13 @@ SAMPLE_FIELDS = {
     "uid": "the prompt's row and epoch",
     "num_tokens": "tokens of the response",
 }
-"""Parameter of a reward function -> its argument; in the plural, a list over the whole batch."""
+"""By parameter of a reward function: its meaning.
+
+Parameters in the plural get lists over the whole batch.
+"""
 TRUTH = "ground_truth"
 SHORT_NAMES = {"prompt": "raw_prompt", "response": "solution_str"}
-"""Alternative parameter names -> the field that they get."""
+"""By alternative name of a parameter: the field that it gets."""
 SHORT_PLURALS = [f"{name}s" for name in SHORT_NAMES]
 BATCH_MARKS = ("solution_strs", "responses")
 """A function with one of these parameters scores a whole batch in one call."""
@@ -38,16 +41,16 @@ BATCH_MARKS = ("solution_strs", "responses")
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A reward function and the arguments of its calls."""
+    """A reward function, and which arguments its calls get."""
 
     function: Callable[..., Any]
     fields: dict[str, str]
-    """Parameter -> the entry of a sample that it gets."""
+    """By parameter: the entry of a sample that it gets."""
     kwargs: dict[str, Any]
     takes_batches: bool = False
     """True if one call scores a whole batch and returns a list."""
     takes_rest: bool = False
-    """True if the function gets all other entries of a sample by name."""
+    """True if the function has `**kwargs`, and so gets all other entries of a sample."""
 
     @classmethod
     def of(
@@ -57,10 +60,9 @@ class RewardCall:
         columns: Sequence[str] = (),
         has_truth: bool = True,
     ) -> RewardCall:
-        """Build the call of a function with the keyword arguments of the configuration.
+        """Match a function's parameters with the fields of a sample and the configured `kwargs`.
 
-        `columns` are the other columns of the data rows; `has_truth` is True if any row has a
-        ground truth.
+        `columns` are the data's other columns. `has_truth` is True if any row has a ground truth.
         """
         if not callable(function):
             raise ConfigError(
@@ -68,7 +70,7 @@ class RewardCall:
             )
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # written in C, without a signature
+        except (TypeError, ValueError):  # a function in C without a signature
             return cls(function, {name: name for name in SAMPLE_FIELDS}, kwargs)
 
         parameters = signature.parameters
@@ -80,7 +82,7 @@ class RewardCall:
                 f"the reward function returns a {returned}, and it is called on one sample: "
                 "return a number, or score a batch by the parameters solution_strs, prompts, ..."
             )
-        # parameter -> the entry of a sample that fills it
+        # by parameter: the entry of a sample that it gets
         fills = {column: column for column in columns}
         for name, entry in [*zip(SAMPLE_FIELDS, SAMPLE_FIELDS, strict=True), *SHORT_NAMES.items()]:
             fills[f"{name}s" if takes_batches else name] = entry
@@ -97,7 +99,7 @@ class RewardCall:
 
     @property
     def reads(self) -> list[str] | None:
-        """Names of the entries of a sample that the function may get; None means all."""
+        """Names of the entries of a sample that the function gets; None means all."""
         return None if self.takes_rest else list(self.fields.values())
 
     @property

@@ -1,7 +1,7 @@
-"""Socket between a process and another process that runs untrusted code for it.
+"""A socket between a process and another process that runs untrusted code for it.
 
-Requests are pickled with a length prefix, since our own code writes them. Replies are JSON, one per
-line, of limited length, and are checked before use.
+Requests are pickled with a length prefix, because our own code writes them. Replies come from
+untrusted code, so they are JSON, one per line, of limited length, and are checked before use.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LENGTH = struct.Struct("!Q")
 
 
 class NoAnswerError(Exception):
-    """Raised if the socket delivers something that is not a reply."""
+    """Raised if the socket delivers an invalid reply."""
 
 
 class DriverEnd:
-    """The requesting process's end; each call has a deadline, in `time.monotonic` time."""
+    """The requesting process's end; each call has a deadline, which `time.monotonic` measures."""
 
     def __init__(self, pipe: Connection) -> None:
         """Take over the pipe of `start_child`."""
@@ -61,7 +61,7 @@ class DriverEnd:
             raise NoAnswerError(f"wrote an invalid answer to its socket: {line!r:.80}") from err
 
     def shut(self) -> None:
-        """Stop reading and sending, from another thread; the process notices."""
+        """Stop reading and sending, from another thread; the replying process then ends."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -94,5 +94,5 @@ class FunctionEnd:
 
 
 def _left(deadline: float) -> float | None:
-    """Return the seconds until the deadline, never 0: a socket would not wait at all."""
+    """Return the seconds until the deadline; never 0, which would make a socket non-blocking."""
     return None if deadline == float("inf") else max(0.001, deadline - time.monotonic())

@@ -1,14 +1,14 @@
-"""Rewards of programs: the last block of code in a response is run on tests.
+"""Rewards for programs: run the last code block of a response on tests.
 
-This is the rule of the data sources codecontests, apps, codeforces and taco, with verl's form of
-`ground_truth` (a dict, or its JSON):
+This is the rule of the data sources codecontests, apps, codeforces and taco. `ground_truth` has the
+same format as in verl (a dict, or its JSON):
 
     {"inputs": [text, ...], "outputs": [text, ...]}                    # standard input and output
     {"fn_name": name, "inputs": [arguments, ...], "outputs": [...]}    # calls of a function
     {"asserts": ["assert f(1) == 2", ...]}                             # see `asserts`
 
 Programs run in processes of `workers.rewards.program`, which never contain the expected values.
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NOT_TRUSTED = (
     "for calls of a function), or trust the programs: {way}."
 )
 START_S = 5.0
-"""Time in addition to the tests: the start of the process, and of its forks."""
+"""Seconds that the start of the process and its forks may take, in addition to the tests."""
 CLOSE = 1e-6
-"""Allowed absolute or relative difference between a number in an output and the expected number."""
+"""Absolute and relative tolerance for numbers in an output."""
 
 
 def run_tests(
@@ -54,11 +54,11 @@ def run_tests(
     network: bool = False,
     trust_programs: bool = False,
 ) -> dict[str, float]:
-    """Return the fraction of the first `num_tests` tests that pass; `acc` is 1 if all do.
+    """Run the first `num_tests` tests. `score` is the fraction that pass; `acc` is 1 if all do.
 
-    A test may take `time_s` seconds, all tests together `total_s`, which is less than a sample's
-    deadline. Asserts whose expected side cannot be hidden from the program are rejected unless
-    `trust_programs`.
+    Each test may take `time_s` seconds, and all tests together `total_s`, which must be less than a
+    sample's deadline. Unless `trust_programs` is set, asserts are rejected if their expected side
+    cannot be hidden from the program.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
     open_assert = find_open_assert(tests)
@@ -88,7 +88,7 @@ def _evaluate(
     values = {}
     for source in {source for check in checks for source in check.expected}:
         with contextlib.suppress(ValueError):
-            values[source] = literal(source)  # most expressions are literals, and need no process
+            values[source] = literal(source)  # a literal, as most are, needs no process
     sources = list(dict.fromkeys(s for check in checks for s in check.expected if s not in values))
     program = Program("import math", sources, "value", **limits)
     results = runner.results(program) if sources else {}
@@ -103,7 +103,7 @@ def _evaluate(
 def _read_tests(
     tests: Mapping[str, Any], most: int, is_open: bool
 ) -> tuple[str, list[Any], list[Any]]:
-    """Return (kind, inputs, expected outputs) of the first tests."""
+    """Return the kind of the tests, and the inputs and expected outputs of the first `most`."""
     inputs: list[Any]
     outputs: list[Any]
     if "asserts" in tests:
@@ -141,26 +141,26 @@ def find_open_assert(ground_truth: Any) -> str | None:
 
 
 def _text(content: Any) -> str:
-    """Return an input or output as text; a list has one line per element."""
+    """Return an input or output as text; a list becomes one line per element."""
     return "\n".join(map(str, content)) if isinstance(content, list) else str(content)
 
 
 def _arguments(arguments: Any) -> list[Any]:
-    """Return the arguments of a call: from a list, or from text with one JSON value per line."""
+    """Return the arguments of a call, given as a list, or as text with one JSON value per line."""
     if isinstance(arguments, str):
         return [json.loads(line) for line in arguments.splitlines() if line.strip()]
     return list(arguments)
 
 
 def code_of(response: str) -> str:
-    """Return the last block of code in a response, after its reasoning; without one, all of it."""
+    """Return the last code block after a response's reasoning, or all text after it if none."""
     text = response.rpartition("</think>")[2]
     blocks = _BLOCK.findall(text)
     return str(blocks[-1]) if blocks else text
 
 
 def is_expected(kind: str, output: str, expected: Any) -> bool:
-    """Return True if a program's output, or its function's result as JSON, is the expected one."""
+    """Return True if a test's output (for a function, its result as JSON) is as expected."""
     if kind == "assert":
         return True
     if kind == "value":
@@ -185,7 +185,7 @@ def _equal(actual: Any, wanted: Any) -> bool:
 
 
 def _alike(actual: list[str], wanted: list[str]) -> bool:
-    """Return True if the words are equal, with a tolerance for numbers."""
+    """Return True if two lists of words are equal, with a tolerance for numbers."""
     if len(actual) != len(wanted):
         return False
     return all(a == b or _close(a, b) for a, b in zip(actual, wanted, strict=True))
@@ -199,7 +199,7 @@ def _close(actual: str, wanted: str) -> bool:
 
 
 class _Runner:
-    """A process that runs programs; started when needed, and again after a program ended it."""
+    """A process that runs programs; it is started when needed, and again if a program ends it."""
 
     def __init__(self, network: bool) -> None:
         self._network = "on" if network else "off"
@@ -222,7 +222,7 @@ class _Runner:
                     raise NoAnswerError(f"answered for test {number!r:.40}")
                 results[expected] = str(output), problem
         except (NoAnswerError, EOFError, OSError, TypeError, ValueError):
-            self.stop()  # the program broke out of its fork: the remaining tests fail
+            self.stop()  # the program disturbed the process outside its fork; other tests fail
         return results
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The rewards of environments, as one of a run's rewards."""
+"""Use the rewards of environments as one of a run's rewards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from workers.rewards.manager import FAILURES, Scored
 
 
 class EnvironmentScores:
-    """Reads the rewards that the rollout wrote; failed trajectories have no score."""
+    """Reads the rewards that the rollout recorded; failed trajectories have no score."""
 
     def remote(self, batch: DataProto) -> Future[Scored]:
-        """Return the scores of a batch, which are available immediately."""
+        """Return a future of the batch's scores, which is already done."""
         columns = read_columns(batch, "environment_rewards", "turn", "response_mask")
         mask = columns["response_mask"].bool()
         infos = batch.non_tensor_batch["trajectory"].tolist()
@@ -44,7 +44,7 @@ class EnvironmentScores:
 
 
 def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return [rows, R], True at the last sampled token of every turn."""
+    """Return a mask [rows, R] that is True at the last sampled token of every turn."""
     place = torch.arange(mask.shape[-1]).expand(mask.shape)
     after = torch.where(mask, place, -1)
     num_turns = int(turn.max()) + 1 if turn.numel() else 0
@@ -57,7 +57,7 @@ def turn_ends(turn: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def trajectory_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means and counts over trajectories, from their column `trajectory`."""
+    """Return means and counts over trajectories, whose data are in the column `trajectory`."""
     count = max(len(infos), 1)
     ended = [info["ended"] for info in infos]
     metrics = {

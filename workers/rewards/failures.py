@@ -1,7 +1,7 @@
 """Group failures of rewards by kind, so that each kind is logged once.
 
-The kind is the line of code, or the text if there is none. Thousands of samples may fail in one
-line of a function, each with a different text.
+The kind is the line of your code in which the error occurred, or the error's text if there is none.
+Thousands of samples may fail in one line, each with a different text.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 MOST_KINDS = 10
-"""Number of separate kinds; later ones are combined into one."""
+"""Maximum number of kinds; all later ones are combined."""
 OTHERS = "other failures"
 
 
 @dataclass
 class Failure:
-    """A kind of failure: its first sample, and its number of samples."""
+    """A kind of failure: the uid and error of its first sample, and the number of its samples."""
 
     uid: str
     error: str
@@ -35,7 +35,7 @@ Failures = dict[str, Failure]
 
 
 def group_by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
-    """Group (uid, error) of samples by kind, in order of appearance."""
+    """Group the pairs (uid, error) of failed samples by kind, in order of appearance."""
     kinds: Failures = {}
     for uid, error in failed:
         kind = error.rpartition("\n")[2]
@@ -46,7 +46,7 @@ def group_by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
 
 
 def with_source(error: str) -> str:
-    """Return the error with the line of code that its last line names, if it can be read."""
+    """Append the source code of the line that the error's last line names, if it can be read."""
     file, _, number = error.rpartition("\n    at ")[2].rpartition(", line ")
     source = linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
     return f"{error}: {source}" if source else error
@@ -61,7 +61,7 @@ class FailureLog:
         """True if some failures were not logged."""
 
     def note(self, name: str, num_samples: int, cost: str, failures: Failures) -> None:
-        """Add the failures of one batch of a reward; `cost` says what the failed samples get."""
+        """Add a reward's failures in one batch; `cost` says what happens to the failed samples."""
         sums = self._sums.setdefault(name, {})
         new = []
         for kind, failure in failures.items():

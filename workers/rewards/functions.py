@@ -1,10 +1,10 @@
 """Rule rewards: pure functions of strings, one per data source.
 
-Nothing here imports torch, so that a reward process starts fast. `default_compute_score` scores
-every sample if the config names no user function. A reward function takes `(data_source,
-solution_str, ground_truth, extra_info)` and returns a float, or a dict whose `"score"` is the
-reward and whose other numbers are logged. To add a rule, write a function and add a line to
-`REWARDS`.
+This module does not import torch, so that a reward process starts fast. If the config names no
+function of yours, `default_compute_score` scores every sample. A reward function has the parameters
+`(data_source, solution_str, ground_truth, extra_info)` and returns a float, or a dict whose
+`"score"` is the reward and whose other numbers are logged. To add a rule, write a function and add
+a line to `REWARDS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GIVE_REWARD = (
     "If only a reward model scores, set reward.rule_weight=0"
 )
 GSM8K_TAIL_CHARS = 300
-"""An answer comes at the end: only this many characters at the end of a solution are searched."""
+"""Only this many characters at the end of a solution are searched for the answer."""
 
 _GSM8K_ANSWER = re.compile(r"#### (-?[\d.,]+)")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -33,7 +33,10 @@ def tiny_letters(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """Fraction of the solution's characters that equal the ground truth letter; 0 if empty."""
+    """Return the fraction of the solution's characters that equal the ground truth letter.
+
+    It is 0 for an empty solution.
+    """
     return solution_str.count(ground_truth) / len(solution_str) if solution_str else 0.0
 
 
@@ -43,7 +46,7 @@ def gsm8k(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1 if the last `#### number`, without commas, equals the ground truth text."""
+    """Return 1 if the last `#### number`, without commas, equals the ground truth text; else 0."""
     answers = _GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARS:])
     return float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth))
 
@@ -54,7 +57,7 @@ def gsm8k_flexible(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1 if the last number of the solution, marked or not, has the value of the ground truth.
+    """Return 1 if the last number of the solution, marked or not, equals the ground truth; else 0.
 
     Select it with `reward=workers.rewards.functions:gsm8k_flexible`.
     """
@@ -74,8 +77,8 @@ def math(
     r"""1 if math-verify finds the ground truth as the solution's answer (`\boxed{}` first)."""
     from math_verify import parse, verify
 
-    # No timers: the reward process has a deadline, and signal-based timers work only in main
-    # threads.
+    # no timeouts of math-verify: they use signals, which work only in main threads, and the
+    # reward process has a deadline
     gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     answer = parse(solution_str, parsing_timeout=None)
     return float(verify(gold, answer, timeout_seconds=None))
@@ -88,7 +91,7 @@ def code(
     extra_info: Mapping[str, Any] | None = None,
     trust_programs: bool = False,
 ) -> dict[str, float]:
-    """Fraction of its tests that the program in the response passes."""
+    """Return the fraction of its tests that the program in the response passes."""
     from workers.rewards.code import run_tests
 
     return run_tests(
@@ -114,7 +117,7 @@ PROGRAM_RULES = {
     ("workers.rewards.functions", "code"),
     ("workers.rewards.functions", "default_compute_score"),
 }
-"""Path and name of the functions that may run a model's programs."""
+"""Path and name of the reward functions that run a model's programs."""
 
 
 def default_compute_score(
@@ -124,7 +127,7 @@ def default_compute_score(
     extra_info: Mapping[str, Any] | None = None,
     trust_programs: bool = False,
 ) -> float | dict[str, Any]:
-    """Score one solution by the rule of its data source; an unknown source is rejected."""
+    """Score one solution by the rule of its data source; reject an unknown source."""
     if data_source not in REWARDS:
         check_rules([data_source])
     rule, sample = REWARDS[data_source], (data_source, solution_str, ground_truth, extra_info)
@@ -132,16 +135,16 @@ def default_compute_score(
 
 
 def trust_kwargs(path: str, name: str, trust_programs: bool) -> dict[str, bool]:
-    """Return the argument that tells this function if it may trust a model's programs.
+    """Return the argument that tells a function if it may trust a model's programs.
 
-    It is always passed, so that no column of the data can set it.
+    Functions that run programs always get it, so that no column of the data can set it.
     """
     return {"trust_programs": trust_programs} if (path, name) in PROGRAM_RULES else {}
 
 
 def check_rules(data_sources: Iterable[str]) -> None:
     """Reject data sources without a rule, or whose rule lacks its package."""
-    # Imported here, so that the rules themselves load without torch.
+    # imported here, so that the rules themselves load without torch
     from verl_like.errors import ConfigError, nearest
 
     for source in sorted(set(data_sources)):

@@ -1,7 +1,7 @@
-"""One reward process, from the driver's side: started when needed, killed when it hangs.
+"""Handle of a reward process, which is started when needed and killed when it hangs.
 
     process = RewardProcess(function, start_deadline)
-    process.start()                                     # a ConfigError if the function is rejected
+    process.start()                                     # raises a ConfigError for a bad function
     for number, outcome in process.outcomes({3: sample}, end): ...
     process.stop()                                      # ends all of its processes
 
@@ -32,24 +32,23 @@ from workers.rewards.outcome import Outcome, read_answer
 from workers.rewards.process import FunctionSpec
 
 GRACE_S = 0.5
-"""Time from a sample's deadline to the kill; coroutines end at the deadline themselves."""
+"""Seconds between a sample's deadline and the kill, in which coroutines end by themselves."""
 BLOCKED_SHARE = 1.25
-"""Multiple of the deadline after which a process must report the coroutine that blocks the others.
-"""
+"""Multiple of the deadline in which a process must report a coroutine that blocks the others."""
 END_S = 10.0
-"""Time for a supervisor to kill its child."""
+"""Seconds that a supervisor has to kill its child."""
 
 
 class ProcessEndedError(Exception):
-    """A reward process has ended, or sent an invalid reply; the message has the details."""
+    """Raised if a reward process has ended or sent an invalid reply; the message says how."""
 
 
 class RewardProcess:
     """A process that scores samples with a function, and its supervisor."""
 
     def __init__(self, function: FunctionSpec, start_deadline: float):
-        """Reject a missing file; `start` starts the process."""
-        if function.path.endswith(".py"):  # the process has a different working directory
+        """Reject a missing file; do not start the process yet."""
+        if function.path.endswith(".py"):  # the process has another working directory
             check_file(Path(function.path), f"{function.path_key}={function.path}")
             function = replace(function, path=str(Path(function.path).absolute()))
         self._function, self._start_deadline = function, start_deadline
@@ -58,17 +57,16 @@ class RewardProcess:
         self._closing = Lock()
         self._supervised: Supervised | None = None
         self.takes_all = False
-        """True if it gets all waiting samples: calls are concurrent, or one call takes a whole
-        batch.
+        """True if it gets all waiting samples at once; known once the function is loaded.
 
-        Known once the function is loaded.
+        The function is then async, so that calls are concurrent, or scores a batch in one call.
         """
         self.answers_together = False
         """True if one call scores a whole batch."""
         self.is_new = False
-        """True if it was started for the latest request."""
+        """True if it was started for its latest request."""
         self._reads: frozenset[str] | None = None
-        """The entries of a sample that its calls read; others are not sent. None means all."""
+        """The entries of a sample that are sent because the function reads them; None: all."""
 
     def start(self) -> None:
         """Start the process if there is none; raise a ConfigError if the function is rejected."""
@@ -106,10 +104,10 @@ class RewardProcess:
     def outcomes(
         self, requested: Mapping[int, Sample], end: float
     ) -> Iterator[tuple[int, Outcome]]:
-        """Yield numbers and outcomes of these samples, as they arrive.
+        """Yield the numbers and outcomes of these samples, as they arrive.
 
         Raises TimeoutError at a sample's deadline or at `end`, and ProcessEndedError if no more
-        will come; stop the process then. Times are those of `time.monotonic`.
+        outcomes will come. In both cases, stop the process. `end` is a time of `time.monotonic`.
         """
         self.is_new = self._channel is None
         self.start()
@@ -121,7 +119,7 @@ class RewardProcess:
         except TimeoutError:
             raise
         except OSError:
-            pass  # the process has ended: the next reply says how
+            pass  # the process has ended, and its supervisor's reply says how
         while missing:
             answer = self._receive(min(end, time.monotonic() + self._reply_timeout()))
             try:
@@ -132,7 +130,7 @@ class RewardProcess:
             yield number, outcome
 
     def _part_of(self, sample: Sample) -> Sample:
-        """Return the entries of a sample that are sent."""
+        """Return the sample with only the entries that the function reads."""
         if self._reads is None or sample.keys() <= self._reads:
             return sample
         return {name: value for name, value in sample.items() if name in self._reads}
@@ -145,7 +143,7 @@ class RewardProcess:
         return shares * self._function.deadline + GRACE_S
 
     def _receive(self, deadline: float) -> Any:
-        """Return the next reply; ProcessEndedError if the process ended or the reply is invalid."""
+        """Return the next reply; raise ProcessEndedError if there is none or it is invalid."""
         assert self._channel is not None, "it has been started"
         try:
             answer = self._channel.receive(deadline)
@@ -160,19 +158,19 @@ class RewardProcess:
         return answer
 
     def give_up(self) -> None:
-        """Kill the process from another thread; the requesting thread sees that it ended."""
+        """Kill the process, from another thread than the one that waits for its outcomes."""
         with self._closing, suppress(OSError):
             if self._channel is not None:
-                self._channel.shut()  # its supervisor notices
+                self._channel.shut()  # its supervisor then kills it
 
     def stop(self) -> None:
-        """End the process and all that it has started, if there is one."""
+        """End the process and all processes that it has started."""
         with self._closing:
             if self._channel is not None:
-                self._channel.close()  # its supervisor notices
+                self._channel.close()  # its supervisor then kills it
             self._channel = None
         if self._supervisor is not None:
-            with suppress(ProcessLookupError):  # untrusted code may have stopped it
+            with suppress(ProcessLookupError):  # untrusted code may have paused the supervisor
                 os.kill(self._supervisor.pid, signal.SIGCONT)
             try:
                 self._supervisor.wait(END_S)

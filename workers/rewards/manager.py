@@ -1,11 +1,11 @@
-"""Score responses with a reward function: decode them here, score them in other processes.
+"""Score responses with a reward function: decode them in this process, score them in others.
 
     manager = RewardManager(tokenizer, Scorer(function, batch_deadline))  # loads the function
     future = manager.remote(batch)          # decodes, then returns immediately
-    scores, metrics = future.result()       # token_level_scores, the function's other numbers
+    scores, metrics = future.result()       # columns (token_level_scores, ...), and metrics
 
-A server scores like a function (`workers.rewards.remote`); `workers.rewards.weighted` adds up
-several rewards.
+Instead of a function, a server can score (`workers.rewards.remote`). `workers.rewards.weighted`
+adds up several rewards.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
 RESPONSE_TEXT = "response_text"
-"""Column with the texts: several rewards and the sample log read them."""
+"""Column with the responses as text, which several rewards and the sample log read."""
 FAILURES = "reward_failures"
-"""Key in the meta_info of scores: failures by kind (`workers.rewards.failures`)."""
+"""Key in the meta_info of scores for the failures by kind (`workers.rewards.failures`)."""
 Scored = tuple[DataProto, dict[str, float]]
-"""`token_level_scores` with the rule's other results, and their metrics."""
+"""A batch with `token_level_scores` and the function's other results, and metrics."""
 
 
 class RewardManager:
-    """Scores batches with a reward function, concurrently with the driver.
+    """Scores batches with a reward function while the driver continues.
 
-    The function returns a number, or a dict with "score", and optionally "step_scores": pairs
-    [token, score]. Each step score is placed at its token of the response (at the last one if the
-    response is shorter), the score itself at the last token. A sample whose call raises, returns no
-    finite number, or exceeds its deadline gets `default_score`. After the scorer's deadline, all
-    remaining samples of the batch get it. Failed samples are counted in the metrics, marked in
-    `score_failed` and named in the meta_info `FAILURES`; `workers.rewards.weighted` decides if they
-    stop the step.
+    The function returns a number, or a dict with "score" and optionally "step_scores", pairs
+    [token, score]. The score is placed at the last token of the response. Each step score is placed
+    at its token, or at the last one if the response is shorter.
+
+    A sample fails if its call raises, returns no finite number, or exceeds its deadline, and all
+    remaining samples fail at the batch's deadline. Failed samples get `default_score`. They are
+    counted in the metrics, marked in `score_failed` and named in the meta_info `FAILURES`.
+    `workers.rewards.weighted` decides if they end the run.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class RewardManager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def remote(self, batch: DataProto) -> Future[Scored]:
-        """Start scoring; reads responses, response_mask and the columns of the data loader.
+        """Start scoring a batch, and return a future of the scores.
 
-        Adds the column `RESPONSE_TEXT` to the batch.
+        The batch needs responses, response_mask and the data loader's columns. It gets the column
+        `RESPONSE_TEXT`.
         """
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
         samples = samples_of(batch, self._tokenizer)
@@ -101,7 +103,7 @@ class RewardManager:
         return result, metrics
 
     def close(self) -> None:
-        """End the processes; a batch that is being scored ends with them."""
+        """End the processes, even if a batch is being scored."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._scorer.give_up()
         self._thread.shutdown()
@@ -109,9 +111,9 @@ class RewardManager:
 
 
 def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Place each row's scores at their tokens, and mark the tokens at which a scored step ends.
+    """Place each row's scores at their tokens; return them, and a mask of the ends of scored steps.
 
-    A total score of zero next to step scores is not a separate step.
+    If a row has step scores, a score of zero at the last token does not count as a step.
     """
     last = last_places(mask)
     rows = torch.arange(len(values))
@@ -131,7 +133,7 @@ def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[T
 
 
 def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the function's other results by name: numbers, and the text of a vote."""
+    """Return the function's other results, by name: numbers, and the text of `VOTE`."""
     columns = {}
     for name in sorted({name for _, extras, _ in outcomes for name in extras} - {STEPS}):
         values = [extras.get(name, np.nan) for _, extras, _ in outcomes]
@@ -142,7 +144,7 @@ def _extra_columns(outcomes: list[Outcome]) -> dict[str, np.ndarray[Any, Any]]:
 def _score_metrics(
     outcomes: list[Outcome], extras: dict[str, np.ndarray[Any, Any]]
 ) -> dict[str, float]:
-    """Count samples without a score and late samples; average every other number."""
+    """Count failed and late samples, and average every other number."""
     num_late = sum(score is None and error == LATE for score, _, error in outcomes)
     num_failed = sum(score is None for score, _, _ in outcomes)
     metrics = {
@@ -156,7 +158,7 @@ def _score_metrics(
 
 
 def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
-    """Return every row as a reward function may read it."""
+    """Return what a reward function can read of each row."""
     columns = batch.non_tensor_batch
     rows = range(len(batch))
     fields = {
@@ -177,10 +179,10 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
 
 
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
-    """Return the text of every response; it is decoded once and added to the batch."""
+    """Return the text of every response; the first call adds the texts to the batch."""
     if RESPONSE_TEXT in batch.non_tensor_batch:
         return list(batch.non_tensor_batch[RESPONSE_TEXT])
-    # array rows: tensor rows would take 8 times as long
+    # rows are numpy arrays, because with tensors this takes 8 times as long
     rows, masks = token_rows(batch, "responses", "response_mask")
     responses = [row[mask != 0].tolist() for row, mask in zip(rows, masks, strict=True)]
     texts = decode_rows(tokenizer, responses)
@@ -189,10 +191,10 @@ def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
 
 
 def decode_rows(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
-    """Return the text of every row of ids, without special tokens.
+    """Decode rows of ids, without special tokens.
 
-    The tokenizer's `batch_decode` inspects every id in Python, which takes twice as long as the
-    decoding. The library of fast tokenizers decodes all rows in one call.
+    The tokenizer's `batch_decode` inspects every id in Python, which takes twice as long as
+    decoding. So fast tokenizers are called directly, with all rows at once.
     """
     from transformers import PreTrainedTokenizerFast
 

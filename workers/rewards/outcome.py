@@ -1,6 +1,6 @@
-"""Check what a reward function, a server or a reward process returns for one sample.
+"""Check the result of a reward function, a server or a reward process for one sample.
 
-Nothing here imports torch, because it runs in reward processes, which start often.
+This module does not import torch, because it runs in reward processes, which start often.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from numbers import Real
 from typing import Any, SupportsFloat
 
 Steps = list[tuple[int, float]]
-"""(token of the response, score) of every step."""
+"""The steps of a response: the token at which each ends, and its score."""
 Outcome = tuple[float | None, dict[str, Any], str | None]
-"""(score, or None if failed; other numbers, `pred` and steps; the error, or None)."""
+"""A score, or None after a failure; other numbers, `pred` and steps; an error, or None."""
 STEPS = "step_scores"
-"""The only list that is used: scores of the response's steps, at the tokens where they end."""
+"""Key of a result for the scores of the response's steps; other lists are ignored."""
 VOTE = "pred"
-"""The only text that is used: a sample's answer, for the majority vote over a prompt's samples."""
+"""Key of a result for the sample's answer, a text for the majority vote over a prompt's samples."""
 LATE = "passed its deadline"
 NO_REWARD = (
     ". Return a number, a dict with a number as 'score', or (for a function with batch parameters "
@@ -25,15 +25,15 @@ NO_REWARD = (
 )
 """End of the error for a result without a number."""
 PLACE = "\n    at {}, line {}"
-"""Ending of an error text if the line of the user's code is known."""
+"""End of an error text if the line of your code is known."""
 LARGEST_SCORE = 3.4028234e38
-"""Scores are float32 in a batch: a larger number would be infinite there."""
+"""Largest score that is finite in float32, in which a batch stores scores."""
 
 
 def read_outcome(result: Any) -> Outcome:
-    """Check a function's result: a finite number, or a dict with one; raise a ValueError otherwise.
+    """Convert a function's result to an outcome: a finite number, or a dict with one as "score".
 
-    With step scores the number is optional.
+    With step scores, "score" is optional. Raise a ValueError for other results.
     """
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     steps = read_steps(extras.pop(STEPS, None))
@@ -58,7 +58,7 @@ def read_outcome(result: Any) -> Outcome:
 
 
 def read_steps(steps: Any) -> Steps:
-    """Check [token, score] pairs: tokens count from 0 in the response, scores are finite."""
+    """Check step scores: pairs [token, score] of a token index from 0 and a finite score."""
     pairs = [(int(token), float(score)) for token, score in steps or []]
     for token, score in pairs:
         if token < 0 or not is_finite(score):
@@ -70,19 +70,19 @@ def read_steps(steps: Any) -> Steps:
 
 
 def is_finite(score: float) -> bool:
-    """Return True if the number is finite in float32, too."""
+    """Return True if the number is finite in float32."""
     return math.isfinite(score) and abs(score) <= LARGEST_SCORE
 
 
 def read_answer(answer: Any, requested: Collection[int]) -> tuple[int, Outcome]:
-    """Return (number of a sample, outcome) of a process's reply; ValueError if it is invalid."""
+    """Return a sample's number and outcome from a process's reply; ValueError if it is invalid."""
     try:
         number, (score, extras, error) = answer
         if number not in requested:
             raise ValueError(f"sample {number!r:.40} was not requested")
         if score is None:
             return number, (None, {}, str(error))
-        if not extras and type(score) is float and is_finite(score):  # the usual case
+        if not extras and type(score) is float and is_finite(score):  # fast path
             return number, (score, {}, None)
         return number, read_outcome({**extras, "score": score})
     except (TypeError, ValueError) as err:

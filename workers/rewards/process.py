@@ -1,12 +1,12 @@
-"""Program of a process that runs a reward function.
+"""The program of a process that runs a reward function.
 
     python -m verl_like.process.child workers.rewards.process FD
 
-`workers.rewards.handle` starts it, and sends a `FunctionSpec` through the socket FD. A supervisor
-(`verl_like.process.supervisor`) then starts a child that runs the function. The child reads lists
-of (number, sample) from the socket and replies for each sample immediately. Coroutine functions run
-concurrently, others one by one. It imports nothing heavy, because it restarts after every sample
-that hangs.
+`workers.rewards.handle` starts it, and sends a `FunctionSpec` through the socket FD. The process
+then supervises (`verl_like.process.supervisor`) a child that runs the function. The child reads
+lists of (number, sample) from the socket, and replies as soon as a sample is scored. Calls of
+coroutine functions run concurrently, others one by one. This module imports nothing large, because
+the process restarts after every sample that hangs.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from workers.rewards.outcome import LATE, NO_REWARD, PLACE, Outcome, read_outcom
 MAX_SIDE_BY_SIDE = 64
 """Maximum number of concurrent calls of a coroutine function."""
 BATCH_SHARES = 12
-"""Deadline and processor time of a batch, as a multiple of a sample's."""
+"""Deadline and CPU time of a batch, as a multiple of a sample's."""
 NOT_THE_USERS = (
     "<frozen",
     *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
     *(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("verl_like", "workers")),
 )
-"""Prefixes of file names of code that belongs to Python, installed packages, or this project."""
+"""Prefixes of code files that belong to Python, installed packages, or this project."""
 Put = Callable[[int, Outcome], None]
-"""Sends the outcome of a sample by its number."""
+"""A function that sends the outcome of the sample with this number."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class FunctionSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     deadline: float = 10.0
     columns: Sequence[str] = ()
-    """Other columns of the data rows."""
+    """The data's other columns, which the function may read."""
     has_truth: bool = True
     """True if any row has a ground truth."""
     sandbox: Sandbox = field(default_factory=Sandbox)
     path_key: str = "reward.function.path"
-    """The setting of `path`, for error messages."""
+    """The configuration key that set `path`, for error messages."""
     name_key: str = "reward.function.name"
-    """The setting of `name`."""
+    """The configuration key that set `name`."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
@@ -75,7 +75,10 @@ def main(control: Connection) -> None:
 
 
 def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
-    """Reply until the other end closes; `withheld` are variables that only the driver has."""
+    """Load the function, and score samples until the other end closes.
+
+    `withheld` are names of environment variables that only the driver has, for error messages.
+    """
     driver.send([os.getpid(), os.getcwd()])
     try:
         function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
@@ -101,7 +104,7 @@ def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = (
 def describe_error(
     err: BaseException, withheld: Collection[str] = (), sandbox: str = "reward.sandbox"
 ) -> str:
-    """Describe an error in the user's code, with the sandbox key that may have caused it."""
+    """Describe an error in the user's code; name the sandbox key that may have caused it."""
     if isinstance(err, SystemExit):
         return f"SystemExit: it called sys.exit({'' if err.code is None else repr(err.code)})"
     words = f"{type(err).__name__}: {_text(err)}"
@@ -130,16 +133,16 @@ def _text(err: BaseException) -> str:
 
 
 class Calls:
-    """The calls of one function; its methods return the function's errors, never raise them."""
+    """Calls one function; errors of the function become outcomes and are never raised."""
 
     def __init__(
         self, call: RewardCall, spec: FunctionSpec, withheld: Collection[str] = ()
     ) -> None:
-        """Create the calls; `withheld` is as in `serve`."""
+        """For `withheld` see `serve`."""
         self._call, self._spec, self._withheld = call, spec, withheld
 
     def answer(self, samples: list[tuple[int, Sample]], put: Put) -> None:
-        """Put the outcome of every sample as soon as it is known."""
+        """Score samples, and call `put` for each as soon as its outcome is known."""
         if self._call.takes_batches:
             self._spec.sandbox.allow_cpu(BATCH_SHARES)
             outcomes = self.score_batch([sample for _, sample in samples])
@@ -154,7 +157,7 @@ class Calls:
                 put(number, self._outcome(partial(self._call, sample)))
 
     def score_batch(self, samples: list[Sample]) -> list[Outcome]:
-        """Return every sample's outcome, for a function that takes them all at once."""
+        """Return the outcome of every sample, from one call of the function."""
         try:
             results: Any = self._call.whole_batch(samples)
             if inspect.isawaitable(results):
@@ -212,15 +215,15 @@ class Calls:
 def _end_when_blocked(
     loop: asyncio.AbstractEventLoop, is_done: threading.Event, deadline: float, put: Put
 ) -> None:
-    """At its deadline, report the coroutine that blocks all others, and end the process.
+    """Report a coroutine that blocks all others past its deadline, and end the process.
 
-    Otherwise the driver would not know which coroutine it is.
+    Only this process knows which coroutine it is.
     """
     while not is_done.wait(deadline / 4):
         ticked = threading.Event()
         try:
             loop.call_soon_threadsafe(ticked.set)
-        except RuntimeError:  # the loop has just been closed
+        except RuntimeError:  # the loop is closed
             return
         if ticked.wait(deadline) or is_done.is_set():
             continue

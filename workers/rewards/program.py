@@ -1,12 +1,12 @@
-"""The process that runs model-written programs, one test at a time.
+"""The process that runs programs written by a model, one test at a time.
 
     python -m verl_like.process.child workers.rewards.program FD on|off
 
-`workers.rewards.code` starts it and sends requests through the socket FD. Every test is a fork of
-this process with separate limits. A test cannot start processes or signal others, writes only below
-its folder, and has no network, as far as the machine supports these limits. The expected values
-never reach this process, so a program cannot look for them. The exception is trusted asserts
-(`kind="assert"`).
+`workers.rewards.code` starts it and sends requests through the socket FD. Every test runs in a fork
+of this process with its own limits. As far as the machine supports this, a test cannot start
+processes, signal other processes, write outside its folder, or use the network. Except for trusted
+asserts (`kind="assert"`), the expected values never reach this process, so a program cannot look
+for them.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from verl_like.process.system_calls import PROCESSES, SIGNALS
 from workers.rewards.channel import FunctionEnd
 
 MOST_OUTPUT = 2**19
-"""Bytes that a program may print."""
+"""Maximum bytes that a program may print."""
 FILE_GB = 2**-6
-"""Size of a file that a program may write."""
+"""Maximum size of a file that a program may write."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Code of a model, and its tests."""
+    """A program written by a model, and its tests."""
 
     code: str
     inputs: list[Any]
-    """Standard input, arguments of the function, an expression, or an assertion, per test."""
+    """One entry per test; `kind` says what it is."""
     kind: str = "stdin"
-    """stdin, function, value or assert."""
+    """stdin (standard input), function (its arguments), value (an expression), or assert."""
     function: str = ""
-    """Name of the function, or of a method of `Solution`."""
+    """Name of the function, or of the method if the program has a class `Solution`."""
     time_s: float = 2.0
     """Time limit of each test."""
     total_s: float = 8.0
-    """Time limit of all tests."""
+    """Time limit of all tests together."""
     memory_gb: float = 1.0
 
 
@@ -96,7 +96,7 @@ def main(pipe: Connection, network: str) -> None:
 
 
 def run_test(program: Program, number: int, end: float) -> tuple[str, str | None]:
-    """Run one test; return what it printed or returned, and the problem or None."""
+    """Run one test; return its output (printed text, or a value as text), and a problem or None."""
     sandbox = Sandbox(memory_gb=program.memory_gb, cpu_s=program.time_s, file_gb=FILE_GB)
     token = secrets.token_hex()
     output = bytearray()
@@ -109,7 +109,7 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
         os.environ.clear()
         os.environ.update({"HOME": folder, "TMPDIR": folder, "PATH": os.defpath})
         sandbox.allow_cpu()
-        with contextlib.suppress(ConfigError):  # reported when this process started
+        with contextlib.suppress(ConfigError):  # `main` has reported it
             restrict_writes(folder, os.devnull, extra=(*PROCESSES, *SIGNALS))
         _act(program, program.inputs[number], token)
 

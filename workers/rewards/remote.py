@@ -1,9 +1,9 @@
-"""Score with an HTTP server: batches, retries, deadlines, a bearer token.
+"""Score with an HTTP server, with batches, retries, deadlines and a bearer token.
 
-`RemoteScorer` has the same interface as `workers.rewards.scorer.Scorer`: samples in, one outcome
-per sample out. A protocol defines requests and replies: `samples` is for our own server
-(`workers.rewards.server`), `openrlhf` for OpenRLHF's remote reward models, and `openai` asks a
-language model for a verdict.
+`RemoteScorer` has the same interface as `workers.rewards.scorer.Scorer`: it gets samples, and
+returns one outcome per sample. A protocol defines requests and replies: `samples` is for our own
+server (`workers.rewards.server`), `openrlhf` is for OpenRLHF's remote reward models, and `openai`
+asks a language model for a verdict.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from workers.rewards.outcome import LATE, Outcome
 from workers.rewards.remote_protocols import PROTOCOLS, as_json
 
 MAX_CONCURRENT = 8
-"""Number of concurrent requests."""
+"""Maximum number of concurrent requests."""
 FIRST_WAIT_S = 0.25
-"""Wait before the first retry; it doubles each time, up to `LONGEST_WAIT_S`."""
+"""Seconds before the first retry; they double each time, up to `LONGEST_WAIT_S`."""
 LONGEST_WAIT_S = 8.0
 LONGEST_ANSWER = 64 * 2**20
 """Replies with more bytes are rejected."""
@@ -38,11 +38,11 @@ WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RewardServerError(Exception):
-    """A request that failed permanently, with the reason."""
+    """Raised with the reason if a request fails permanently."""
 
 
 class RemoteScorer:
-    """A reward server, from the driver's side."""
+    """Client of a reward server."""
 
     def __init__(self, config: RewardConfig, batch_deadline: float):
         self._config, self._batch_deadline = config, batch_deadline
@@ -53,7 +53,7 @@ class RemoteScorer:
         self._given_up = threading.Event()
 
     def start(self) -> None:
-        """Request the scores of no samples; raise if the server does not work."""
+        """Test the server with a request without samples; raise if it does not work."""
         try:
             self._ask([], time.monotonic() + self._config.timeout_s)
         except (RewardServerError, TimeoutError) as err:
@@ -63,7 +63,7 @@ class RemoteScorer:
             ) from err
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """Return one outcome per sample; those of a failed request have its error."""
+        """Return one outcome per sample; all samples of a failed request have its error."""
         end = time.monotonic() + self._batch_deadline
         size = self._protocol.largest_batch or self._config.batch_size
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -71,7 +71,7 @@ class RemoteScorer:
         return [outcome for part in answers for outcome in part]
 
     def give_up(self) -> None:
-        """Cancel waiting requests, and stop retrying."""
+        """Cancel requests that wait, and stop retrying."""
         self._given_up.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -88,7 +88,7 @@ class RemoteScorer:
             return [(None, {}, str(err))] * len(samples)
 
     def _ask(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
-        """Request one batch, with retries after temporary errors; waits grow and are randomized."""
+        """Request the scores of one batch; retry after temporary errors, with growing waits."""
         body = as_json(self._protocol.request(samples, self._config))
         wait = FIRST_WAIT_S
         for attempt in range(self._config.retries + 1):
@@ -142,11 +142,11 @@ class RemoteScorer:
 
 
 class _TemporaryError(Exception):
-    """A request that failed temporarily."""
+    """Raised if a request fails but a retry may succeed."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Blocks redirects, because a bearer token must not reach another host."""
+    """Rejects redirects, because the bearer token must not reach another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -156,7 +156,7 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def check_url(url: str, name: str) -> None:
-    """Reject an invalid server address; `name` is the name of the reward."""
+    """Reject an invalid server address; errors have the reward's name."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"reward {name!r}: url={url!r} is not of the form http://HOST:PORT/PATH.")

@@ -1,4 +1,4 @@
-"""Requests to a reward server and the interpretation of its replies, one class per protocol."""
+"""Build requests to reward servers and read their replies, with one class per protocol."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class RemoteProtocol(Protocol):
     """Builds requests for one kind of server, and reads its replies."""
 
     largest_batch: ClassVar[int | None]
-    """Maximum samples per request; None uses the configuration."""
+    """Maximum samples per request; None means that the configuration sets it."""
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
         """Return the request, as a JSON-compatible object."""
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """Return the outcomes; KeyError, TypeError or ValueError means an invalid reply."""
+        """Read a reply; raise KeyError, TypeError or ValueError if it is invalid."""
 
 
 class VerlLikeProtocol:
@@ -38,11 +38,11 @@ class VerlLikeProtocol:
     largest_batch: ClassVar[int | None] = None
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
-        """Return the rows as a function in process would get them."""
+        """Return the samples, with the same entries that a local function would get."""
         return {"samples": list(samples)}
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """Return scores with the function's other numbers, or its errors."""
+        """Read each sample's score and other numbers, or its error."""
         rows = _check_count(answer["outcomes"], count)
         return [
             (None, {}, str(row["error"])) if "error" in row else read_outcome(row) for row in rows
@@ -50,12 +50,12 @@ class VerlLikeProtocol:
 
 
 class OpenRLHFProtocol:
-    """`{"query", "prompts", "labels"}` -> `{"rewards": [...]}`, with `extra_logs` if there are."""
+    """`{"query", "prompts", "labels"}` -> `{"rewards": [...]}`, and optionally `extra_logs`."""
 
     largest_batch: ClassVar[int | None] = None
 
     def request(self, samples: Sequence[Sample], config: RewardConfig) -> Any:
-        """Return prompts with responses as queries, and the labels."""
+        """Return queries (prompts with their responses), prompts and labels."""
         prompts = [prompt_text(sample) for sample in samples]
         return {
             "query": [
@@ -67,7 +67,7 @@ class OpenRLHFProtocol:
         }
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """Return one number per sample; `extra_logs` are lists of the same length."""
+        """Read one number per sample, and lists of the same length in `extra_logs`."""
         scores = _check_count(answer["rewards"], count)
         extras = {
             name: _check_count(values, count)
@@ -81,7 +81,7 @@ class OpenRLHFProtocol:
 
 
 class JudgeProtocol:
-    """A chat completion per sample; the first number in the reply is the score."""
+    """One chat completion per sample; the first number in the completion is the score."""
 
     largest_batch: ClassVar[int | None] = 1
 
@@ -95,7 +95,7 @@ class JudgeProtocol:
         return {"model": config.model, "messages": [message], "temperature": 0}
 
     def outcomes(self, answer: Any, count: int) -> list[Outcome]:
-        """Return the number in the reply."""
+        """Read the first number in the completion."""
         reply = str(answer["choices"][0]["message"]["content"])
         if not count:
             return []
@@ -113,7 +113,7 @@ PROTOCOLS: dict[str, RemoteProtocol] = {
 
 
 def prompt_text(sample: Sample) -> str:
-    """Return the prompt as text: the contents of all turns of a conversation."""
+    """Return the prompt as text; of a conversation, the contents of all messages."""
     prompt = sample.get("raw_prompt", "")
     if isinstance(prompt, str):
         return prompt

@@ -1,8 +1,8 @@
 """Score with a reward function in separate processes, which a deadline can kill.
 
 Each process is a `RewardProcess` (`workers.rewards.handle`). The second and later ones start only
-for a batch that takes long. A process that ends or hangs is restarted, and its unanswered samples
-are requested again in smaller groups until the culprit is known: a sample that ended a process that
+if a batch takes long. A process that ends or hangs is restarted, and its remaining samples are
+requested again in smaller groups until the culprit is known: the sample that ends a process that
 was started for it.
 """
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 MOST_PROCESSES = 8
 """Maximum number of processes for a batch, at most one per core."""
 SLOW_S = 1.0
-"""An unfinished batch gets one more process each time this many seconds have passed."""
+"""Every so many seconds, an unfinished batch gets one more process."""
 MOST_AT_A_TIME = 64
-"""Maximum samples per request, unless the function takes all of them."""
+"""Maximum samples per request, unless the process takes all samples (`takes_all`)."""
 QUICK_S = 0.05
-"""A process that replies faster gets twice as many samples the next time."""
+"""A process that replies in fewer seconds gets twice as many samples the next time."""
 
 
 class _Batch:
-    """One batch of samples by number: groups that wait for a process, and outcomes."""
+    """One batch of samples: groups of their numbers that wait for a process, and outcomes."""
 
     def __init__(self, samples: Sequence[Sample], seconds: float):
         self.samples = samples
@@ -45,7 +45,7 @@ class _Batch:
         self._taking = Lock()
 
     def take(self, most: int | None) -> dict[int, Sample]:
-        """Take the next group, or `most` of its samples; empty if none waits or time is up."""
+        """Take at most `most` samples of the next group; none if none waits or the time is up."""
         with self._taking:
             if not self.has_work():
                 return {}
@@ -102,7 +102,7 @@ class Scorer:
         return batch.outcomes
 
     def give_up(self) -> None:
-        """Make `score`, in another thread, end soon, now and in the future."""
+        """Let a `score` in another thread end soon, and later ones end immediately."""
         self._is_given_up = True
         batch = self._batch
         if batch is not None:
@@ -116,9 +116,9 @@ class Scorer:
             process.stop()
 
     def _score_by(self, process: RewardProcess, batch: _Batch) -> None:
-        """Let a process take samples of the batch until none waits.
+        """Let a process score samples of the batch until none waits.
 
-        A process that does not start leaves its samples to the others.
+        If the process does not start, the other processes score all samples.
         """
         try:
             process.start()
@@ -138,7 +138,7 @@ class Scorer:
 
 
 def _ask(process: RewardProcess, samples: dict[int, Sample], batch: _Batch) -> None:
-    """Store the outcomes of these samples; put back the samples that a failure left unanswered."""
+    """Store the outcomes of these samples; after a failure, put the remaining samples back."""
     answered = set()
     try:
         for number, outcome in process.outcomes(samples, batch.end):
@@ -149,10 +149,10 @@ def _ask(process: RewardProcess, samples: dict[int, Sample], batch: _Batch) -> N
         missing = [number for number in samples if number not in answered]
         is_late = isinstance(err, TimeoutError)
         if isinstance(err, ProcessEndedError) and not process.is_new:
-            num_culprits = 0  # an earlier request or another cause may have ended it
+            num_culprits = 0  # an earlier request may have ended it
         elif isinstance(err, ConfigError) or process.answers_together:
             num_culprits = len(missing)
-        else:  # one by one, the first is late; an earlier sample may have ended the process
+        else:  # if samples run one by one, the first is late; an earlier one may end the process
             num_culprits = int(len(missing) == 1 or (is_late and not process.takes_all))
         for number in missing[:num_culprits]:
             batch.outcomes[number] = (None, {}, LATE if is_late else str(err))

@@ -1,12 +1,12 @@
-"""A reward function as an HTTP server: `verl-like serve-reward`, for `kind: remote` on other
-machines.
+"""A reward function as an HTTP server (`verl-like serve-reward`), for rewards with `kind: remote`.
 
     server = RewardServer(FunctionSpec("rewards.py"), host="127.0.0.1", port=8000)
     server.serve_forever()
 
-POST to any path: `{"samples": [row, ...]}` returns `{"outcomes": [...]}`, and OpenRLHF's `{"query",
-"prompts", "labels"}` returns `{"rewards": [...]}`. The function runs in separate processes, as in a
-run (`workers.rewards.scorer`), so its results are the same.
+A POST of `{"samples": [row, ...]}` to any path returns `{"outcomes": [...]}`, and OpenRLHF's
+`{"query", "prompts", "labels"}` returns `{"rewards": [...]}`. The function runs in separate
+processes, in the same way as in a training run (`workers.rewards.scorer`), so its results are the
+same.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from workers.rewards.scorer import Scorer
 LONGEST_REQUEST = 256 * 2**20
 """Requests with more bytes are rejected."""
 MOST_DROPPED = 65536
-"""Bytes of an unauthorized request that are read and dropped."""
+"""Maximum bytes of an unauthorized request that are read and dropped."""
 PATIENCE_S = 60.0
-"""Time for a client to send its request."""
+"""Seconds that a client has to send its request."""
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -45,7 +45,7 @@ class RewardServer(ThreadingHTTPServer):
         token: str = "",
         batch_deadline: float = 120.0,
     ):
-        """Load the function, which may be rejected; port 0 selects a free port."""
+        """Load the function; raise if that fails. Port 0 selects a free port."""
         self.token = token
         self._scorer, self._turn = Scorer(function, batch_deadline), threading.Lock()
         try:
@@ -57,7 +57,7 @@ class RewardServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address on this machine."""
+        """The URL that scores samples, on this machine."""
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}/score"
 
@@ -112,11 +112,11 @@ class _RewardHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Do nothing: there are many requests, and they contain the user's data."""
+        """Do nothing, because there are many requests, and they contain the user's data."""
 
 
 def read_samples(content: dict[str, Any]) -> list[Sample]:
-    """Return the samples of a request of either form."""
+    """Return the samples of a request in either format."""
     if "samples" in content:
         samples = [dict(sample) for sample in content["samples"]]
         for sample in samples:
@@ -140,7 +140,7 @@ def read_samples(content: dict[str, Any]) -> list[Sample]:
 
 
 def as_answer(content: dict[str, Any], outcomes: list[Outcome]) -> dict[str, Any]:
-    """Return the outcomes in the form of the request."""
+    """Return the reply with these outcomes, in the format of the request."""
     if "samples" in content:
         rows: list[dict[str, Any]] = []
         for score, extras, error in outcomes:

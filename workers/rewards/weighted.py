@@ -1,10 +1,10 @@
-"""All rewards of a run: launched together, added up by weight, logged separately.
+"""Compute all rewards of a run: start them together, add them up by weight, log each.
 
     rewards = make_rewards(config, tokenizer, prompts)
     future = rewards.launch(batch, call_model)      # returns immediately
     scores, metrics = future.get()                  # token_level_scores, reward_extra/*
 
-Each function or server has a `RewardManager`; `call_model` starts the role of a model.
+Each function or server has a `RewardManager`; for a reward model, `call_model` calls its role.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 
 SKIPPED = "reward_extra/skipped"
-"""Column: 1 if a sample is excluded from the update because a reward of it failed."""
+"""Column that is 1 if a sample is excluded from the update because one of its rewards failed."""
 COUNTS = ("reward/num_failed", "reward/num_timed_out")
 """Metrics that are sums over all rewards."""
 NAMED = 3
-"""Number of samples that an error names."""
+"""Maximum number of samples that an error names."""
 SMALLEST_SPREAD = 1e-6
 CHECK_S = 1.0
-"""Seconds between checks while waiting for a function or server."""
+"""Seconds between checks for lost workers while a function or server is scoring."""
 
 
 class ScoredRows(Protocol):
-    """Interface of a run's prompts that rewards read."""
+    """What rewards need to know about a run's prompts."""
 
     @property
     def data_sources(self) -> set[str]:
-        """Data sources of the rows, which select rules if there is no function."""
+        """Data sources of the rows; without a function, they select rules."""
 
     @property
     def columns(self) -> list[str]:
@@ -63,14 +63,14 @@ class ScoredRows(Protocol):
 
     @property
     def has_open_asserts(self) -> bool:
-        """True if a row has asserts whose expected side a program could find."""
+        """True if a row has asserts whose expected side cannot be hidden from a program."""
 
 
 def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewards:
-    """Create the rewards of a run's configuration.
+    """Create the configured rewards of a run.
 
-    Rejects a function that cannot be loaded or requests a missing column, data without a rule, a
-    server that does not reply, and asserts on programs that are not trusted.
+    Raise for a function that cannot be loaded or has a parameter without a column, for data without
+    a rule, for a server that does not reply, and for asserts that need trusted programs.
     """
     parts: list[RewardTerm] = []
     overlong = run.reward.overlong_penalty
@@ -96,7 +96,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
 
 
 def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[RewardConfig]:
-    """Leave out the rule by data source if no row has one and a reward model scores."""
+    """Remove the built-in rules if a reward model scores and no row's data source has a rule."""
     has_model = any(reward.kind == "model" for reward in rewards)
     if not has_model or not REWARDS.keys().isdisjoint(rows.data_sources):
         return rewards
@@ -113,7 +113,7 @@ def _scorer(
     sandbox: Sandbox,
     trust_programs: bool,
 ) -> Scorer | RemoteScorer:
-    """Create the scorer; `section` names its settings (None: `reward.function`)."""
+    """Create a reward's scorer; `section` is its configuration (None: `reward.function`)."""
     deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
         return RemoteScorer(config, deadline)
@@ -138,7 +138,7 @@ def _scorer(
 
 
 def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
-    """Reject tests with which a model's program could forge its score."""
+    """Unless programs are trusted, reject asserts with which a program could forge its score."""
     if not trust_programs and rows.has_open_asserts:
         way = "reward.trust_programs=true"
         raise ConfigError(f"a row's ground_truth has an assert: {NOT_TRUSTED.format(way=way)}")
@@ -146,35 +146,35 @@ def _check_asserts(rows: ScoredRows, trust_programs: bool) -> None:
 
 @dataclass(frozen=True)
 class RewardTerm:
-    """One reward; a model has no manager, because its role scores."""
+    """One reward; a reward model has no manager, because its role scores."""
 
     config: RewardConfig
     manager: RewardManager | EnvironmentScores | None
     max_failed_share: float = 1.0
-    """Share of failures in a batch above which the run ends."""
+    """Fraction of failed samples in a batch above which the run ends."""
 
 
 @dataclass(frozen=True)
 class TermScores:
-    """Result of one reward for a batch."""
+    """The result of one reward for a batch."""
 
     scores: Tensor
-    """[rows, R], at the tokens where a step, or the response, ends."""
+    """[rows, R], with scores at the tokens at which a step or the response ends."""
     step_ends: Tensor
-    """[rows, R], True where a scored step ends."""
+    """[rows, R], True at the tokens at which a scored step ends."""
     failed: Tensor
-    """[rows], True without a score."""
+    """[rows], True for samples without a score."""
 
 
 class Rewards:
-    """The rewards of a run."""
+    """All rewards of a run."""
 
     def __init__(
         self,
         parts: list[RewardTerm],
         overlong: OverlongPenaltyConfig | None = None,
     ):
-        """Create the rewards; `overlong` penalizes long responses, independent of their scores."""
+        """`overlong` has the settings of the penalty on long responses, if there is one."""
         self.parts, self.overlong = parts, overlong
         self.failure_log = FailureLog()
 
@@ -190,10 +190,11 @@ class Rewards:
         normalize: bool = True,
         check: Callable[[str], None] = lambda what: None,
     ) -> WeightedScores:
-        """Start every reward; without `normalize` scores are not normalized (validation).
+        """Start every reward on a batch, and return a future of the weighted scores.
 
-        Functions and servers add the texts of the responses to the batch. `check` is called during
-        the wait for functions and servers, and may end the wait by raising.
+        Validation sets `normalize=False`, so that scores are not normalized. Functions and servers
+        add the responses as text to the batch. While they are scoring, `check` is called
+        repeatedly; it may raise, for example because a worker is lost.
         """
         futures = []
         for part in self.parts:
@@ -203,7 +204,7 @@ class Rewards:
         return WeightedScores(self, batch, futures, normalize, check)
 
     def close(self) -> None:
-        """End the processes and connections."""
+        """End the processes and connections, and log the totals of failures."""
         for part in self.parts:
             if part.manager is not None:
                 part.manager.close()
@@ -221,7 +222,7 @@ class WeightedScores:
         normalize: bool,
         check: Callable[[str], None],
     ):
-        """Create the future; `futures` has one entry per reward, `check` as in `Rewards.launch`."""
+        """`futures` has one entry per reward; for `normalize` and `check` see `Rewards.launch`."""
         self._rewards, self._futures, self._normalize = rewards, futures, normalize
         self._check = check
         self._mask = read_columns(batch, "response_mask")["response_mask"].bool()
@@ -229,7 +230,7 @@ class WeightedScores:
         self._uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)))
 
     def __str__(self) -> str:
-        """Return the names of the rewards, for messages about a failure."""
+        """Return the names of the rewards, for error messages."""
         return f"rewards ({', '.join(part.config.name for part in self._rewards.parts)})"
 
     def done(self) -> bool:
@@ -278,7 +279,7 @@ class WeightedScores:
         return DataProto.from_dict(columns, extras), metrics
 
     def _check_finite(self, total: Tensor) -> None:
-        """Reject sums that are infinite in float32, although each reward is finite."""
+        """Reject sums that are NaN or infinite in float32."""
         wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
         if wrong:
             named = ", ".join(str(self._uids[row]) for row in wrong[:NAMED])
@@ -290,7 +291,7 @@ class WeightedScores:
             )
 
     def _answer(self, future: Future[Scored], timeout: float | None) -> Scored:
-        """Wait for a function or server, with checks for lost workers, which no call detects."""
+        """Wait for a function or server; check for lost workers, which no call would detect."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not future.done() and (left := end - time.monotonic()) > 0:
             wait([future], min(left, CHECK_S))
@@ -300,7 +301,7 @@ class WeightedScores:
     def _take(
         self, part: RewardTerm, result: Any, extras: dict[str, Any], metrics: dict[str, float]
     ) -> TermScores:
-        """Return the result of one reward; add its columns and metrics to those of the others."""
+        """Return the scores of one reward; add its columns to `extras` and its metrics."""
         name, several = part.config.name, len(self._rewards.parts) > 1
         if part.manager is None:
             scores = read_columns(result, "rm_scores")["rm_scores"]
@@ -329,14 +330,14 @@ class WeightedScores:
 
 
 def _named(values: dict[str, Any], prefix: str, name: str, several: bool) -> dict[str, Any]:
-    """With several rewards, prefix names by the name of the reward."""
+    """If there are several rewards, put the reward's name into the keys; rules keep theirs."""
     if not several or name == "rule":
         return values
     return {key.replace(prefix, f"{prefix}{name}/", 1): value for key, value in values.items()}
 
 
 def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> None:
-    """Raise if there are too many failures, with the first of each kind."""
+    """Raise if a reward failed too often; the error has the first failure of each kind."""
     config, most, count = part.config, part.max_failed_share, int(failed.sum())
     if config.on_failure == "fail" and count:
         rule = ". Its on_failure is fail. Fix it, or set on_failure=default or skip."
@@ -356,9 +357,9 @@ def _reject_failures(part: RewardTerm, failed: Tensor, failures: Failures) -> No
 
 
 def normalized(raw: TermScores, mask: Tensor) -> TermScores:
-    """Normalize scores: sums over a row get mean 0 and spread 1 over the rows that did not fail.
+    """Normalize scores: over the rows that did not fail, row sums get mean 0 and std 1.
 
-    The shift is added at each row's last token; a failed row gets 0, the mean.
+    The shift of the mean is added at each row's last token. A failed row gets 0, the mean.
     """
     sums = raw.scores.double().sum(dim=-1)
     good = sums[~raw.failed]
@@ -373,7 +374,7 @@ def normalized(raw: TermScores, mask: Tensor) -> TermScores:
 
 
 def neutralize_skipped(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any) -> Tensor:
-    """Give skipped rows the mean of their group's other rows, so that no baseline changes.
+    """Give each skipped row the mean score of its group's other rows, so that baselines stay.
 
     If all rows of a group are skipped, they get 0.
     """
@@ -386,17 +387,17 @@ def neutralize_skipped(scores: Tensor, mask: Tensor, skipped: Tensor, uids: Any)
 
 
 def place_at_last_token(values: Tensor, mask: Tensor) -> Tensor:
-    """Return [rows, R] with the numbers [rows] at each row's last token."""
+    """Return a tensor [rows, R] with one of the `values` [rows] at each row's last token."""
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     placed[torch.arange(len(values)), last_places(mask)] = values
     return placed
 
 
 def overlong_punishment(mask: Tensor, buffer: OverlongPenaltyConfig) -> Tensor:
-    """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13) of every response.
+    """Return DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13) of every response.
 
-    It is 0 up to `limit - buffer.len` tokens, and falls linearly to `-buffer.penalty_factor` at
-    `limit`, the width of the mask.
+    It is 0 up to `limit - buffer.len` tokens, where `limit` is the width of the mask, and falls
+    linearly to `-buffer.penalty_factor` at `limit`.
     """
     excess = (mask.sum(dim=-1) - (mask.shape[-1] - buffer.len)).clamp(min=0)
     return -excess.float() / buffer.len * buffer.penalty_factor
