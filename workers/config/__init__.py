@@ -1,9 +1,9 @@
 """The workers' part of the configuration: typed, torch-free, with a docstring under every field.
 
-A recipe's schema extends `WorkersConfig` with the sections of the driver. Every worker is built as
-`cls(config)` with the whole tree. The rules of a key (range, condition under which it is read,
-whether it may change on a resume) are at its field (`verl_like.config_key`). Sizes name their unit:
-a prompt, or a sample (one of a prompt's `rollout.n` responses).
+A recipe's schema extends `WorkersConfig` with the sections that the driver reads. Every worker is
+built as `cls(config)` with the whole configuration. Each field declares its key's range, when the
+key is read, and if it may change on a resume (`verl_like.config_key`). Sizes name their unit:
+prompts, or samples (a prompt has `rollout.n` samples).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WorkersConfig(ScoringSections):
     """Workers read `rollout_correction`."""
 
     def axes(self, overrides: Mapping[str, Any]) -> ParallelConfig:
-        """Return the axes of a role, with the role's overrides."""
+        """Return the parallel axes of a role with these overrides."""
         return replace(self.parallel, **overrides)
 
 
@@ -108,7 +108,7 @@ def reference_model(policy: ActorRolloutRefConfig) -> ModelConfig:
 
 
 def is_actors_module(policy: ActorRolloutRefConfig) -> bool:
-    """True if a reference in the actor's process is the actor's module without its adapters."""
+    """True if the reference, in the actor's process, is the actor's module without its adapters."""
     return policy.model.lora_rank > 0 and policy.ref.model.path is None
 
 
@@ -120,7 +120,7 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
 def rewards_of(config: ScoringSections) -> list[RewardConfig]:
     """Return `reward.list`, or the rewards of `reward.function` and `reward.model`.
 
-    The reward of an environment is added.
+    If there is an environment, its reward is added.
     """
     rewards = []
     if config.environment.path or config.environment.paths:
@@ -157,7 +157,7 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
 
 
 def scores_by_rule(config: ScoringSections) -> bool:
-    """True if a reward is the rule of each row's data_source."""
+    """True if a reward is the built-in rule of each row's data_source."""
     return any(reward.kind == "function" and not reward.path for reward in rewards_of(config))
 
 
@@ -169,7 +169,7 @@ def model_rewards(config: ScoringSections) -> dict[str, RewardConfig]:
 
 
 LARGEST_PASS = 16384
-"""Largest pass in tokens, unless a single row is longer."""
+"""Default limit on the tokens of a pass, unless a single row is longer."""
 
 
 def fewest_tokens_per_pass(config: WorkersConfig) -> int:

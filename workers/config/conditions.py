@@ -1,7 +1,7 @@
-"""Conditions of keys in several of the workers' sections, and their helper functions.
+"""Conditions under which keys in several of the workers' sections are read.
 
-A condition of a single section is next to its field. Each function takes the key's section and the
-whole configuration.
+A condition that only one section needs is next to its field. Functions in a condition get the key's
+section and the whole configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from verl_like.registry import registry_of
 
 ACTOR = "actor_rollout_ref.actor"
 SAVE_EVERY_MINUTES = 30.0
-"""Default of `trainer.save_every_minutes`: at most this much work can be lost."""
+"""Default of `trainer.save_every_minutes`; at most this much work can be lost."""
 
 
 def _asks_for_validations(_: Any, run: Any) -> bool:
@@ -22,7 +22,7 @@ def _asks_for_validations(_: Any, run: Any) -> bool:
 
 
 def has_teacher(run: Any) -> bool:
-    """True if the policy is distilled from a teacher; impossible in recipes without training."""
+    """True if the policy is distilled from a teacher; False in recipes without training."""
     distillation = getattr(run, "distillation", None)
     return distillation is not None and bool(distillation.teacher_model.model_path)
 
@@ -33,7 +33,7 @@ def has_only_teacher(run: Any) -> bool:
 
 
 def has_no_reward(run: Any) -> bool:
-    """True if no reward is configured, and the teacher makes the built-in rules unnecessary."""
+    """True if no reward is configured and, because of a teacher, none is needed."""
     reward = run.reward
     return has_only_teacher(run) and not (
         reward.list or reward.function.path or reward.model.enable
@@ -48,7 +48,7 @@ def is_bare_config(path: str) -> bool:
 
 
 def policy_loss_of(run: Any) -> str:
-    """Return the name of the policy loss; a REINFORCE bypass overrides `loss_mode`."""
+    """Return the name of the policy loss: `loss_mode`, unless `bypass_mode` selects REINFORCE."""
     correction = run.algorithm.rollout_correction
     if correction.bypass_mode and correction.loss_type == "reinforce":
         return "reinforce"
@@ -57,7 +57,10 @@ def policy_loss_of(run: Any) -> str:
 
 
 def loss_reads(name: str) -> When:
-    """Return the condition that the policy loss reads a key of the actor; a user's may read any."""
+    """Return the condition that the policy loss reads this key of the actor.
+
+    A policy loss of your own may read any key.
+    """
 
     def holds(_: Any, run: Any) -> bool:
         loss = registry_of("policy loss").look_up(policy_loss_of(run))
@@ -107,8 +110,8 @@ SAVES = When(
     ),
     "trainer.save_freq and trainer.save_every_minutes are not set",
 )
-"""Checkpoints that only the default of `save_every_minutes` causes do not count: they are a
-safeguard, as the descriptions of such keys say.
+"""True if you have set that the run saves checkpoints; the default of `save_every_minutes`, a
+safeguard, does not count.
 """
 VALIDATES_OR_SAVES = When(
     "the run validates, or writes checkpoints",

@@ -34,7 +34,7 @@ class EnvironmentConfig(Section):
     """The environment of a policy, with a separate process for each trajectory."""
 
     path: str = key("", allows="FILE.py:CLASS, package.module:CLASS, or PREFIX:ID")
-    """Environment class, or function of an agent that uses an API; in short `environment=...`."""
+    """Environment class, or an agent's function; in short `environment=...`."""
     paths: dict[str, str] = key(factory=dict, allows="{NAME: PATH}")
     """Several environments; the data's column `environment` names one of them. In short
     `environment={NAME: PATH}`.
@@ -65,18 +65,18 @@ class EnvironmentConfig(Section):
     )
     """Largest number of tokens per turn; null: what is left of the response."""
     history_tokens: str = key("sampled", choices=("sampled", "retokenized"))
-    """Older turns in a turn's prompt. `sampled`: the sampled tokens; `retokenized`: as the chat
-    template writes them now.
+    """How a turn reads older turns. `sampled`: the sampled tokens; `retokenized`: the whole chat,
+    rendered by the chat template and tokenized again.
     """
     step_timeout_s: float = key(30.0, above=0, may_change_on_resume=True)
     """Timeout of a reply in seconds."""
     trajectory_timeout_s: float = key(600.0, above=0, may_change_on_resume=True)
     """Timeout of a trajectory in seconds."""
     retries: int = key(2, at_least=0, may_change_on_resume=True)
-    """Restarts of a failed environment per trajectory."""
+    """How often a trajectory is restarted after its environment failed."""
     reward_on_failure: float | None = key(None, allows="a number", may_change_on_resume=True)
     """Reward of failed trajectories; null leaves them out of the update."""
     max_failed_share: float = key(0.5, at_least=0, at_most=1, may_change_on_resume=True)
-    """Share of failed trajectories in a batch above which the run ends."""
+    """Fraction of failed trajectories in a batch above which the run ends."""
     sandbox: dict[str, Any] = key(factory=dict, options=Sandbox, may_change_on_resume=True)
     """Limits of the environments' processes."""

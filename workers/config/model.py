@@ -39,7 +39,7 @@ STRATEGIES_ELSEWHERE = {
 }
 """Other systems' names for these strategies."""
 DTYPES = ("float32", "bfloat16")
-"""Types of stored weights and of passes."""
+"""Dtypes of stored weights and of passes."""
 ATTENTIONS = (
     "auto",
     "flash_attention_4",
@@ -50,8 +50,8 @@ ATTENTIONS = (
 )
 COMPILES = ("auto", "on", "off")
 QUANTIZATIONS = ("int8",)
-PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 """Number formats for the linear weights of a role that is not trained."""
+PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """Allowed names in `checkpoint.save_contents`."""
 HAS_LORA = unless("lora_rank", 0)
@@ -84,7 +84,7 @@ class ShardedConfig(Section):
         elsewhere=STRATEGIES_ELSEWHERE,
         may_change_on_resume=True,
     )
-    """Distribution of the model over ranks."""
+    """How the model is distributed over ranks."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,7 @@ class OptimConfig(Section):
     """Steps of linear warm-up (update calls, usually one per training step; not optimizer steps);
     -1: by `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = key(0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE)
-    """Warm-up as a share of all update calls."""
+    """Warm-up as a fraction of all update calls."""
     optimizer: str = key("AdamW", registry="optimizer")
     """Optimizer; it gets those of the following settings that it accepts."""
     args: dict[str, Any] = key(
@@ -115,11 +115,11 @@ class OptimConfig(Section):
     lr_scheduler_type: str = key("constant", registry="learning-rate schedule")
     """Schedule after the warm-up."""
     min_lr_ratio: float = key(0.0, at_least=0, at_most=1, read_when=schedule_takes("min_lr_ratio"))
-    """Final learning rate as a share of `lr`."""
+    """Final learning rate as a fraction of `lr`."""
     wsd_decay_ratio: float = key(
         0.1, above=0, at_most=1, read_when=schedule_takes("wsd_decay_ratio")
     )
-    """Share of the update calls after warm-up in which `wsd` decays."""
+    """Fraction of the update calls after warm-up in which `wsd` decays."""
 
 
 @dataclass(kw_only=True)
@@ -161,12 +161,12 @@ class ParallelConfig(Section):
 
 
 def role_axes() -> Any:
-    """Return the field of a role's own axes, over those of the run's section `parallel`."""
+    """Return a field for the role's parallel axes, which override the section `parallel`."""
     return key(factory=dict, options=ParallelConfig, may_change_on_resume=True)
 
 
 def role_sharding(options: type[FrozenFSDPConfig] = FSDPConfig) -> Any:
-    """Return the field of a role's sharding, where it differs from what `strategy` says."""
+    """Return a field for the role's sharding settings, which override those of `strategy`."""
     return key(factory=dict, options=options, may_change_on_resume=True)
 
 
@@ -177,7 +177,7 @@ class FrozenModelConfig(Section):
     quantization: str | None = key(None, choices=QUANTIZATIONS)
     """`int8`: store linear weights as int8, unsharded on each rank; null: no quantization."""
     fsdp_config: dict[str, Any] = role_sharding(FrozenFSDPConfig)
-    """Sharding that differs from `strategy`."""
+    """Sharding settings that override those of `strategy`."""
     parallel: dict[str, Any] = role_axes()
     """Axes of this role that differ from the run's `parallel`."""
 
@@ -219,9 +219,9 @@ class ModelConfig(Section):
     dtype: str = key(
         "float32", choices=DTYPES, verl="actor_rollout_ref.actor.fsdp_config.model_dtype"
     )
-    """Type of weights and optimizer state; bfloat16 loses small updates."""
+    """Dtype of weights and optimizer state; bfloat16 loses small updates."""
     compute_dtype: str | None = key(None, choices=DTYPES)
-    """Type of passes; null: bfloat16 on GPUs, otherwise `dtype`."""
+    """Dtype of the forward and backward passes; null: bfloat16 on GPUs, otherwise `dtype`."""
     compile: str = key("auto", choices=COMPILES, may_change_on_resume=True)
     """Compile layers with torch.compile; `auto`: only on GPUs."""
     fp8_linear: bool = key(False, may_change_on_resume=True)

@@ -32,11 +32,11 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
     "token-sum",
 )
-"""Ways to reduce token losses to one number."""
+"""How token losses can be reduced to one number."""
 SHUFFLE_SEED = 42
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_swapped")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
-"""Estimators of a KL; a trailing + keeps the value and uses k2's gradient."""
+"""Estimators of the KL divergence; with a trailing +, the gradient is that of k2."""
 
 
 LOSS_IS_NAMED = When(
@@ -83,7 +83,7 @@ class PolicyLossConfig(Section):
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig(Section):
-    """Correction for samples of another policy: the rollout engine's, or an older one."""
+    """Correction for samples from another policy: the rollout engine's, or an older one."""
 
     rollout_is: str | None = key(None, choices=("token", "sequence", "geometric"))
     """Importance weights. `token`: per token; `sequence`: the product over the sequence;
@@ -123,7 +123,7 @@ class RolloutCorrectionConfig(Section):
 
 @dataclass(kw_only=True)
 class RouterReplayConfig(Section):
-    """Routing of a mixture's tokens to experts when the actor reads them."""
+    """How a mixture of experts routes tokens in the actor's passes."""
 
     mode: str = key(
         "disabled",
@@ -167,9 +167,9 @@ class ActorConfig(ShardedConfig):
     clip_ratio_c: float = key(3.0, above=1, read_when=LOSS_CLIPS_TWICE)
     """Dual clip. For A < 0, the largest loss is this number times -A."""
     policy_loss: PolicyLossConfig = key(factory=PolicyLossConfig)
-    """The policy loss."""
+    """Choice of the policy loss, and its arguments."""
     loss_agg_mode: str = key("token-mean", choices=LOSS_AGG_MODES)
-    """Reduction of token losses to one number."""
+    """How token losses are reduced to one number."""
     loss_scale_factor: float | None = key(
         None, above=0, read_when=when("loss_agg_mode", "seq-mean-token-sum-norm")
     )
@@ -177,7 +177,7 @@ class ActorConfig(ShardedConfig):
     entropy_coeff: float = key(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_entropy: float | None = key(None, above=0, read_when=HAS_ENTROPY_BONUS)
-    """Target entropy per token in nats, to which the weight adapts; null: a constant weight."""
+    """Entropy per token, in nats, that the weight is adapted to reach; null: a constant weight."""
     use_kl_loss: bool = key(False)
     """Add the KL to the reference to the loss."""
     kl_loss_coef: float = key(0.001, at_least=0, read_when=when("use_kl_loss"))
@@ -193,11 +193,11 @@ class ActorConfig(ShardedConfig):
     router_replay: RouterReplayConfig = key(factory=RouterReplayConfig)
     """Rollout routing replay."""
     grad_clip: float = key(1.0, above=0)
-    """Largest gradient norm."""
+    """Gradients are clipped to this norm."""
     optim: OptimConfig = key(factory=OptimConfig)
     """Optimizer."""
     fsdp_config: dict[str, Any] = role_sharding()
-    """Sharding that differs from `strategy`."""
+    """Sharding settings that override those of `strategy`."""
     parallel: dict[str, Any] = role_axes()
     """The actor's axes that differ from the run's `parallel`."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
@@ -205,13 +205,13 @@ class ActorConfig(ShardedConfig):
 
 
 def replays_routing(policy: Any) -> bool:
-    """True if there is an actor, and its tokens go to the experts that the rollout chose."""
+    """True if there is an actor whose tokens go to the experts that the rollout chose."""
     actor = getattr(policy, "actor", None)
     return actor is not None and actor.router_replay.mode == "R3"
 
 
 def shuffle_seed(actor: ActorConfig) -> int | None:
-    """Return the seed of the mini-batch orders of actor and critic; None without shuffling."""
+    """Return the seed by which actor and critic shuffle mini-batches; None without shuffling."""
     return SHUFFLE_SEED if actor.shuffle else None
 
 
@@ -269,7 +269,7 @@ class PTXConfig(Section):
 
 @dataclass(kw_only=True)
 class TeacherModelConfig(FrozenModelConfig):
-    """The teacher; types, attention and packing are the actor's."""
+    """The teacher; dtypes, attention and packing are the actor's."""
 
     model_path: str = key("", allows="a folder or a name")
     """Model folder or hub name, with the actor's tokenizer."""
@@ -296,7 +296,7 @@ class DistillationConfig(Section):
 
 @dataclass(kw_only=True)
 class CriticModelConfig(Section):
-    """The critic's model; types, attention, packing and LoRA's other settings are the actor's."""
+    """The critic's model; dtypes, attention, packing and LoRA's other settings are the actor's."""
 
     path: str = key("", allows="a folder")
     """Folder of a language model or a reward model; by default the actor's `model.path`."""
@@ -305,7 +305,7 @@ class CriticModelConfig(Section):
     lora_rank: int = key(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: dict[str, Any] = role_sharding()
-    """Sharding that differs from `critic.strategy`."""
+    """Sharding settings that override those of `critic.strategy`."""
 
 
 @dataclass(kw_only=True)
@@ -336,8 +336,8 @@ class CriticConfig(ShardedConfig):
     cliprange_value: float = key(0.5, above=0)
     """Clip range of values."""
     loss_agg_mode: str | None = key(None, choices=LOSS_AGG_MODES)
-    """Reduction of token losses to one number; null: the actor's."""
+    """How token losses are reduced to one number; null: the actor's."""
     grad_clip: float = key(1.0, above=0)
-    """Largest gradient norm."""
+    """Gradients are clipped to this norm."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """Contents of checkpoints."""

@@ -38,7 +38,7 @@ class OverlongPenaltyConfig(Section):
 
 @dataclass(kw_only=True)
 class UserCodeConfig(Section):
-    """A name in a file or module of the user's."""
+    """An object in a Python file or module, by name."""
 
     path: str = key("", allows="a .py file or a module")
     """Python file or importable module."""
@@ -74,13 +74,13 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: int | None = key(
         None, above=0, read_when=when("enable"), may_change_on_resume=True
     )
-    """Samples per pass and rank; null: by tokens, like the actor."""
+    """Samples per pass and rank; null: sized by tokens, like the actor's passes."""
 
 
 REWARD_KINDS = ("function", "model", "remote")
 """Kinds of rewards; an environment adds its own."""
 ON_FAILURE = ("default", "skip", "fail")
-"""Treatments of a sample whose reward fails."""
+"""What happens to a sample whose reward fails."""
 
 
 IS_FUNCTION, IS_MODEL, IS_REMOTE = (when("kind", kind) for kind in REWARD_KINDS)
@@ -123,7 +123,7 @@ class RewardConfig(Section):
     quantization: str | None = key(None, choices=QUANTIZATIONS, read_when=IS_MODEL)
     """`int8`: store linear weights as int8; null: no quantization."""
     micro_batch_size_per_gpu: int | None = key(None, above=0, read_when=IS_MODEL)
-    """Samples per pass and rank; null: by tokens, like the actor."""
+    """Samples per pass and rank; null: sized by tokens, like the actor's passes."""
     url: str = key("", allows="http://HOST:PORT/PATH", read_when=IS_REMOTE)
     """Server address."""
     protocol: str = key("samples", choices=("samples", "openrlhf", "openai"), read_when=IS_REMOTE)
@@ -194,7 +194,7 @@ class ScoringConfig(Section):
     max_failed_share: float = key(
         0.5, at_least=0, at_most=1, read_when=MAY_FAIL, may_change_on_resume=True
     )
-    """Share of failed samples in a batch above which the run ends."""
+    """Fraction of failed samples in a batch above which the run ends."""
     trust_programs: bool = key(False, read_when=MAY_FAIL, may_change_on_resume=True)
     """Accept asserts of any form as tests; a model's program can then forge its score."""
     sandbox: dict[str, Any] = key(

@@ -18,7 +18,7 @@ for _built_in in (AUTO, "native", "hf", "vllm"):
     ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
 FP8 = "fp8"
 WEIGHT_SYNCS = ("full", "changed")
-"""Contents of a weight sync."""
+"""What a weight sync sends."""
 
 
 def _is_apart(_: Any, run: Any) -> bool:
@@ -90,7 +90,7 @@ class RolloutConfig(Section):
     name: str = key(AUTO, registry="rollout engine")
     """Engine. `auto`: vllm on GPUs if it is installed, otherwise native."""
     dtype: str | None = key(None, choices=DTYPES)
-    """Type of the engine's weights; null: the trainer's compute type."""
+    """Dtype of the engine's weights; null: that of the trainer's passes."""
     quantization: str | None = key(None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS)
     """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm on GPUs; null:
     no rounding.
@@ -150,7 +150,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = key(
         0.5, above=0, at_most=1, read_when=VLLM_IS_OURS, may_change_on_resume=True
     )
-    """Share of device memory that vLLM takes."""
+    """Fraction of device memory that vLLM takes."""
     log_prob_micro_batch_size_per_gpu: int = key(
         8, above=0, read_when=CUT_BY_SAMPLES, may_change_on_resume=True
     )

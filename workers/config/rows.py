@@ -20,7 +20,7 @@ from workers.config.model import (
 )
 
 LONGEST_ROW = 1024
-"""Default length, in tokens, that rows are cut to; less if the model has fewer positions."""
+"""Default length in tokens to which rows are cut; less if the model has fewer positions."""
 
 
 @dataclass(kw_only=True)
@@ -79,7 +79,7 @@ class RowWorkerConfig(Section):
     optim: OptimConfig = key(factory=lambda: OptimConfig(lr=1e-5))
     """Optimizer."""
     grad_clip: float = key(1.0, above=0)
-    """Largest gradient norm."""
+    """Gradients are clipped to this norm."""
     data: RowDataConfig = key(factory=RowDataConfig)
     """Rows."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
@@ -111,12 +111,12 @@ def loss_reads(run: Any, name: str) -> bool:
 
 
 def has_reference(run: Any) -> bool:
-    """True if the loss of this run compares with a reference."""
+    """True if the loss of this run needs a reference."""
     return loss_reads(run, "ref_log_probs") and not run.reference_free
 
 
 def takes(name: str) -> When:
-    """Return the condition that the loss has a parameter of that name."""
+    """Return the condition that the run's loss has a parameter of that name."""
     return entry_takes(name, "preference loss", "loss")
 
 
@@ -148,7 +148,7 @@ class ReferenceModelConfig(Section):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """Reference of the loss, a frozen model; it shares the other settings of `model`."""
+    """The frozen reference model of the loss; its other settings are those of `model`."""
 
     model: ReferenceModelConfig = key(factory=ReferenceModelConfig)
     """The model."""
@@ -165,7 +165,7 @@ class PreferenceWorkerConfig(RowWorkerConfig):
     beta: float = key(0.1, above=0, read_when=takes("beta"))
     """Scale of log-ratios; the SimPO paper uses 2 and more."""
     label_smoothing: float = key(0.0, at_least=0, below=0.5, read_when=takes("label_smoothing"))
-    """Assumed share of swapped pairs."""
+    """Assumed fraction of pairs whose sides are swapped."""
     simpo_gamma: float = key(0.5, at_least=0, read_when=takes("simpo_gamma"))
     """simpo's target margin of rewards."""
     orpo_lambda: float = key(0.1, at_least=0, read_when=takes("orpo_lambda"))
