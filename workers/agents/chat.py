@@ -294,7 +294,7 @@ def _with_calls(
 ) -> list[Message]:
     """Return a turn that calls the tools whose replies are in the observations, then these.
 
-    The turn calls `functions`, by default the tools by name without arguments.
+    The turn calls `functions`, by default each replying tool without arguments.
     """
     answers = [message for message in observations if message["role"] == "tool"]
     if functions is None:

@@ -343,7 +343,7 @@ class EnvironmentHost:
 
     def _fail(self, number: int, why: str, reason: str = BROKEN) -> None:
         if number in self._open:
-            self._open[number].is_busy = True  # prevents that the process is reused
+            self._open[number].is_busy = True  # so that the process is not reused
             self.end(number)
             self._failed.append((number, {"failed": why, "reason": reason}))
 

@@ -190,7 +190,7 @@ class Slots:
     def allocate(self, like: Tensor) -> Tensor:
         """Return memory for the slots of one layer, large enough to widen them to the maximum.
 
-        `like` has the layer's keys or values.
+        `like` is a tensor of keys or values, whose head count, head size and dtype are used.
         """
         count = self.num_slots * like.shape[1] * len(self.columns) * like.shape[3]
         shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
