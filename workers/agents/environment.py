@@ -455,7 +455,7 @@ class Episode:
     def _of_players(
         self, method: str, answers: Any, read: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Check and convert the replies to players, by player."""
+        """Check the dict of replies that a method returned, and convert each reply."""
         players = self._loaded.players
         if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
             raise TypeError(

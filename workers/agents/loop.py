@@ -265,8 +265,8 @@ class TurnLoop:
     def _on_failure(self, environment_id: int, answer: Mapping[str, Any]) -> None:
         """Restart the trajectories with a new environment and the same noise, or end them.
 
-        After a missed deadline, restart only if other trajectories that have not missed one are
-        unfinished. Otherwise the whole call would wait for a second deadline.
+        After a missed deadline, restart only while some unfinished trajectory has not missed one.
+        Otherwise the whole call would wait for a second deadline.
         """
         is_late = answer["reason"] == LATE
         players = self._players(environment_id)

@@ -29,7 +29,7 @@ class Gymnasium(EnvironmentAdapter):
 
     @classmethod
     def prepare(cls) -> None:
-        """Create the environment once, and reject an action space that has not only numbers."""
+        """Create the environment once, and reject actions that do not consist of numbers."""
         gymnasium = imported("gymnasium", f"gymnasium:{cls.id}", "verl-like[gymnasium]")
         module, _, name = cls.id.rpartition(":")
         if module:

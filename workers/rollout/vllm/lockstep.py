@@ -50,8 +50,8 @@ class Lockstep:
         """vLLM's executor for ranks that another program has launched."""
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # a CPU worker names its shared memory after the last colon; nothing else reads the init
-        # method of a process group that is already open
+        # vLLM's CPU worker names its shared memory by the text after the last colon; nothing else
+        # reads this init method, because the process group is already open
         method = f"env://:{self._name}"
 
         class Launched(ExecutorWithExternalLauncher):  # type: ignore[misc]
