@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
-from trainer.cli.main import RECIPES
+from trainer.cli.main import RECIPES, resolve_command
 from trainer.config.devices import devices_of
 from trainer.config.flat import flatten
 from trainer.config.keys import field_docs, leaf_keys, read
@@ -192,7 +192,7 @@ def lines_of_unused_keys(config: PPOConfig) -> list[str]:
         num_keys += len(names) - len(sections)
         if sections:
             lines.append(f"{', '.join(sections)}: {reason}")
-    return [*lines, f"{num_keys} keys of other sections (--cfg job prints the keys with effect)"]
+    return [*lines, f"and {num_keys} other keys, which --cfg job leaves out"]
 
 
 def values_of_recipe(config: PPOConfig) -> dict[str, Any]:
@@ -217,12 +217,12 @@ def main(arguments: Sequence[str]) -> None:
     """Check the run of these settings; an error ends the process with its message."""
     name, rest = "ppo", list(arguments)
     if rest and "=" not in rest[0] and not rest[0].startswith("-"):
-        name = rest.pop(0)
+        given = rest.pop(0)
+        name, *preset = resolve_command(given) or [given]
         if name not in RECIPES:
-            known = ", ".join(RECIPES)
-            raise ConfigError(
-                f"check {name}: no such recipe.{nearest(name, RECIPES)} Known: {known}."
-            )
+            hint, known = nearest(given, RECIPES), ", ".join(RECIPES)
+            raise ConfigError(f"check {given}: no such recipe.{hint} Known: {known}.")
+        rest = [*preset, *rest]
     parser = argparse.ArgumentParser("verl-like check", add_help=False, allow_abbrev=False)
     parser.add_argument("--gpus")
     parser.add_argument("--full", action="store_true")

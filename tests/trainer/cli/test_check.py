@@ -123,7 +123,7 @@ def test_keys_without_effect_are_listed_with_the_reason() -> None:
     text = explained("algorithm.adv_estimator=reinforce_plus_plus")
     unused = text.partition("Keys without effect")[2]
     assert "critic: this run has no critic" in unused
-    assert re.search(r"\n[1-9]\d keys of other sections", unused)
+    assert re.search(r"\nand [1-9]\d other keys", unused)
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
@@ -155,6 +155,13 @@ def test_only_an_async_run_is_predicted() -> None:
 def test_a_recipe_that_does_not_exist_is_rejected_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"check dpoo: no such recipe. Did you mean 'dpo'"):
         main(["dpoo", *NEEDED])
+
+
+def test_an_algorithm_is_checked_by_its_name(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["grpo", "--full", *overrides(tiny_dir, tmp_path / "run", "trainer.backend=local")])
+    assert "algorithm.adv_estimator=grpo (default gae)" in capsys.readouterr().out
 
 
 def test_an_option_that_does_not_exist_is_rejected() -> None:
