@@ -32,7 +32,7 @@ class ActivityState(NamedTuple):
     """A role's state and the time when it began."""
 
     name: str
-    what: str
+    task: str
     since: float
 
 
@@ -88,7 +88,7 @@ class Activity:
         for role, state in states:
             spent = now - state.since
             duration = f"{spent:.0f} s" if spent >= 10 else f"{spent:.1f} s"
-            lines.append(f"{role} {VERBS[state.name].format(duration)} {state.what}")
+            lines.append(f"{role} {VERBS[state.name].format(duration)} {state.task}")
         return "; ".join(lines)
 
 

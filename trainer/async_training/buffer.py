@@ -44,9 +44,9 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
 LOOK_S = 1.0
-"""Seconds between two checks of a wait: whether it takes too long, and the trainers are alive."""
+"""Seconds between two checks during a wait: is it too long, and are the trainers alive?"""
 LOOK_SHARE = 0.05
-"""Maximum fraction of a wait spent on pinging the trainers, which takes long for thousands."""
+"""Maximum fraction of a wait spent on pinging trainers: pinging thousands of them takes long."""
 LOST = "lost with its generator"
 SAMPLES = "queued_samples"
 """The folder of a checkpoint that holds the queued samples."""
@@ -256,7 +256,7 @@ class ExperienceBuffer:
     def write_samples(self, checkpoint: Path) -> None:
         """Write the samples that were queued at the last `state_dict`.
 
-        Only `async_training.on_resume=restore` needs them.
+        Do nothing unless `async_training.on_resume=restore`.
         """
         if self.settings.on_resume != "restore":
             return
@@ -378,7 +378,7 @@ class ExperienceBuffer:
         return whole.selected
 
     def _begin_next(self, generator: int, version: int) -> SampleChunk | None:
-        """Return the first chunk that this generator may generate, if there is room for it."""
+        """Start the first chunk that this generator may generate, if there is room; return it."""
         if self.is_paused:
             others = self._generators - {generator}
             chunk = next((p for p in self._to_validate if p.generator not in others), None)

@@ -24,7 +24,7 @@ from verl_like.batch.protocol import DataProto
 
 @dataclass(frozen=True)
 class Demand:
-    """Number of samples that the trainer waits for, and that it will need later."""
+    """How many samples the trainer waits for now, and how many it will need later."""
 
     num_samples: int = 0
     attempt: int = 0
@@ -164,7 +164,7 @@ class ChunkStream:
     def rows(self, chunk: SampleChunk) -> DataProto:
         """Return a row for each sample of a chunk."""
         if chunk.batch not in self._batches:
-            # chunks come batch by batch, so rows of two batches are enough where batches overlap
+            # chunks come batch by batch, so it is enough to keep the rows of two batches
             self._batches = dict(list(self._batches.items())[-1:])
             self._batches[chunk.batch] = self._loader.batch(chunk.batch)
         prompts = self._batches[chunk.batch][chunk.start : chunk.stop]
@@ -244,7 +244,7 @@ class OpenChunks:
         return num_samples_of(of_rank) <= room // len(self._stream.ranks)
 
     def views(self, demand: Demand, version: int, number: int) -> Iterator[BufferView]:
-        """Yield a sampler's view per trainer rank with its own generators, or one of all ranks.
+        """Yield a sampler's views: one per trainer rank with its own generators, or a single one.
 
         `number` is the number of batches before this one.
         """

@@ -184,7 +184,7 @@ class AsyncConfig(PPOConfig):
 
     @property
     def score_roles(self) -> dict[str, str]:
-        """Maps the roles with which each generator scores, as named at generator 0, to classes."""
+        """Maps roles with which generators score, by their name at generator 0, to classes."""
         if self.async_training.score_on == "trainer":
             return {}
         inactive, roles = inactive_roles(self), {}
@@ -205,7 +205,7 @@ class AsyncConfig(PPOConfig):
         }
 
     def kind_of(self, role: str) -> str:
-        """Return the name at generator 0 of a role of any generator."""
+        """Return what a generator's role is called at generator 0, such as `ref` for `ref_1`."""
         return self.generator_roles.get(role, (role, 0))[0]
 
     def reads_in(self, role: str) -> str:
@@ -213,7 +213,7 @@ class AsyncConfig(PPOConfig):
         return "gen" if role in ("rollout", *self.score_roles) else super().reads_in(role)
 
     def prompts_per_call(self, role: str) -> int:
-        """Return the number of prompts per call of a role; for roles of generators, a chunk's."""
+        """Return how many prompts a role gets per call: one chunk for the roles of generators."""
         return self.chunk_size if role in self.generator_roles else super().prompts_per_call(role)
 
     def of_role(self, role: str) -> Self:

@@ -161,7 +161,7 @@ class LostGenerators:
         self._gone: set[int] = set()
 
     def __call__(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
-        """Return whether this generator continues; raise if the run cannot."""
+        """Return whether this generator continues; raise if the run cannot continue."""
         if self._is_alive(generator):  # a trainer was lost while it sent weights
             raise error
         policy = self._config.async_training.on_generator_failure

@@ -33,7 +33,7 @@ class SyncLog:
     """Logs the bytes, seconds and driver memory of each delivery. Generators' threads call it."""
 
     def __init__(self, folder: str | Path) -> None:
-        """A resumed run appends to its file."""
+        """A resumed run appends to the existing file."""
         self._path = Path(folder) / SYNCS_FILE
         self._lock = threading.Lock()
 

@@ -71,12 +71,12 @@ class SelectionConfig(Section):
     top_k: int = key(
         1, above=0, read_when=when("format", "sft", otherwise="a pair is one of each prompt")
     )
-    """Most samples kept per prompt: the first of equal scores, one of equal texts."""
+    """Maximum number of samples kept per prompt: the first of equal scores, one of equal texts."""
     min_score: float | None = key(None, allows="a number")
-    """Lowest score of a sample that is kept, or chosen; null keeps whatever is best."""
+    """Minimum score of samples that are kept (or chosen, in pairs); null: no minimum."""
     truncated: str = key("keep", choices=("keep", "drop"))
-    """A sample that the length cut (`finish_reason` is length): keep it, and no end is taught after
-    it; or drop and count it.
+    """Samples that the length limit cut (`finish_reason` is length). `keep`: keep them, without an
+    end in the loss; `drop`: drop and count them.
     """
     file: str = key(
         "", allows="a .parquet or .jsonl file, written when the run ends", may_change_on_resume=True

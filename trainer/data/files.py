@@ -86,10 +86,11 @@ def good_rows(
 
 
 def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
-    """Check a row with a prompt, and return it; a ValueError says what it lacks.
+    """Check that a row has a prompt and the required columns, and return it.
 
-    With `needs_rules`, the rule of its data_source scores the row, so it needs a data_source, and a
-    reward_model with a ground_truth. Otherwise missing ones are filled in.
+    A ValueError says what the row lacks. With `needs_rules`, the rule of its data_source scores the
+    row, so it needs a data_source, and a reward_model with a ground_truth. Otherwise missing ones
+    are filled in.
     """
     if not needs_rules:
         row = with_rule_columns(row)

@@ -9,9 +9,9 @@ A row's columns decide which tokens are in the loss:
 - `text`: every token, and the end of the text;
 - `prompt` and `response`: the response and, unless its `finish_reason` is length, its end token.
   The prompt is tokenized as in PPO;
-- `messages`: the assistant's part of every turn. If the chat template marks that part with `{%
-  generation %}`, the marked tokens are in the loss; otherwise, the tokens that the template writes
-  for an assistant's message after the generation prompt, including end-of-turn tokens.
+- `messages`: the assistant's part of every turn. If the chat template marks that part with
+  `{% generation %}`, the marked tokens are in the loss; otherwise, the tokens that the template
+  writes for an assistant's message after the generation prompt, including end-of-turn tokens.
 
 A bad row stops the run, or is left out. Rows of large files are cached on disk, and later runs
 memory-map the cache.

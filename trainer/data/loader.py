@@ -67,7 +67,7 @@ OTHER_ROWS = (
 
 
 def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise an error if the saved position belongs to rows of another number or digest."""
+    """Raise an error if the saved position belongs to rows whose number or digest differs."""
     sizes = {name: size for name, size in now.items() if name not in ("num_taken", "rows")}
     differs = [
         f"{name}: saved {saved[name]}, now {size}"

@@ -27,7 +27,7 @@ class Evaluation(SamplingOnlyTrainer):
 
     @property
     def total_steps(self) -> int:
-        """1, because all prompts form one step."""
+        """One step, which has all prompts."""
         return 1
 
     def step(self) -> Metrics:

@@ -41,7 +41,7 @@ def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
 
 
 def end_of_run(observers: Sequence[Any]) -> None:
-    """Call `at_end` of the observers that have it. The run must be completed."""
+    """Call `at_end` of the observers that have it, after a completed run."""
     for observer in observers:
         if hasattr(observer, "at_end"):
             observer.at_end()

@@ -173,7 +173,7 @@ class SampleLog:
         return {sample: self._tokens(sample) for sample in samples}
 
     def known(self, samples: Iterable[SampleKey]) -> list[SampleKey]:
-        """Return those of these samples that are open."""
+        """Return only those samples that are open."""
         return [sample for sample in samples if sample in self._open]
 
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Checks across PPO's keys: sizes must divide, required keys are set, every set key has an effect.
+"""Checks across PPO's keys: sizes that must divide, required keys, keys that have no effect.
 
 A rule about one key is declared at its field, where `trainer.config.checks` reads it. A run that
 can train, but not as its keys suggest, gets a warning (`trainer.ppo.contradictions`).
@@ -329,7 +329,7 @@ def _reject_weights(config: PPOConfig) -> None:
                 f"{model.section}.fsdp_config.param_offload=true, or the quantization."
             )
 
-    # a reference with its own weights follows the actor or is int8, but not both
+    # a reference that follows the actor has no weights of its own, and is not int8
     every, lora_rank = policy.ref.update_every, policy.model.lora_rank
     if every is not None and policy.ref.model.path is not None:
         raise ConfigError(

@@ -150,7 +150,7 @@ def named_rewards(batch: DataProto, names: Sequence[str]) -> Tensor:
 def check_finite(batch: DataProto, arguments: Mapping[str, Any]) -> None:
     """Raise if rewards or values are nan or infinite; the error names their samples.
 
-    A single such number would make the advantages of its whole group or batch nan.
+    A single such number would spoil the advantages of its whole group or batch.
     """
     for name in ("token_level_rewards", "token_level_scores", "values", "reward_baselines"):
         column = arguments.get(name)

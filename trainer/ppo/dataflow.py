@@ -108,8 +108,8 @@ class Graph:
 
     def add_readings(self, stage: str) -> None:
         """Add the calls of this stage that score samples, except rewards."""
-        finds = update_computes_old_log_probs(self.config, step=1)
-        for scoring in readings(scorings_of(self.config), self.config, finds):
+        in_update = update_computes_old_log_probs(self.config, step=1)
+        for scoring in readings(scorings_of(self.config), self.config, in_update):
             if scoring.stage == stage:
                 self.on_role(stage, scoring.role, scoring.method, *scoring.writes)
 
@@ -185,7 +185,7 @@ def _by_stage(
     """Return the nodes of these pairs, grouped by stage."""
     members = {node for pair in pairs for node in pair}
     stages = dict.fromkeys(node.stage for node in nodes if node in members)
-    return [[node for node in nodes if node in members and node.stage == of] for of in stages]
+    return [[node for node in nodes if node in members and node.stage == stage] for stage in stages]
 
 
 def _describe_calls(group: Sequence[CallNode], between: str) -> str:
@@ -207,8 +207,8 @@ def _describe_pairs(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> d
         pairs[ON_ONE_POOL if first.pool == second.pool else apart].append((first, second))
     return {
         title: [
-            f"  {of[0].stage}: {_describe_calls(of, ', then ' if title == INLINE else ' ‖ ')}"
-            for of in _by_stage(nodes, node_pairs)
+            f"  {group[0].stage}: {_describe_calls(group, ', then ' if title == INLINE else ' ‖ ')}"
+            for group in _by_stage(nodes, node_pairs)
         ]
         for title, node_pairs in pairs.items()
     }

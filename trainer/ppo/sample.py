@@ -7,7 +7,7 @@ environment with players, a group is kept if the scores of any player differ.
 Rows are balanced over the ranks of the actor so that ranks have nearly equal numbers of tokens. W
 ranks get W contiguous chunks of the batch, and mini-batch k of K has the rows whose index is k
 modulo K. Rows are therefore exchanged only within their mini-batch: every optimizer step keeps its
-samples, and the ranks finish it at about the same time.
+samples, and all ranks finish the step at about the same time.
 """
 
 from __future__ import annotations

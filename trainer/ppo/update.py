@@ -90,7 +90,7 @@ def filters(
 def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataProto:
     """Add the column `chosen_tokens` to the batch if the policy loss reads it.
 
-    Mini-batch k of K has the rows whose index, ordered by name, is k modulo K.
+    Mini-batch k of K has the rows whose index is k modulo K.
     """
     policy, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     choose = traits_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens
@@ -190,8 +190,8 @@ def filtration_weights(scores: Tensor, reweight_method: str, weight_pow: float =
 def draw_rows(weights: Tensor, offset: float) -> Tensor:
     """Draw as many row indices as there are weights by systematic sampling; return them sorted.
 
-    One number `offset` in [0, 1) determines the whole draw. A row whose fraction of the total
-    weight is w is drawn n w times, rounded up or down.
+    One number `offset` in [0, 1) determines the whole draw. Of n rows, a row whose fraction of the
+    total weight is w is drawn n w times, rounded up or down.
     """
     total = weights.sum()
     if total <= 0:

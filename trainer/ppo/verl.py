@@ -105,15 +105,15 @@ def translate(settings: Iterable[Override]) -> list[Override]:
     translated, notices, rejected = [], [], []
     settings = [part for setting in settings for part in _parts(setting)]
     sizes = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    given = {key: str(attrgetter(key)(PPOConfig())) for key in sizes}  # verl's defaults differ
-    given |= {
+    values = {key: str(attrgetter(key)(PPOConfig())) for key in sizes}  # verl's defaults differ
+    values |= {
         setting.key_or_group: setting.get_value_string()
         for setting in settings
         if not setting.is_delete()
     }
     for setting in settings:
-        key, value = setting.key_or_group, given.get(setting.key_or_group, "")
-        outcome = None if setting.is_delete() else translate_key(key, value, given)
+        key, value = setting.key_or_group, values.get(setting.key_or_group, "")
+        outcome = None if setting.is_delete() else translate_key(key, value, values)
         if outcome is None:
             translated.append(setting)
         elif outcome.nothing:
@@ -338,6 +338,6 @@ def _first_match(key: str, patterns: Iterable[str]) -> str:
 
 
 def _plain(value: str) -> str:
-    """Return a value without quotes and blanks, in lower case."""
+    """Return the value in lower case, without quotes and blanks."""
     plain = re.sub(r"[\s'\"]", "", value).lower()
     return "null" if plain in ("none", "") else plain

@@ -68,7 +68,7 @@ def check_preference_config(config: PreferenceConfig) -> None:
         )
     if not loss_reads(config, "desirable"):
         rows.check_pairs_fit(config)
-    # every parameter of a user's loss can be filled
+    # a user's loss may only have parameters that the run can fill
     from workers.losses.preference.registry import COLUMNS, parameters_of
 
     there = [*COLUMNS, *(name for name in vars(config) if _is_number(vars(config)[name]))]

@@ -27,7 +27,7 @@ MOST_ROWS = 8
 
 
 def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int) -> None:
-    """Raise if a user's function returns something other than a reward for the first row.
+    """Raise if a user's function returns no reward for the first row's ground truth.
 
     If the function raises an error, only print the error: it may still work on a model's responses.
     """

@@ -43,7 +43,7 @@ class Rollouts:
         ask: Callable[[DataProto], DataProto] | None = None,
         model_role: Callable[[str], str] = lambda role: role,
     ) -> None:
-        """`send_weights` sends weights to a restarted rollout; by default, it keeps the folder's.
+        """`send_weights` updates a restarted rollout, which by default has its folder's weights.
 
         `ask` generates the samples of rows; by default, the group of the role `rollout` does.
         `model_role` maps a reward model's role to the role that scores in its place.

@@ -1,1 +1,1 @@
-"""A server for the Tinker protocol: clients have the data, loss and loop; it has the weights."""
+"""A server for the Tinker protocol: it has the weights; clients have the data, loss and loop."""

@@ -150,7 +150,7 @@ class Api:
             session.models[model_id].turns.skip(seq_id)
 
     async def janitor(self) -> None:
-        """Keep ending silent sessions, failing requests after a gap, and deleting checkpoints."""
+        """Repeatedly end silent sessions, fail requests after a gap, delete expired checkpoints."""
         while True:
             await asyncio.sleep(CLEANUP_S)
             for opened in self.sessions.all_models():

@@ -98,7 +98,7 @@ class TrainingOps:
             )
         self._lock = threading.RLock()
         self.states: dict[str, str] = {}
-        """Maps the name of a state in memory to the role whose model it is a state of."""
+        """Maps the name of a state in memory to the role that it belongs to."""
         self._synced: str | None = None
         self._versions = count(1)
 
